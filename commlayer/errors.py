@@ -191,7 +191,7 @@ class Coded(Exception):
 
 
 class InvalidInput(Coded, ValueError):
-    """An argument, file or setting is wrong: one line says what it is, what is allowed and how to mend it."""
+    """An argument, file or setting is wrong. The one-line message names the mistake, the allowed values and the remedy."""
 
 
 class RecordError(InvalidInput):
@@ -304,8 +304,8 @@ def cause_of(error: BaseException) -> str:
     >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it"))
     ('KeyboardInterrupt', 'ValueError: no room')
     """
-    said = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def one_line(text: object) -> str:

@@ -72,8 +72,8 @@ def make(
 
     plan_inputs.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
-        asked_too = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
-        raise InvalidInput("E-CLI-OPTION", f"--exact and {asked_too}: that is not synchronous SGD; leave one of the two out")
+        other_option = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
+        raise InvalidInput("E-CLI-OPTION", f"--exact and {other_option}: that is not synchronous SGD; leave one of the two out")
     if out is not None:
         plan_inputs.check_out(out)
         plan_inputs.check_out(plan_file.sidecar(out))

@@ -206,9 +206,10 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
            f"of which computing {ms(told.compute_s)}")
     if told.steps:
-        whole = told.step_s / told.local_steps * told.steps_high
+        to_loss_s = told.step_s / told.local_steps * told.steps_high
         yield (f"steps needed: {factor(told.steps, told.steps_high)} x those of dense training; were all sent so, "
-               f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(whole)} ms for each of those")
+               f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(to_loss_s)} ms "
+               "for each of those")
     yield (f"beside it: DDP fp16 {ms(told.fp16_s)} ms" + (f", one machine alone {ms(told.alone_s)}" if told.alone_s else "")
            + (" to a loss" if told.steps else " a step"))
     grid = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")

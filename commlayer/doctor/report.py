@@ -53,7 +53,7 @@ def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
 
 
 def usable(findings: Iterable[Finding]) -> bool:
-    return all(found.verdict != "fail" for found in findings)
+    return all(finding.verdict != "fail" for finding in findings)
 
 
 class Check(NamedTuple):
@@ -123,7 +123,7 @@ def summary(findings: Iterable[Finding]) -> str:
     >>> summary([Finding("a", "ok", ""), Finding("b", "warn", ""), Finding("c", "warn", "")])
     'usable: 1 ok, 2 warnings'
     """
-    counts = Counter(found.verdict for found in findings)
+    counts = Counter(finding.verdict for finding in findings)
     parts = [f"{counts['ok']} ok"]
     if counts["warn"]:
         parts.append(f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}")

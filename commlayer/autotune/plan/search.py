@@ -272,20 +272,20 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
 
 def uncompressed(found: Candidate, *, apart: bool = False) -> Candidate | None:
     """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
-    made_from = found.basis.inputs
-    if not made_from.cluster.reachable:
+    basis_inputs = found.basis.inputs
+    if not basis_inputs.cluster.reachable:
         return None
-    inputs = made_from.job, made_from.cluster, made_from.profile, made_from.policy
+    inputs = basis_inputs.job, basis_inputs.cluster, basis_inputs.profile, basis_inputs.policy
     plain = planner.default_plan(
-        made_from.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
+        basis_inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
         fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
     )
     if plain.buckets == found.current.buckets:
         return None
-    plain = _in_updates(plain, made_from) if apart else structs.replace(plain, step_s=step_s(plain, made_from))
+    plain = _in_updates(plain, basis_inputs) if apart else structs.replace(plain, step_s=step_s(plain, basis_inputs))
     plain = _as_asked(plain, found.runnable)
     return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
-                          steps=steps_of(plain, made_from), leaves="")
+                          steps=steps_of(plain, basis_inputs), leaves="")
 
 
 def _as_asked(plan: Plan, before: Plan) -> Plan:

@@ -57,7 +57,7 @@ class GradientError(NamedTuple):
 
 
 class PlanLevels(Record, frozen=True):
-    """The active plan, as far as the guard needs it."""
+    """The attributes of the active plan that the quality guard uses."""
 
     level: float
     """Level of the coarsest codec; 1 without codecs."""

@@ -44,7 +44,7 @@ class Controller:
     """Moves shares of the batch to the ranks that compute them fastest, while training runs.
 
     >>> controller = commlayer.Controller(session, sampler)         # doctest: +SKIP
-    >>> for x, y in controller.follow(loader):                      # in place of sampler.follow(loader, session)
+    >>> for x, y in controller.follow(loader):                      # instead of sampler.follow(loader, session)
     ...     (loss_of(model(x), y) * sampler.fraction).backward()
     ...     if sampler.last: optimizer.step(); optimizer.zero_grad()
     """
