@@ -260,7 +260,7 @@ def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = 
                            f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")
     rules = every[family]
     allowed = list(rules)
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if len(call.args) > len(allowed):
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} takes {len(allowed)} arguments ({', '.join(allowed)}), "
                            f"got {len(call.args)}")
@@ -269,13 +269,13 @@ def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = 
         if argument not in rules:
             raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} has no argument {argument!r}, "
                                f"allowed are {', '.join(allowed) or 'none'}")
-        if argument in given:
+        if argument in values:
             raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} got {argument!r} twice")
-        given[argument] = _value(node, text)
-    missing = [name for name, rule in rules.items() if rule.default is _NEEDED and name not in given]
+        values[argument] = _value(node, text)
+    missing = [name for name, rule in rules.items() if rule.default is _NEEDED and name not in values]
     if missing:
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} needs {', '.join(missing)}")
-    arguments = {name: given.get(name, rule.default) for name, rule in rules.items()}
+    arguments = {name: values.get(name, rule.default) for name, rule in rules.items()}
     check_arguments(family, every, **arguments)
     return CodecSpec(family, tuple(arguments.items()))
 

@@ -327,11 +327,11 @@ def codec_threads(config: Config, launch: Launch) -> int:
 
 def child_environment(config: Config) -> dict[str, str]:
     """Environment for a child process with exactly these settings."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     # Other processes of this user can read the environment and children inherit it, so secrets are left out.
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
     # An empty CONFIG keeps the child from reading a commlayer.toml of its own.
-    return kept | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
+    return environment | {PREFIX + "CONFIG": ""} | {PREFIX + name.upper(): str(value) for name, value in fields.items()}
 
 
 def take_environment(wanted: Mapping[str, str]) -> None:
@@ -440,10 +440,10 @@ def _check_plain_text(config: Config) -> None:
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:
         check_plain_text(name, host, config)
-    named = "advertise" if config.advertise else "bind"
-    if getattr(config, named) in ("0.0.0.0", "::"):
+    setting = "advertise" if config.advertise else "bind"
+    if getattr(config, setting) in ("0.0.0.0", "::"):
         raise RecordError("E-SETTING",
-                          f"{named}: {getattr(config, named)} names no address that others could reach: set advertise "
+                          f"{setting}: {getattr(config, setting)} names no address that others could reach: set advertise "
                           f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
 
 
@@ -478,9 +478,9 @@ def from_environment(environ: Mapping[str, str], types: Types) -> dict[str, Sett
 
 
 def from_file(environ: Mapping[str, str], cwd: Path, types: Types) -> dict[str, Setting]:
-    named = environ.get(PREFIX + "CONFIG")
-    path = cwd / (named or "commlayer.toml")
-    if named == "" or (named is None and not path.is_file()):
+    config_path = environ.get(PREFIX + "CONFIG")
+    path = cwd / (config_path or "commlayer.toml")
+    if config_path == "" or (config_path is None and not path.is_file()):
         return {}
     try:
         fields = tomllib.loads(path.read_text("utf-8"))
@@ -496,8 +496,8 @@ def _known(name: str, source: str, types: Types) -> str:
         raise RecordError("E-SETTING", f"{name}: this setting was removed ({source}); {REMOVED[name]}")
     if name not in types:
         near = difflib.get_close_matches(name, types, n=1, cutoff=0.5)
-        meant = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"
-        raise RecordError("E-SETTING", f"{name}: no such setting ({source}); {meant}")
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(types)}"
+        raise RecordError("E-SETTING", f"{name}: no such setting ({source}); {hint}")
     return name
 
 
@@ -506,5 +506,5 @@ def checked(name: str, setting: Setting, types: Types) -> Any:
         return msgspec.convert(setting.value, types[name], strict=not setting.text)
     except msgspec.ValidationError:
         allowed = next(m.description for m in types[name].__metadata__)
-        shown = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError("E-SETTING", f"{name}: got {shown} from {setting.source}, allowed: {allowed}") from None
+        value = "a text that is none" if name == "token" else repr(setting.value)
+        raise RecordError("E-SETTING", f"{name}: got {value} from {setting.source}, allowed: {allowed}") from None

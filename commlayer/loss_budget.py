@@ -44,9 +44,9 @@ def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile,
     penalties = {cost.codec: penalty(model, cost.codec) for cost in profile.codecs}
     unmeasured = [codec for codec in policy.codecs if math.isinf(penalties.get(codec, 0.0))]
     if unmeasured:
-        known = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
+        ranges = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
         raise InvalidInput("E-LOSS-MODEL",
-                           f"loss model: nobody measured {unmeasured[0]}, it has {known}; `commlayer tune` measures")
+                           f"loss model: nobody measured {unmeasured[0]}, it has {ranges}; `commlayer tune` measures")
     costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
     if not allowed:  # an empty tuple would allow all

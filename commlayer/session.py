@@ -269,7 +269,7 @@ def attach(
         if sync != "step" and not isinstance(sync, Outer):
             raise InvalidInput("E-SYNC-MODE", f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
         outer = sync if isinstance(sync, Outer) else usual(family_of(optimizer))
-        read = read_config(config)
+        settings = read_config(config)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
         modes, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
@@ -279,10 +279,11 @@ def attach(
         if modes.overlap == "forward":
             check_overlap(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
-            if not (modes.updates or (read.min_workers and read_launch().home and silenceable(model))):
-                state = HookState(plan, config=read, scaler=scaler, optimizer=optimizer, exact=exact)
+            if not (modes.updates or (settings.min_workers and read_launch().home and silenceable(model))):
+                state = HookState(plan, config=settings, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
-                state.ways = DDPWays(model, optimizer, asked=modes, forbids=forbids, outer=outer, deadline_s=read.deadline_s)
+                state.ways = DDPWays(model, optimizer, asked=modes, forbids=forbids, outer=outer,
+                                     deadline_s=settings.deadline_s)
                 return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
             wrapped, model = model, model.module
@@ -297,14 +298,14 @@ def attach(
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
-            connection = connect(job, device, start, plan=plan, config=read, align=tensors, must=must, asked=modes,
+            connection = connect(job, device, start, plan=plan, config=settings, align=tensors, must=must, asked=modes,
                                  settings=settings_of(optimizer, model.named_parameters()),
                                  forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
         except BaseException:
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=read, outer=outer,
+    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=settings, outer=outer,
                           ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
     driver.join_round()
     return Session(driver, clipping(parameters_of(model), optimizer, norm))

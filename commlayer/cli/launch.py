@@ -40,8 +40,8 @@ def launch(
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
     """Train with other homes through `commlayer serve`. This machine connects only to that server."""
-    given: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
-    config = read_config({name: value for name, value in given.items() if value})
+    options: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
+    config = read_config({name: value for name, value in options.items() if value})
     if not config.join:
         raise InvalidInput("E-CLI-OPTION",
                            "--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")

@@ -182,12 +182,12 @@ def whatif(
     plan_inputs.check_json(json)
     if bool(add_node) != bool(link):
         raise InvalidInput("E-CLI-OPTION", "--add-node GPU and --link RATE go together: the new machine needs both")
-    given = [name for name, value in (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu))
-             if value]
-    if len(given) != 1:
+    options = [name for name, value in
+               (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu)) if value]
+    if len(options) != 1:
         raise InvalidInput("E-CLI-OPTION",
                            "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
-                           f"NAMES; got {' and '.join(given) or 'none'}")
+                           f"NAMES; got {' and '.join(options) or 'none'}")
     if plot is not None:
         from commlayer.cli.plan_curve import check_plot
 

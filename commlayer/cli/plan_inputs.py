@@ -55,14 +55,14 @@ SERVER = "1Gb"
 
 def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
     """The cluster from one of three options. `server`: the link of the homes' server, else `SERVER`."""
-    given = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
-    if len(given) != 1:
+    options = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
+    if len(options) != 1:
         raise InvalidInput("E-CLI-OPTION",
                            "say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
-                           f"FILE (`commlayer plan init` writes a first one); got {' and '.join(given) or 'none'}")
+                           f"FILE (`commlayer plan init` writes a first one); got {' and '.join(options) or 'none'}")
     if server and not homes:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--server {server} is the link of the server of --homes; got {given[0]}, which has its own")
+                           f"--server {server} is the link of the server of --homes; got {options[0]}, which has its own")
     if homes:
         return cluster_of_homes(homes, server or SERVER)
     if nodes:

@@ -33,10 +33,10 @@ def serve(
 ) -> None:
     """Run a job's coordinator and a summation server; with --join only a server of that job."""
     bind, port = _place(bind, port)
-    given: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                             "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal,
-                             "min_workers": min_workers}
-    config = read_config({name: value for name, value in given.items() if value})
+    options: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
+                               "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal,
+                               "min_workers": min_workers}
+    config = read_config({name: value for name, value in options.items() if value})
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
     if servers == 0 and not no_server:

@@ -58,10 +58,10 @@ def tune(
 
     engine, proxy = Engine(space, seed), load(task)
     search = Search(task, space, part, seed)
-    kept = Store(store, search)
-    _show(tuner.tune(proxy, kept, search, engine, trials), kept, search, trials)
-    loss_model.write(out, tuner.loss_model(kept.trials))
-    _tell(kept, search, out)
+    trial_store = Store(store, search)
+    _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)
+    loss_model.write(out, tuner.loss_model(trial_store.trials))
+    _tell(trial_store, search, out)
 
 
 def read_space(

@@ -253,8 +253,8 @@ def main() -> None:
     join."""
     options = json.loads(sys.argv[1])
     try:
-        given = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
-        run(read_config({name: value for name, value in given.items() if value}), ServeOptions(**options))
+        settings = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
+        run(read_config({name: value for name, value in settings.items() if value}), ServeOptions(**options))
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)

@@ -53,16 +53,16 @@ def check_software(f: Software) -> Iterator[Finding]:
 
 def check_processor(f: Processor) -> Iterator[Finding]:
     wide = [name for name in ("avx2", "avx512f", "asimd") if name in f.flags]
-    seen = f"{f.cores} core{'s' if f.cores != 1 else ''} of {f.architecture}" + (f" with {', '.join(wide)}" if wide else "")
+    line = f"{f.cores} core{'s' if f.cores != 1 else ''} of {f.architecture}" + (f" with {', '.join(wide)}" if wide else "")
     if f.quota < f.cores:
-        yield warn("cpu", f"{seen}, but its control group allows the time of {f.quota:g}",
+        yield warn("cpu", f"{line}, but its control group allows the time of {f.quota:g}",
                    "raise the container's limit (docker run --cpus, or limits.cpu), or codecs are throttled in bursts")
     elif f.cores < 2:
-        yield warn("cpu", seen, "give it 2 or more cores: training, codecs and sockets share this one")
+        yield warn("cpu", line, "give it 2 or more cores: training, codecs and sockets share this one")
     elif f.architecture in ("x86_64", "AMD64") and "avx2" not in f.flags:
-        yield warn("cpu", f"{seen} without AVX2", "codecs run portable code, several times slower: run them on the GPU")
+        yield warn("cpu", f"{line} without AVX2", "codecs run portable code, several times slower: run them on the GPU")
     else:
-        yield ok("cpu", seen)
+        yield ok("cpu", line)
 
 
 def check_folder(f: Folder) -> Iterator[Finding]:
@@ -112,15 +112,15 @@ def check_shared_memory(f: Shared) -> Iterator[Finding]:
 
 def check_file_limits(f: Files) -> Iterator[Finding]:
     soft = "any number" if f.soft == resource.RLIM_INFINITY else str(f.soft)
-    seen = f"{soft} open files allowed"
+    line = f"{soft} open files allowed"
     can = f.hard == resource.RLIM_INFINITY or f.hard >= FEW_FILES
     remedy = "ulimit -n 4096" if can else "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=4096"
     if f.soft != resource.RLIM_INFINITY and f.soft < TOO_FEW_FILES:
-        yield fail("files", seen, remedy)
+        yield fail("files", line, remedy)
     elif f.soft != resource.RLIM_INFINITY and f.soft < FEW_FILES:
-        yield warn("files", seen, remedy)
+        yield warn("files", line, remedy)
     else:
-        yield ok("files", seen)
+        yield ok("files", line)
 
 
 def check_torch(f: Torch) -> Iterator[Finding]:
@@ -159,13 +159,13 @@ def _gpu(f: Torch) -> Iterator[Finding]:
         label = f"{name} ({nbytes / GIB:.0f} GiB)"
         names[label] = names.get(label, 0) + 1
     kind = f"ROCm {f.hip}" if f.hip else f"CUDA {f.cuda}"
-    seen = f"{', '.join(f'{count} x {name}' for name, count in names.items())}, {kind}"
+    line = f"{', '.join(f'{count} x {name}' for name, count in names.items())}, {kind}"
     unfit = sorted({arch for _, _, arch in f.gpus if f.archs and not _runs(arch, f.archs)})
     if unfit:
-        yield fail("gpu", f"{seen}: torch has no code for {', '.join(unfit)}, only {', '.join(f.archs)}",
+        yield fail("gpu", f"{line}: torch has no code for {', '.join(unfit)}, only {', '.join(f.archs)}",
                    "install a build of torch for this GPU")
     else:
-        yield ok("gpu", seen)
+        yield ok("gpu", line)
     yield ok("nccl", f.nccl) if f.nccl else warn("nccl", "torch is built without it", "ranks on one machine use Gloo")
     if f.hip:
         return
@@ -354,15 +354,15 @@ def read_torch(limit_s: float = CHILD_S, program: str = LOOK_AT_TORCH) -> Torch:
     """Facts from a separate process. After `limit_s` the process is ended and an error is returned."""
     driver = DRIVER.exists()
     try:
-        done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=limit_s,
-                              stdin=subprocess.DEVNULL)
-        facts = json.loads(done.stdout.splitlines()[-1])
+        process = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=limit_s,
+                                 stdin=subprocess.DEVNULL)
+        facts = json.loads(process.stdout.splitlines()[-1])
         return msgspec.convert(facts | {"driver": driver}, Torch)
     except subprocess.TimeoutExpired:
         return Torch(driver=driver, error=f"torch and its GPUs did not answer within {limit_s:g} s")
     except (IndexError, ValueError, RecordError):
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return Torch(driver=driver, error=f"a process that loads torch ended with exit code {done.returncode}: {last}")
+        last = (process.stderr.strip().splitlines() or ["no output"])[-1]
+        return Torch(driver=driver, error=f"a process that loads torch ended with exit code {process.returncode}: {last}")
 
 
 def _text(path: Path) -> str:

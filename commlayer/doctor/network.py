@@ -53,13 +53,13 @@ def _chosen(f: Addresses) -> Finding:
                         f"use an address that all can reach, such as {_listed(tuple(others)) or 'that of a network interface'}")
         return ok("address", f"{f.towards} is this machine{beside}")
     name = f" of {interface.name}" if interface else ""
-    seen = f"{f.chosen}{name}, {why}{beside}"
+    line = f"{f.chosen}{name}, {why}{beside}"
     if interface and interface.kind == "bridge":
-        return warn("address", f"{seen}: a bridge inside this machine", "set COMMLAYER_BIND to an address that others reach")
+        return warn("address", f"{line}: a bridge inside this machine", "set COMMLAYER_BIND to an address that others reach")
     if ipaddress.ip_address(f.chosen.partition("%")[0]).is_link_local:
-        return warn("address", f"{seen}: a link-local address, which routers do not forward",
+        return warn("address", f"{line}: a link-local address, which routers do not forward",
                     "check why DHCP assigned no address")
-    return ok("address", seen + (", a tunnel" if interface and interface.kind == "tunnel" else ""))
+    return ok("address", line + (", a tunnel" if interface and interface.kind == "tunnel" else ""))
 
 
 def _own_name(f: Addresses) -> Iterator[Finding]:
@@ -97,13 +97,13 @@ def check_name(f: Name) -> Iterator[Finding]:
         return
     if _is_address(f.name):
         return
-    seen = f"{f.role} {f.name} is {', '.join(f.addresses[:3])}"
+    line = f"{f.role} {f.name} is {', '.join(f.addresses[:3])}"
     if f.took_s > SLOW_S:
-        yield warn("dns", f"{seen}, found in {f.took_s:.1f} s", "use the address, or correct /etc/resolv.conf")
+        yield warn("dns", f"{line}, found in {f.took_s:.1f} s", "use the address, or correct /etc/resolv.conf")
     elif f.name != "localhost" and all(is_loopback(one) for one in f.addresses):
-        yield warn("dns", f"{seen}: loopback, right only if it is this machine", "correct its line in /etc/hosts")
+        yield warn("dns", f"{line}: loopback, right only if it is this machine", "correct its line in /etc/hosts")
     else:
-        yield ok("dns", seen)
+        yield ok("dns", line)
 
 
 def check_port(f: Port) -> Iterator[Finding]:
@@ -142,15 +142,15 @@ def check_mtu(host: str, interface: Interface | None, path_mtu: int) -> Iterator
     """`path_mtu`: the kernel's value for the path to `host`, 0 if unknown."""
     if interface is None or interface.kind == "loopback":
         return
-    seen = f"{interface.name} sends packets of {interface.mtu} bytes"
+    line = f"{interface.name} sends packets of {interface.mtu} bytes"
     if path_mtu and path_mtu < interface.mtu:
-        seen += f", the path to {host} allows {path_mtu}"
+        line += f", the path to {host} allows {path_mtu}"
     smallest = min(interface.mtu, path_mtu or interface.mtu)
     if smallest < LEAST_MTU:
-        yield warn("mtu", seen, f"raise it to {LEAST_MTU} or more: ip link set {interface.name} mtu 1500, if the network "
+        yield warn("mtu", line, f"raise it to {LEAST_MTU} or more: ip link set {interface.name} mtu 1500, if the network "
                    "allows it")
     else:
-        yield ok("mtu", seen)
+        yield ok("mtu", line)
 
 
 def _listed(found: tuple[Interface, ...]) -> str:

@@ -106,7 +106,7 @@ def check_alike(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         (_differences(nodes, [f"plan with hash {node.plan}" if node.plan else "no plan" for node in nodes]), "",
          "give all nodes the same plan file"),
     ]
-    failed = [fail("nodes", seen + note, remedy) for seen, note, remedy in differ if seen]
+    failed = [fail("nodes", line + note, remedy) for line, note, remedy in differ if line]
     yield from failed or [ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")]
 
 
@@ -151,12 +151,12 @@ def check_clocks(nodes: Sequence[NodeFacts], *, keys: bool) -> Iterator[Finding]
         return
     each = [f"{_names(nodes, [number])} {duration_text(abs(off[number][0]))} {'ahead of' if off[number][0] > 0 else 'behind'}"
             for number in wrong]
-    seen = f"clocks: {', '.join(each)} {_names(nodes, [middle])}"
+    line = f"clocks: {', '.join(each)} {_names(nodes, [middle])}"
     remedy = "synchronize them with a time server: timedatectl set-ntp true"
     if keys and any(abs(off[number][0]) > CLOCK_FAIL_S for number in wrong):
-        yield fail("nodes", f"{seen}; certificates depend on clocks", remedy)
+        yield fail("nodes", f"{line}; certificates depend on clocks", remedy)
     else:
-        yield warn("nodes", f"{seen}; log times will not match", remedy)
+        yield warn("nodes", f"{line}; log times will not match", remedy)
 
 
 def ahead(a: NodeFacts, b: NodeFacts) -> tuple[float, float]:
@@ -185,11 +185,11 @@ def check_links(nodes: Sequence[NodeFacts], pairs: Sequence[Pair]) -> Iterator[F
     rates = sorted(min(pair.up_bps, pair.down_bps) for pair in good)
     slow, median = slowest(good), rates[len(rates) // 2]
     count = "1 link" if len(good) == 1 else f"{len(good)} links"
-    seen = f"{count}, slowest {rate_text(rates[0])} between node {names[slow.a]} and node {names[slow.b]}"
+    line = f"{count}, slowest {rate_text(rates[0])} between node {names[slow.a]} and node {names[slow.b]}"
     if len(good) > 2 and rates[0] * UNEVEN < median:
-        yield warn("nodes", f"{seen}, the median {rate_text(median)}", "look at that link, or plan for it: commlayer plan make")
+        yield warn("nodes", f"{line}, the median {rate_text(median)}", "look at that link, or plan for it: commlayer plan make")
     else:
-        yield ok("nodes", seen)
+        yield ok("nodes", line)
 
 
 def table(nodes: Sequence[NodeFacts], pairs: Sequence[Pair]) -> list[str]:

@@ -62,11 +62,11 @@ def check_plan(f: PlanFile, *, nodes: int) -> Iterator[Finding]:
     if f.error:
         yield of_error("plan", f.error, "make it again: commlayer plan make --out FILE")
         return
-    seen = f"{f.path}: hash {f.digest}, {f.buckets} buckets, {f.servers} servers"
+    line = f"{f.path}: hash {f.digest}, {f.buckets} buckets, {f.servers} servers"
     if nodes and f.nodes and f.nodes != nodes:
-        yield fail("plan", f"{seen}, made for {f.nodes} nodes, but there are {nodes}", "make a plan for this cluster")
+        yield fail("plan", f"{line}, made for {f.nodes} nodes, but there are {nodes}", "make a plan for this cluster")
     else:
-        yield ok("plan", seen)
+        yield ok("plan", line)
 
 
 CA_KEY = "ca.key"

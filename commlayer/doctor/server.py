@@ -91,18 +91,18 @@ def _clock(f: ServerFacts, keys: bool) -> Finding:
     side = "ahead of" if f.clock_s > 0 else "behind"
     if off - f.clock_error_s < CLOCK_S:
         return ok("clock", f"within {max(off, f.clock_error_s, 0.001):.3g} s of the server's")
-    seen = f"{duration_text(off)} {side} the server's"
+    line = f"{duration_text(off)} {side} the server's"
     remedy = "synchronize it with a time server: timedatectl set-ntp true"
     if keys and off > CLOCK_FAIL_S:
-        return fail("clock", f"{seen}; certificates depend on the clock", remedy)
-    return warn("clock", f"{seen}; log times will not match", remedy)
+        return fail("clock", f"{line}; certificates depend on the clock", remedy)
+    return warn("clock", f"{line}; log times will not match", remedy)
 
 
 def _round_trip(f: ServerFacts) -> Finding:
-    seen = f"{1e3 * f.round_trip_s:.3g} ms round trip to the server"
+    line = f"{1e3 * f.round_trip_s:.3g} ms round trip to the server"
     if f.round_trip_s > FAR_S:
-        return warn("latency", seen, "use a server nearer to all workers: each step waits for at least one round trip")
-    return ok("latency", seen)
+        return warn("latency", line, "use a server nearer to all workers: each step waits for at least one round trip")
+    return ok("latency", line)
 
 
 def _full(f: ServerFacts) -> Finding:

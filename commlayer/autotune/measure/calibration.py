@@ -155,9 +155,9 @@ def _more(steps: Sequence[RecordedStep], op: str, alone_s: dict[int, float], num
     """The median over steps, so that one long step does not count."""
     loads = []
     for step in steps:
-        seen = [event for event in step.events if event.op == op and event.bucket in alone_s]
-        if seen:
-            loads.append(sum(e.seconds - alone_s[e.bucket] for e in seen) / sum(numel[e.bucket] for e in seen))
+        events = [event for event in step.events if event.op == op and event.bucket in alone_s]
+        if events:
+            loads.append(sum(e.seconds - alone_s[e.bucket] for e in events) / sum(numel[e.bucket] for e in events))
     return max(0.0, median(loads)) if loads else 0.0
 
 
@@ -316,9 +316,9 @@ def _costs(numel: int, steps: int) -> tuple[float, float]:
         gradients: list[torch.Tensor | None] = [torch.randn(numel) for _ in range(count)]
         for _ in range(WARM_STEPS):
             _step(worker, gradients)
-        started = [thread for thread in threading.enumerate() if thread not in before]
-        serving = [thread for thread in started if thread.name.endswith(peer_name(0))]
-        clocks = _clock(serving), _clock([t for t in started if t not in serving] + [threading.current_thread()])
+        threads = [thread for thread in threading.enumerate() if thread not in before]
+        serving = [thread for thread in threads if thread.name.endswith(peer_name(0))]
+        clocks = _clock(serving), _clock([t for t in threads if t not in serving] + [threading.current_thread()])
         rows = []
         for _ in range(steps):
             begin = [clock() for clock in clocks]

@@ -123,8 +123,8 @@ def _said(loss: object) -> str:
 
 
 def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> float:
-    seen = [step[tensor] for step in steps if tensor in step]
-    return median(seen) if seen else otherwise
+    values = [step[tensor] for step in steps if tensor in step]
+    return median(values) if values else otherwise
 
 
 def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
@@ -140,8 +140,8 @@ def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, 
     backward_s = median(max(0.0, s.marks["backward"] - min(s.ready.values(), default=s.marks["backward"])) for s in steps)
     ready_s = []
     for tensor in range(tensors):
-        seen = [s.ready[tensor] - min(s.ready.values()) for s in steps if tensor in s.ready]
-        ready_s.append(min(median(seen), backward_s) if seen else backward_s)  # without a gradient, or a buffer
+        delays_s = [s.ready[tensor] - min(s.ready.values()) for s in steps if tensor in s.ready]
+        ready_s.append(min(median(delays_s), backward_s) if delays_s else backward_s)  # without a gradient, or a buffer
     far = len(places)
     needed_s = [first_s * places.get(tensor, far) / max(1, far) for tensor in range(tensors)]
     return Timing(tuple(ready_s), tuple(needed_s), backward_s, first_s)

@@ -246,8 +246,8 @@ class AutoPlan:
 
     def _measure(self) -> None:
         connection = self._connection
-        seen = None if self._meter is None else seen_by(self._meter)
-        measurements = measured(connection, self._job, self._probe_s, seen)
+        traffic = None if self._meter is None else seen_by(self._meter)
+        measurements = measured(connection, self._job, self._probe_s, traffic)
         self._replanner.measured(measurements)
         rows = measurements.rows
         computing_s = () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows)

@@ -289,9 +289,9 @@ def gathered(made: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
 def links_of(made: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
     """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
     firsts = rows[:: _groups(made).ranks_per_node]
-    seen = [row for row in firsts if row.up_bps]
+    probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are its upload, their uploads its download.
-    best = Link(max(r.down_bps for r in seen), max(r.up_bps for r in seen), min(r.alpha_s for r in seen))
+    best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 

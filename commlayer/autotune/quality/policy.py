@@ -276,8 +276,8 @@ def error_multiplier(cosine: float, typical: float) -> float:
     >>> harder(0.35, 0.35), round(harder(0.85, 0.89), 1), harder(0.5, 0.35)
     (1.0, 1.5, 1.0)
     """
-    lost, usually = 1.0 - max(0.0, cosine) ** 2, 1.0 - typical**2
-    return min(LARGEST_RATIO, max(1.0, math.pow(lost / max(usually, 1e-6), STEEPNESS)))
+    error, usually = 1.0 - max(0.0, cosine) ** 2, 1.0 - typical**2
+    return min(LARGEST_RATIO, max(1.0, math.pow(error / max(usually, 1e-6), STEEPNESS)))
 
 
 def _around(ratio: float) -> tuple[Row, Row, float]:
@@ -519,11 +519,11 @@ def decide(
     if not is_usable(rows):
         return state, ()
     summed, step_s = state.summed.plus(rows[0].summed, fade(state)), median(row.step_s for row in rows)
-    seen = worst([summed.fidelity(), *(row.sent.fidelity() for row in rows)])
+    fidelity = worst([summed.fidelity(), *(row.sent.fidelity() for row in rows)])
     loss = LossRise(fmean(row.loss.rise for row in rows), fmean(row.loss.noise for row in rows))
     actions: list[Action] = []
     if state.made is not None:
-        actions.append(LogLine(_outcome(state.made, seen, step_s)))
+        actions.append(LogLine(_outcome(state.made, fidelity, step_s)))
     state = structs.replace(state, summed=summed, step_s=step_s, made=None, compared=state.compared + 1)
     if state.plan.cosine and state.compared < FEWEST_SEEN:
         return state, tuple(actions)
@@ -533,7 +533,7 @@ def decide(
             own = own.plus(row.sent)
         actions.append(SetErrorMultiplier(round(error_multiplier(own.fidelity().cosine, state.plan.typical), 2)))
     more: tuple[Action, ...]
-    state, more = _adjusted(state, seen, loss) if acts else _complained(state, seen, loss)
+    state, more = _adjusted(state, fidelity, loss) if acts else _complained(state, fidelity, loss)
     return state, (*actions, *more)
 
 
