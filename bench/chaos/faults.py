@@ -66,9 +66,9 @@ class Fault(NamedTuple):
         return self.strikes == "worker" and (self.ends or self.joins)
 
 
-NO_ROOM = "and a crash of this server ends it"
+NO_ROOM = "a crash of this server ends the job"
 """Logged by a server without a journal."""
-OTHER_CLOCK = "certificates and logs go by it"
+OTHER_CLOCK = "certificates depend on it"
 """Logged by a joining process whose clock differs from the coordinator's."""
 FAULTS: dict[str, Fault] = {
     "none": Fault("nothing: what the others are compared with", "worker", heals=False),
