@@ -38,8 +38,8 @@ def doctor(
     from commlayer.cli.plan_inputs import check_json
 
     check_json(json)
-    given = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
-    options = _options({name: value for name, value in given.items() if value}, master_, nodes, plan, save)
+    settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
+    options = _options({name: value for name, value in settings.items() if value}, master_, nodes, plan, save)
     # Imported late: checks load numpy, which --help does not need.
     from rich.console import Console
 

@@ -146,9 +146,9 @@ def _revoke(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certi
 
 def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
     def listed(data: bytes) -> tuple[int, dict[int, datetime.datetime]]:
-        read = x509.load_pem_x509_crl(data)
-        number = read.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
-        return number, {one.serial_number: one.revocation_date_utc for one in read}
+        revocation_list = x509.load_pem_x509_crl(data)
+        number = revocation_list.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+        return number, {one.serial_number: one.revocation_date_utc for one in revocation_list}
 
     return _parsed(folder / REVOKED, listed, "list of the revoked")
 

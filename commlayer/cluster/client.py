@@ -119,8 +119,8 @@ class Membership:
                     continue
                 log.info("left without notice: %s", error)
                 break
-            gone = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
-            self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in gone)
+            exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
+            self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
             delivered = True
         self.close()
         return delivered
@@ -171,26 +171,27 @@ class Membership:
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
     def _on_reply(self, pulse: messages.HeartbeatReply) -> None:
-        new = [gone for gone in pulse.departed if gone.peer not in self.left]
-        self.left |= {gone.peer: gone for gone in new}
+        new = [departure for departure in pulse.departed if departure.peer not in self.left]
+        self.left |= {departure.peer: departure for departure in new}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
             self.newest = pulse.view
             self.on_view(pulse.view)
-        for gone in new:
-            self._on_left(gone)
+        for departure in new:
+            self._on_left(departure)
         if pulse.job_done:
             self.failed = pulse.job_failed
             self.over.set()
-        lost = [PeerLost(gone.reason, peer=gone.peer) for gone in pulse.failed]
+        failures = [PeerLost(departure.reason, peer=departure.peer) for departure in pulse.failed]
         # A peer that leaves with an error is a failure at once; one that has finished only if another process waits for it.
-        unfinished = [gone for gone in pulse.departed if gone.reason != messages.FINISHED and self.is_expected(gone.peer)]
-        lost += [PeerLost(f"left the job: {gone.reason}", peer=gone.peer) for gone in unfinished]
+        unfinished = [departure for departure in pulse.departed
+                      if departure.reason != messages.FINISHED and self.is_expected(departure.peer)]
+        failures += [PeerLost(f"left the job: {departure.reason}", peer=departure.peer) for departure in unfinished]
         if pulse.dead:
-            lost.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}",
+            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}",
                                     peer=f"coordinator {self._channel.address}"))
-        if lost and not self._failed and not self._closing.is_set():
+        if failures and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._on_failure(root_cause(lost))
+            self._on_failure(root_cause(failures))
 
     def is_expected(self, peer: str) -> bool:
         """Whether the peer is a server, or a worker of the newest view."""
@@ -383,10 +384,10 @@ class CoordinatorChannel:
         # `_looked` stays -1, so every call is refused.
         times = self._times
         self._looked = -1
-        self._seen = seen = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
-        if seen is not None:
+        self._seen = certificate = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
+        if certificate is not None:
             self._looked = times
-        return seen is not None
+        return certificate is not None
 
     def _check_certificate(self, timeout_s: float) -> None:
         peer = f"coordinator {self.address}"

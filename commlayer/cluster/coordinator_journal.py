@@ -225,9 +225,9 @@ class KvJournal:
                 self._file = -1
 
     def _append(self, data: bytes | bytearray) -> None:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(self._file, left) :]
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
         self._nbytes += len(data)
 
     def _fail(self, error: OSError) -> None:

@@ -247,11 +247,11 @@ def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
     if not (state.min_workers and state.view is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
         return pulse
     workers = _workers(state)
-    left = sum(workers[m.rank].present for m in state.view.members)
-    if left >= state.min_workers:
+    survivors = sum(workers[m.rank].present for m in state.view.members)
+    if survivors >= state.min_workers:
         return pulse
-    why = (f"; {left} {'worker is' if left == 1 else 'workers are'} left, fewer than min_workers ({state.min_workers}): "
-           "restart all from the last checkpoint")
+    why = (f"; {survivors} {'worker is' if survivors == 1 else 'workers are'} left, "
+           f"fewer than min_workers ({state.min_workers}): restart all from the last checkpoint")
     members = {f"worker {m.rank}" for m in state.view.members}
 
     def explain(gone: PeerExit) -> PeerExit:

@@ -104,10 +104,10 @@ def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream
                      refused: Callable[[str, str], None]) -> GrpcPort:
     """A port for data streams only. InvalidInput if the port cannot be opened."""
     check_free(bind, port)
-    opened = GrpcPort(keys, bind, port, refused)
-    opened.allow(MAX_CONNECTIONS_EACH)
-    opened.start(RpcServer({}, [opened.streams(take)]))
-    return opened
+    stream_port = GrpcPort(keys, bind, port, refused)
+    stream_port.allow(MAX_CONNECTIONS_EACH)
+    stream_port.start(RpcServer({}, [stream_port.streams(take)]))
+    return stream_port
 
 
 def check_free(host: str, port: int) -> None:

@@ -111,8 +111,9 @@ def join(state: State, request: Join, now: float) -> Decision:
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{peer} on {_who(request)}: {problem}"
-        kept = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
-        return Decision(msgspec.structs.replace(state, refusals=(*kept, (peer, without_code(problem)))), JoinReply(error=line))
+        entries = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
+        return Decision(msgspec.structs.replace(state, refusals=(*entries, (peer, without_code(problem)))),
+                        JoinReply(error=line))
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
         return Decision(state, JoinReply(missing=missing(state), plan_wanted=True))
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
@@ -143,10 +144,10 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
     known = said.generation if said is not None and place.join.kind == "server" else place.active_generation
     others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
-    lost = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
-    left = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
+    failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
+    departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
-    return state, HeartbeatReply(dead=place.dead, failed=lost, departed=left, job_done=over(state),
+    return state, HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
                                  job_failed=bool(failure(state)),
                         view=state.view if newer else None)
 
@@ -375,8 +376,8 @@ def _seat(state: State, place: Registration) -> JoinReply:
 
 
 def _free(state: State, kind: str) -> int:
-    taken = _ranks(state, kind)
-    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
+    ranks = _ranks(state, kind)
+    return next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
 
 
 def _ranks(state: State, kind: str) -> set[int]:
@@ -402,5 +403,5 @@ def _where(state: State, place: Registration) -> str:
 
 
 def _listed(first: Iterable[int], count: int) -> str:
-    shown = ", ".join(map(str, first))
-    return f"{shown} and {count - MAX_LISTED} more" if count > MAX_LISTED else shown
+    names = ", ".join(map(str, first))
+    return f"{names} and {count - MAX_LISTED} more" if count > MAX_LISTED else names

@@ -211,9 +211,9 @@ class RendezvousService:
                     sites.missing(state) or f"all {state.workers} workers have joined"
                 log.info("home %s registered: %s", site.who, news)
                 self._audit.note("attended", where=site.who, workers=site.request.workers)
-        left = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
+        reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
                 if token not in state.present]
-        for why in dict.fromkeys(left):
+        for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
             self._store = KvStore()  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S

@@ -60,9 +60,9 @@ class KvClient:
             left_s = max(0.0, deadline - time.monotonic())
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
             try:
-                kept = self._link.call("KvRequest",
-                                       msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
-                                       messages.KvReply, call_s)
+                reply = self._link.call("KvRequest",
+                                        msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
+                                        messages.KvReply, call_s)
             except (PeerLost, DeadlineExceeded) as error:  # a network failure; the request is idempotent
                 now = time.monotonic()
                 lost_s = min(lost_s, now) if isinstance(error, PeerLost) else math.inf
@@ -71,12 +71,12 @@ class KvClient:
                 time.sleep(min(PAUSE_S, left_s))
                 continue
             lost_s = math.inf
-            if kept.lost:  # the lost peer is the cause, not the coordinator that reports it
-                raise PeerLost(kept.error, peer=kept.lost)
-            if kept.error:
-                raise CommError(kept.error, peer=f"coordinator {self.address}")
-            if None not in kept.found or kept.over or not wait or left_s <= 0:
-                return kept
+            if reply.lost:  # the lost peer is the cause, not the coordinator that reports it
+                raise PeerLost(reply.error, peer=reply.lost)
+            if reply.error:
+                raise CommError(reply.error, peer=f"coordinator {self.address}")
+            if None not in reply.found or reply.over or not wait or left_s <= 0:
+                return reply
             request = msgspec.structs.replace(request, put=(), drop=())  # these are done
 
     def close(self) -> None:

@@ -266,14 +266,14 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
         others = [member for member in range(len(self._ranks)) if member != self._mine]
         drop = [self._key(at - 2 * PARTS_IN_FLIGHT, self._mine)] if at >= 2 * PARTS_IN_FLIGHT else []
-        kept = self._kv.request(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.skip_lost,
-                              want=[(self._key(at, member), self._ranks[member]) for member in others],
-                              rank=self._ranks[self._mine], limit_s=limit_s)
-        if None in kept.found and not kept.over:
-            missing = [self._ranks[member] for member, value in zip(others, kept.found, strict=True) if value is None]
+        reply = self._kv.request(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.skip_lost,
+                                 want=[(self._key(at, member), self._ranks[member]) for member in others],
+                                 rank=self._ranks[self._mine], limit_s=limit_s)
+        if None in reply.found and not reply.over:
+            missing = [self._ranks[member] for member, value in zip(others, reply.found, strict=True) if value is None]
             raise CommError(f"no data within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
                             "which has not reached this collective", code="E-DEADLINE")
-        rows = list(kept.found)
+        rows = list(reply.found)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
     def _key(self, part: int, member: int) -> str:

@@ -168,11 +168,11 @@ def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: floa
         return ""
     same = [token for token, site in state.present.items()
             if (site.request.certificate, site.request.name) == (request.certificate, request.name)]
-    seen = {token: max([state.present[token].seen_s,
-                        *(seen_s[rank] for rank in _ranks(state.present[token]) if rank in seen_s)])
-            for token in same}
-    token = min(seen, key=lambda one: seen[one], default="")
-    return token if token and now - seen[token] >= silence_s else ""
+    newest_s = {token: max([state.present[token].seen_s,
+                            *(seen_s[rank] for rank in _ranks(state.present[token]) if rank in seen_s)])
+                for token in same}
+    token = min(newest_s, key=lambda one: newest_s[one], default="")
+    return token if token and now - newest_s[token] >= silence_s else ""
 
 
 def quota_workers(state: Sites, certificate: str) -> int:
@@ -234,11 +234,11 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
         return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
     if state.begun and door is not None:
         return _late(state, request, door)
-    left = state.workers - _count(state)
-    if not 1 <= request.workers <= left:
+    free_seats = state.workers - _count(state)
+    if not 1 <= request.workers <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
-                     f"brings {request.workers} workers, and {left} of the job's {state.workers} are missing (here: "
+                     f"brings {request.workers} workers, and {free_seats} of the job's {state.workers} are missing (here: "
                      f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
     if request.place != ANY and not 0 <= request.place < state.workers:
         return coded("E-RANK", f"requests --node-rank {request.place}, allowed: 0 to {state.workers - 1}")

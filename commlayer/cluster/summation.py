@@ -60,14 +60,14 @@ class Summation:
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
         """Restores what an earlier process journaled. If this raises CorruptFrame or ValueError, call `forget`."""
         cell, journaled = self.cells[bucket], decode_entry(words)
-        kept = memoryview(journaled.memory.body)
+        body = memoryview(journaled.memory.body)
         if journaled.result is not None:
             if not journaled.result.flags & Flag.ABANDON:
                 room = cell.out(journaled.result.step, journaled.result.round)
-                room[: len(kept)] = kept
-                kept = room[: len(kept)].toreadonly()
-            cell.results = {(journaled.result.step, journaled.result.round): (journaled.result, kept)}
-        cell.ops.recall(state, kept)
+                room[: len(body)] = body
+                body = room[: len(body)].toreadonly()
+            cell.results = {(journaled.result.step, journaled.result.round): (journaled.result, body)}
+        cell.ops.recall(state, body)
         if journaled.memory.open and journaled.memory.step is not None:
             cell.begin(journaled.memory.step, journaled.memory.round)
             if journaled.again_header is not None:
@@ -101,10 +101,10 @@ class Summation:
                 release(message)
                 return []
             self._fits(cell, message, now)
-            kept = cell.results.get((h.step, h.round))
-            if kept is not None:
+            result = cell.results.get((h.step, h.round))
+            if result is not None:
                 release(message)
-                return [Reply(message.peer, *kept)]
+                return [Reply(message.peer, *result)]
             self._admit(cell, message)
             if cell.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
@@ -148,11 +148,11 @@ class Summation:
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
             raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
-            verb, known = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
-            raise _breach(message, f"{verb} flag MEAN, and this bucket's is {known}")
-        taken, allowed = cell.count_bytes(message.peer, len(message.body), now)
-        if taken > allowed:
-            raise _breach(message, f"sent {taken} bytes within a step, the plan allows {allowed}")
+            verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
+            raise _breach(message, f"{verb} flag MEAN, and this bucket's is {kind}")
+        nbytes, allowed = cell.count_bytes(message.peer, len(message.body), now)
+        if nbytes > allowed:
+            raise _breach(message, f"sent {nbytes} bytes within a step, the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
             raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
@@ -487,8 +487,8 @@ class BucketSum:
         if not self.taken:
             self.taking_since = now
         repeats = REPEATS + int((now - self.taking_since) / REPEAT_EVERY_S)
-        taken = self.taken[member] = self.taken.get(member, 0) + nbytes + OVERHEAD_NBYTES
-        return taken, (1 + repeats) * self.ops.rounds * (self.ops.bound + OVERHEAD_NBYTES)
+        total = self.taken[member] = self.taken.get(member, 0) + nbytes + OVERHEAD_NBYTES
+        return total, (1 + repeats) * self.ops.rounds * (self.ops.bound + OVERHEAD_NBYTES)
 
     def forget_results(self) -> None:
         self.results.clear()

@@ -208,9 +208,9 @@ class SumServer:
         dropped by its number."""
         try:
             for reply in self._replies(message):
-                sent = self._transport.send(reply.peer, reply.header, reply.body)
+                handle = self._transport.send(reply.peer, reply.header, reply.body)
                 if reply.header.kind == Kind.PROBE_OK:
-                    self._probes.setdefault(reply.peer, []).append((sent, len(reply.body)))
+                    self._probes.setdefault(reply.peer, []).append((handle, len(reply.body)))
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -502,7 +502,7 @@ class DataServer:
 
     def _recall(self, core: Summation) -> None:
         assert self.journal is not None
-        lost = []
+        lost_buckets = []
         for bucket in core.cells:
             entry = self.journal.entries.get(bucket)
             try:
@@ -510,13 +510,13 @@ class DataServer:
                     raise CorruptFrame("no whole entry")
                 core.recall(bucket, *entry)
             except (CorruptFrame, ValueError) as error:
-                lost.append(f"{bucket} ({without_code(error)})")
+                lost_buckets.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)
         log.warning("journal: resumed in generation %d, with %d of %d buckets",
-                    core.generation, len(core.cells) - len(lost), len(core.cells))
-        if lost:
-            log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost),
-                        ", ".join(lost[:8]))
+                    core.generation, len(core.cells) - len(lost_buckets), len(core.cells))
+        if lost_buckets:
+            log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost_buckets),
+                        ", ".join(lost_buckets[:8]))
 
     def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
         """Starts journaling, if there is a journal."""

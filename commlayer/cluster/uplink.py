@@ -158,8 +158,8 @@ class Uplink:
 
     def finished(self, member: int) -> int:
         """How many exchanges that worker contributed to before it left in order; -1 if it did not."""
-        gone = None if self._membership is None else self._membership.left.get(peer_name(member))
-        return -1 if gone is None or gone.reason != messages.FINISHED else gone.exchanges
+        departure = None if self._membership is None else self._membership.left.get(peer_name(member))
+        return -1 if departure is None or departure.reason != messages.FINISHED else departure.exchanges
 
     def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
         """Subscribes: deaths go to `fail`, orderly departures to `left`, and the servers' stall reports of that generation to
@@ -167,8 +167,8 @@ class Uplink:
         with self._lock:
             self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
-        for gone in [] if self._membership is None else list(self._membership.left.values()):
-            self._on_exit(gone)
+        for departure in [] if self._membership is None else list(self._membership.left.values()):
+            self._on_exit(departure)
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:

@@ -106,11 +106,11 @@ def _round_trip(f: ServerFacts) -> Finding:
 
 
 def _full(f: ServerFacts) -> Finding:
-    lost = [side for side, why in (("to", f.full_up), ("from", f.full_down)) if why]
-    if not lost:
+    directions = [side for side, why in (("to", f.full_up), ("from", f.full_down)) if why]
+    if not directions:
         return ok("packets", "full-size packets pass both ways" if f.status and not f.status.begun
                   else "full-size packets pass to the server")
-    return fail("packets", f"small packets pass, full-size packets {' and '.join(lost)} the server do not",
+    return fail("packets", f"small packets pass, full-size packets {' and '.join(directions)} the server do not",
                 "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both ends")
 
 
