@@ -42,7 +42,7 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
         assert server.stderr is not None
         assert json.loads(server.stdout.readline()) == {"control": f"{SERVER}:{PORT}", "data": f"{SERVER}:{PORT + 1}"}
         line = next(said for said in server.stderr if "on each other machine run: " in said)
-        typed = re.sub(r".* types: commlayer (.*) --keys ITS-KEYS SCRIPT\n", r"\1", line).split()
+        typed = re.sub(r".* run: commlayer (.*) --keys ITS-KEYS SCRIPT\n", r"\1", line).split()
         assert typed == ["launch", "--join", f"{SERVER}:{PORT}"]
         script = [site_training.__file__, "plain"]
         both = [nat.popen(1 + home, [*COMMAND, *typed, "--keys", keys[1 + home], *script], **piped) for home in range(2)]
