@@ -145,7 +145,7 @@ def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> No
         member = client.join(said["control"], request, quick(token=said["token"]), Failures())
         if leaves:
             member.leave("an error")
-        line = next(line for line in process.stderr if "the job has failed" in line)
+        line = next(line for line in process.stderr if "the job failed" in line)
         assert leaves or "(plan of worker 0: " in line
         member.close()
     process.terminate()

@@ -69,7 +69,7 @@ def test_when_all_were_switched_off_the_same_lines_begin_a_new_job(homes: Homes,
         assert (code, rows[-1]) == (0, {"first": 0, "worlds": [2]}), errors
     for process in (other, server):
         code, _, said = ended(process)
-        assert (code, said.count("the job has failed")) == (0, 1), said
+        assert (code, said.count("the job failed")) == (0, 1), said
 
 
 def test_a_home_that_was_switched_off_takes_its_place_again_at_once(homes: Homes, folders: Folders, start: object) -> None:
