@@ -285,8 +285,8 @@ class HookState:
                 inputs = [g if loop.has_gradient(n) else None for n, g in enumerate(gradients)]
 
                 def targets() -> list[torch.Tensor | None]:
-                    used = loop.worker.used() if loop.worker.late else []
-                    self._unused_here = [by_number[n] for n, anyone in enumerate(used) if anyone and inputs[n] is None]
+                    use_flags = loop.worker.used() if loop.worker.late else []
+                    self._unused_here = [by_number[n] for n, anyone in enumerate(use_flags) if anyone and inputs[n] is None]
                     return gradients
 
                 loop.average(inputs, targets)

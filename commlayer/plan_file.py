@@ -89,9 +89,9 @@ def _misread(data: bytes) -> Iterator[str]:
         yield f"plan has schema {content['schema']}, this commlayer reads {SCHEMA}: make the plan again"
         return
     buckets = content.get("buckets")
-    named = buckets if isinstance(buckets, list) else []
-    for what, part, kind in (("", {**content, **({"buckets": []} if named else {})}, Plan),
-                             *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(named))):
+    bucket_list = buckets if isinstance(buckets, list) else []
+    for what, part, kind in (("", {**content, **({"buckets": []} if bucket_list else {})}, Plan),
+                             *((f"bucket {place}: ", bucket, Bucket) for place, bucket in enumerate(bucket_list))):
         try:
             msgspec.convert(part, kind)
         except msgspec.ValidationError as error:

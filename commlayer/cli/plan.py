@@ -108,9 +108,9 @@ def make(
         console.print(part)
     if result.steps > 0:
         console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), goals.optimizer))
-        known = measured_local_steps(costs.learning if costs is not None else learning_rows())
-        if result.local_steps > known:
-            console.print(f"x steps: measured up to {known} local steps; for {result.local_steps} it is extrapolated")
+        limit = measured_local_steps(costs.learning if costs is not None else learning_rows())
+        if result.local_steps > limit:
+            console.print(f"x steps: measured up to {limit} local steps; for {result.local_steps} it is extrapolated")
     console.print(plan_tables.by_decision(result, job, console.width))
     for line in (*untouched(result, job), *plan_tables.held_up(looser(result, job, machines, costs, policy))):
         console.print(line, markup=False)

@@ -63,14 +63,15 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
     sizes = {"weights": ELEMENT_NBYTES * job.numel, "gradients": ELEMENT_NBYTES * job.numel,
              "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timing.activation_nbytes}
     gbytes = {name: size / 1e9 for name, size in sizes.items()}
-    needed, available, kept = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
+    required_gbytes, available, activation_gbytes = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
-    unknown = "" if kept else "; activations are not known"
-    yield f"memory: {device} needs about {max(0.1, needed):.1f} of {available:g} GB ({parts}{unknown})"
-    left = available - RESERVED_GBYTES
-    if needed <= left:
+    unknown = "" if activation_gbytes else "; activations are not known"
+    yield f"memory: {device} needs about {max(0.1, required_gbytes):.1f} of {available:g} GB ({parts}{unknown})"
+    usable_gbytes = available - RESERVED_GBYTES
+    if required_gbytes <= usable_gbytes:
         return
-    most = int((left - (needed - kept)) / kept * (job.batch or 0)) if kept else 0
+    most = int((usable_gbytes - (required_gbytes - activation_gbytes))
+               / activation_gbytes * (job.batch or 0)) if activation_gbytes else 0
     remedy = "take a GPU with more memory, or checkpoint activations" if most < 1 else \
         f"--batch {most} fits" if model in tables.PRESETS else f"a batch of {most} fits"
     yield f"WARNING: this does not fit into {device}, which keeps {RESERVED_GBYTES:g} GB for itself: {remedy}"

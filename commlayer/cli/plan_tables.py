@@ -215,8 +215,8 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
     grid = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([told.step_s, *(span.end_s for span in told.spans)])
     for span in told.spans:
-        sent = nbytes(span.nbytes) if span.nbytes else ""
-        grid.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), sent,
+        size = nbytes(span.nbytes) if span.nbytes else ""
+        grid.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), size,
                      bar(span.start_s / end, span.end_s / end, bar_of(width)))
     yield grid
 

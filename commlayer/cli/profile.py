@@ -49,11 +49,11 @@ def profile(
     timed = job_made_by(make, model, batch or None) if make is not None else None
     costs = calibration.measure_codecs(names)
     overheads, copy = calibration.measure_overheads(), calibration.measure_copies() or PCIE_COPY
-    measured = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")
-    files: dict[Path, Record] = {out: measured} if timed is None else {out: measured, job: timed}
+    profile = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")
+    files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
     _show(costs)
-    for line in _besides(measured, overheads.bucket.error):
+    for line in _besides(profile, overheads.bucket.error):
         print(line)
     print(f"costs are in {out}")
     if timed is not None:

@@ -109,10 +109,10 @@ def revoke(folder: Path, name: str) -> int:
     """Revokes all certificates of that node for good. Returns how many were revoked."""
     with _locked(folder):
         key, authority = _authority(folder)
-        known = issued(folder)
-        have = [one for one in known if one.name == name]
+        certificates = issued(folder)
+        have = [one for one in certificates if one.name == name]
         if not have:
-            names = ", ".join(sorted({one.name for one in known})) or "none"
+            names = ", ".join(sorted({one.name for one in certificates})) or "none"
             raise InvalidInput("E-KEYS", f"{name} has no certificate of {folder}; those that have: {names}")
         new = {one.serial for one in have if not one.revoked}
         # Also if there are none: a node's folder that an earlier call did not reach gets the list now.

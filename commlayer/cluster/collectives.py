@@ -212,11 +212,11 @@ class Channels:
         }
         for stage, scope in sorted(set(wanted)):
             lists, what = scopes[scope]
-            for chosen in lists:
-                group = members.group(chosen, timeout_s=timeout_s)
+            for numbers in lists:
+                group = members.group(numbers, timeout_s=timeout_s)
                 if group is not None:
                     self._groups.append(group)
-                    self._channels[stage, scope] = Channel(group, [members.ranks[m] for m in chosen], what)
+                    self._channels[stage, scope] = Channel(group, [members.ranks[m] for m in numbers], what)
 
     def __getitem__(self, place: tuple[int, str]) -> Channel:
         return self._channels[place]

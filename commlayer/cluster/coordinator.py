@@ -240,10 +240,10 @@ class Coordinator:
             before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
-            known = request.token in self._state.registrations
-            if self._again and not known and (why := membership.failure(self._state)):
+            is_registered = request.token in self._state.registrations
+            if self._again and not is_registered and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=f"the previous job has ended ({without_code(why)}); the next one begins")
-            late = began and not known and request.kind == "worker"
+            late = began and not is_registered and request.kind == "worker"
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
             if self._state.view is not None and not began:
@@ -251,7 +251,7 @@ class Coordinator:
             self._write_down(before)
             self._expect(self._state.workers)
             view = self._state.view
-            place = None if known else self._state.registrations.get(request.token)
+            place = None if is_registered else self._state.registrations.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
@@ -304,9 +304,9 @@ class Coordinator:
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
             with self._lock:
-                ended = {p.rank for p in self._state.registrations.values() if p.join.kind == "worker" and not p.present}
+                ended_ranks = {p.rank for p in self._state.registrations.values() if p.join.kind == "worker" and not p.present}
                 still_s = membership.own_pause_s(self._state, self._clock())
-            self._rendezvous.tick(ended, still_s)
+            self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
                 self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
@@ -362,14 +362,15 @@ class Coordinator:
         view, former = self._state.view, before.view
         if view is None or former is None or view.generation == former.generation:
             return
-        left = [m.rank for m in former.members if m not in view.members]
+        departed_ranks = [m.rank for m in former.members if m not in view.members]
         finished = {p.rank for p in self._state.registrations.values()
                     if p.join.kind == "worker" and p.left == messages.FINISHED}
-        gone = ", ".join(f"worker {rank}" for rank in left)
-        names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in left)
+        absentees = ", ".join(f"worker {rank}" for rank in departed_ranks)
+        names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in departed_ranks)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
-        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=gone, joined=new)
-        log.info("continuing with %d workers%s%s", len(view.members), gone and f"; left: {names}", new and f"; joined: {new}")
+        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=absentees, joined=new)
+        log.info("continuing with %d workers%s%s", len(view.members), absentees and f"; left: {names}",
+                 new and f"; joined: {new}")
 
     def _note_deaths(self, before: membership.State) -> None:
         self._regroup(before)

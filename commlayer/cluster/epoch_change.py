@@ -302,9 +302,9 @@ def change_problem(change: EpochChange, generation: int, sender: int, view: View
     if structs.replace(new, generation=view.generation, members=view.members) != view:
         return "its servers or its plan are not those of the job"
     stay = tuple(m for m in view.members if m in new.members)
-    joined = new.members[len(stay):]
-    numbers = {m.rank for m in (*view.members, *joined)}  # unordered: workers join later than their sites get these numbers
-    if not stay or new.members != (*stay, *joined) or len(numbers) < len(view.members) + len(joined):
+    new_members = new.members[len(stay):]
+    numbers = {m.rank for m in (*view.members, *new_members)}  # unordered: sites get these numbers before their workers join
+    if not stay or new.members != (*stay, *new_members) or len(numbers) < len(view.members) + len(new_members):
         return "its members are not the present ones in their order, followed by those that join"
     if sender not in {m.rank for m in new.members}:
         return "its sender is not one of its members"

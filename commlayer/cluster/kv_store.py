@@ -106,8 +106,8 @@ class KvStore:
 
     def add(self, name: str, amount: int, once: str, by: QuotaOwner) -> int:
         """Adds to a number and returns it; its key holds it as text. A repeat with the same token `once` changes nothing."""
-        total, known = self._sums.get(name, (0, {}))
-        if once not in known:
+        total, writers = self._sums.get(name, (0, {}))
+        if once not in writers:
             _charge(once)
             total += amount
             self._check_row(name, len(str(total)), TOKEN_NBYTES, by)
@@ -129,8 +129,8 @@ class KvStore:
         if isinstance(change, KeysDropped):
             for name in change.names:
                 self._remove(name)
-                _, known = self._sums.pop(name, (0, {}))
-                for writer in known.values():
+                _, writers = self._sums.pop(name, (0, {}))
+                for writer in writers.values():
                     self._free(writer, TOKEN_NBYTES)
             return
         value = change.value if isinstance(change, ValueSet) else str(change.total).encode()
@@ -138,17 +138,17 @@ class KvStore:
         self._charged[change.writer] += _charge(change.name) + len(value)
         self._rows[change.name] = _Row(value, change.writer, change.view)
         if isinstance(change, NumberAdded):
-            _, known = self._sums.get(change.name, (0, {}))
+            _, writers = self._sums.get(change.name, (0, {}))
             self._charged[change.writer] += TOKEN_NBYTES
-            known[change.once] = change.writer
-            if len(known) > MAX_TOKENS:
-                self._free(known.pop(next(iter(known))), TOKEN_NBYTES)
-            self._sums[change.name] = change.total, known
+            writers[change.once] = change.writer
+            if len(writers) > MAX_TOKENS:
+                self._free(writers.pop(next(iter(writers))), TOKEN_NBYTES)
+            self._sums[change.name] = change.total, writers
 
     def changes(self) -> Iterator[Change]:
         """The changes that turn an empty store into this one."""
-        for name, (total, known) in self._sums.items():
-            for once, writer in known.items():
+        for name, (total, writers) in self._sums.items():
+            for once, writer in writers.items():
                 yield NumberAdded(name, total, once, writer, 0)
         for name, row in self._rows.items():  # including numbers, to restore the last writer
             yield ValueSet(name, *row)

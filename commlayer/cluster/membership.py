@@ -142,8 +142,8 @@ def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = Non
             state = _parted(state, said.ended)
             state = _dropped(state, place, said.dropped) if place.present else state
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
-    known = said.generation if said is not None and place.join.kind == "server" else place.active_generation
-    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= known]
+    generation = said.generation if said is not None and place.join.kind == "server" else place.active_generation
+    others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= generation]
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
     newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
@@ -164,8 +164,8 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
         return state
     if state.view is None:
         return _without(state, {token})
-    named = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
-    first = min(named, key=lambda p: named_at(reason, p.peer), default=None)
+    culprits = [p for t, p in state.registrations.items() if t != token and names(reason, p.peer)]
+    first = min(culprits, key=lambda p: named_at(reason, p.peer), default=None)
     blames = "" if first is None else first.peer if first.present else first.blamed_peer
     return _with(state, msgspec.structs.replace(place, left=reason or FINISHED, exchanges=exchanges, blamed_peer=blames))
 
@@ -289,12 +289,12 @@ def missing(state: State) -> str:
     """Which processes have not joined yet, and why if known; empty when all have joined."""
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
-        joined = _ranks(state, kind)
-        absent = total - len(joined)
+        joined_ranks = _ranks(state, kind)
+        absent = total - len(joined_ranks)
         if absent or (kind == "worker" and not total):
-            first = itertools.islice((rank for rank in range(total) if rank not in joined), MAX_LISTED)
+            first = itertools.islice((rank for rank in range(total) if rank not in joined_ranks), MAX_LISTED)
             names = f"; missing: {one}{'s' if absent > 1 else ''} {_listed(first, absent)}" if absent else ""
-            parts.append(f"{len(joined)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
+            parts.append(f"{len(joined_ranks)} of {total or '?'} {kind}{'' if total == 1 else 's'} joined{names}")
     seated = {p.peer for p in state.registrations.values()}
     parts += [f"{peer} was refused: {problem}" for peer, problem in state.refusals if parts and peer not in seated]
     return "; ".join(parts)
@@ -362,10 +362,10 @@ def _completed(state: State) -> State:
 def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[ServerInfo, ...]:
     """Places servers on the node that they name, else with the workers of the same host name, else on new nodes at the end."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.outbound_only}
-    named = [p.join.node for p in (*servers, *workers)]
+    node_numbers = [p.join.node for p in (*servers, *workers)]
     infos = []
     for p in servers:
-        node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*named, *nodes.values()) + 1)
+        node = p.join.node if p.join.node != ANY else nodes.setdefault(p.join.name, max(*node_numbers, *nodes.values()) + 1)
         infos.append(ServerInfo(p.rank, p.join.address, node, p.join.colocated, p.join.streams, restartable=p.join.restartable))
     return tuple(infos)
 

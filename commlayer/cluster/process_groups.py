@@ -98,8 +98,8 @@ class Members:
 
     def group(self, members: Iterable[int] | None = None, *, timeout_s: float, backend: str | None = None) -> Any:
         """Makes a process group of these members (None: all); None on ranks outside it. All members call it in one order."""
-        chosen = range(self.world) if members is None else list(members)
-        ranks = [self.ranks[m] for m in chosen]
+        numbers = range(self.world) if members is None else list(members)
+        ranks = [self.ranks[m] for m in numbers]
         backend = site_process_group.backend_for(ranks, backend)
         what = "making a process group"
 
@@ -111,7 +111,7 @@ class Members:
 
         if self._all:
             group = site_process_group.make_strict(make())
-            return group if self.rank in chosen else None
+            return group if self.rank in numbers else None
         with self._numbered(timeout_s, what):
             return make(use_local_synchronization=True)
 

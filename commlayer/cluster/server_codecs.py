@@ -176,8 +176,8 @@ def expected_nbytes(plan: Plan, server: int) -> int:
     mine = [b for b in plan.buckets if b.served and b.server == server]
     payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
     states = (parse_spec(text).max_state_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text)
-    kept = max(states, default=0)
-    return 2 * payloads + kept + SLACK_NBYTES
+    state_nbytes = max(states, default=0)
+    return 2 * payloads + state_nbytes + SLACK_NBYTES
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:

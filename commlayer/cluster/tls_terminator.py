@@ -70,14 +70,14 @@ class TlsTerminator:
     def caller(self, peer: str) -> PeerCertificate | None:
         """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `distrust`."""
         with self._lock:
-            known = None if peer in self._distrusted else self._known.get(peer)
-        return known.certified if known else None
+            connection = None if peer in self._distrusted else self._known.get(peer)
+        return connection.certified if connection else None
 
     def where(self, peer: str) -> str:
         """Certificate name and address of that connection, for errors and logs; "" if unknown."""
         with self._lock:
-            known = self._known.get(peer)
-        return known.where if known else ""
+            connection = self._known.get(peer)
+        return connection.where if connection else ""
 
     def distrust(self, peer: str) -> None:
         """Treats the connection as unauthenticated from now on. Replies on their way are still delivered, until end()."""
@@ -88,9 +88,9 @@ class TlsTerminator:
     def end(self, peer: str) -> None:
         """Closes the connection that gRPC calls `peer`."""
         with self._lock:
-            known = self._known.get(peer)
-        if known:
-            _shut_down(known.sock)
+            connection = self._known.get(peer)
+        if connection:
+            _shut_down(connection.sock)
 
     def drop(self, serials: frozenset[int]) -> list[PeerCertificate]:
         """Closes all connections with these certificates and returns the certificates."""

@@ -325,17 +325,17 @@ def read_folder(what: str, path: Path) -> Folder:
 
 
 def read_journal(path: Path) -> JournalFacts:
-    place, held = read_folder("journal in", path), False
+    place, is_locked = read_folder("journal in", path), False
     try:
         with (path / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a server that starts at this moment tries again
     except BlockingIOError:
-        held = True
+        is_locked = True
     except FileNotFoundError:
         pass  # no server has used this folder
     except OSError as error:
         place = structs.replace(place, error=place.error or error.strerror or str(error))
-    return JournalFacts(place, held, (path / NAME).exists())
+    return JournalFacts(place, is_locked, (path / NAME).exists())
 
 
 def read_shared_memory(path: Path = Path("/dev/shm")) -> Shared:

@@ -82,11 +82,11 @@ def _variables(f: Addresses) -> Iterator[Finding]:
     """Checks interface variables. Gloo takes one name; NCCL takes a list of prefixes, names after =, or exclusions after ^."""
     names = {one.name for one in f.interfaces}
     for variable, value in f.variables:
-        wanted = [part.strip() for part in value.lstrip("=").split(",")]
+        prefixes = [part.strip() for part in value.lstrip("=").split(",")]
         exact = variable == "GLOO_SOCKET_IFNAME" or value.startswith("=")
         if value.startswith("^"):
             continue
-        if not any(name == want if exact else name.startswith(want) for name in names for want in wanted):
+        if not any(name == want if exact else name.startswith(want) for name in names for want in prefixes):
             yield fail("address", f"{variable}={value}, no interface with an address has that name",
                        f"unset it, or name one of {', '.join(sorted(names))}")
 
@@ -277,8 +277,8 @@ def kind_of(name: str, system: Path = SYSTEM) -> str:
 def read_addresses(towards: str, bind: str, variables: Sequence[tuple[str, str]], *, alone: bool) -> Addresses:
     """`towards`: the host, such as the master, for which this machine's address is chosen."""
     host = socket.gethostname()
-    chosen = own_address.address_to(towards) if towards else own_address.default_address()
-    return Addresses(host, resolve_name("", host).addresses, read_interfaces(), towards, chosen, bind, alone, tuple(variables))
+    address = own_address.address_to(towards) if towards else own_address.default_address()
+    return Addresses(host, resolve_name("", host).addresses, read_interfaces(), towards, address, bind, alone, tuple(variables))
 
 
 def address_towards(host: str) -> str:

@@ -343,13 +343,13 @@ class VirtualWorkers:
         `gradients`: by worker, in the order of the job's tensors.
         """
         mean = [torch.empty_like(tensor) for tensor in gradients[0]]
-        sent, received = [0] * self.world, 0
+        upload_nbytes, download_nbytes = [0] * self.world, 0
         for place in range(len(self._buckets)):
             up, down = self.exchange(place, gradients, mean)
-            sent, received = [a + b for a, b in zip(sent, up, strict=True)], received + down
+            upload_nbytes, download_nbytes = [a + b for a, b in zip(upload_nbytes, up, strict=True)], download_nbytes + down
         self.end()
-        self.received = received
-        return mean, max(received, *sent)
+        self.received = download_nbytes
+        return mean, max(download_nbytes, *upload_nbytes)
 
     def exchange(self, place: int, gradients: Sequence[Any], mean: Any) -> tuple[list[int], int]:
         """One bucket's part of a step: writes its slices of `mean`. Returns the bytes that each worker sends, and that each
@@ -358,7 +358,7 @@ class VirtualWorkers:
         Gradients and mean are indexed by tensor number; only the bucket's own tensors are needed.
         """
         bucket = self._buckets[place]
-        sent, received, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
+        upload_nbytes, download_nbytes, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
         for worker, own in zip(bucket, gradients, strict=True):
             worker.rewind()
             worker.step = self._step
@@ -369,17 +369,17 @@ class VirtualWorkers:
             replies: list[Reply] = []
             for rank, worker in enumerate(bucket):
                 body = worker.payload[: worker.encode_next(r - 1, answers[rank])] if r else self.code(rank, worker)
-                sent[rank] += len(body)
+                upload_nbytes[rank] += len(body)
                 header = Header(Kind.PUSH, 1, self._step, worker.id, round=r, codec=worker.codec.id, sender=rank, weight=1.0,
                                 used=worker.all_slices, total=float(self.world) if worker.in_means else 0.0)
                 replies += self._server.push(Message(rank, header, body), now=0.0)
             for reply in replies:
                 answers[reply.peer] = memoryview(reply.body)
-            received += len(answers[0])
+            download_nbytes += len(answers[0])
         for worker, answer in zip(bucket, answers, strict=True):
             worker.decode(answer)
         bucket[0].commit(1.0 / self.world, [mean[s.tensor] for s in bucket[0].slices])
-        return sent, received
+        return upload_nbytes, download_nbytes
 
     def end(self) -> None:
         self._step += 1

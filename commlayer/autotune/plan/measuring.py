@@ -125,8 +125,8 @@ def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
         for s in bucket.slices:
             part = 1.0 if bucket.buffer else _nonzero(bucket.x[at : at + s.numel])
             # Unless `in_means`, the result has overwritten the gradient.
-            sent, received = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
-            nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (sent + received) / 2)
+            up_part, down_part = (part, min(1.0, workers * part)) if bucket.in_means else (part / workers, part)
+            nonzero[s.tensor] += s.numel * (1.0 if part == 1.0 else (up_part + down_part) / 2)
             at += s.numel
     parts = tuple(part / info.numel if info.numel else 1.0 for part, info in zip(nonzero, worker.job.tensors, strict=True))
     return parts if min(parts, default=1.0) < 1.0 else ()

@@ -197,8 +197,8 @@ def _heard(state: AutoPlanState, fact: ReportsRead, now: float) -> Decided:
     """Acts on rows that all ranks have received, so that all ranks act alike."""
     if not fact.rows:
         return state, []
-    known, first = state.links, fact.rows[0]
-    assert known is not None, "rows are told once links are known"
+    link_state, first = state.links, fact.rows[0]
+    assert link_state is not None, "rows are told once links are known"
     step_s = median(row.step_s for row in fact.rows)
     if first.word == Request.SWITCH:
         return state, [_switch(state)]
@@ -206,9 +206,9 @@ def _heard(state: AutoPlanState, fact: ReportsRead, now: float) -> Decided:
         return structs.replace(state, phase=Warming(state.step + 1)), []
     if first.word == Request.PROBE:
         return state, [Probe(first.plan_s, step_s)]
-    watch, rates = known.watch.observe(SeenStep(
+    watch, rates = link_state.watch.observe(SeenStep(
         step_s, min(row.waited_s for row in fact.rows), tuple(row.carried for row in fact.rows[:: state.per_node])))
-    state = structs.replace(state, links=structs.replace(known, watch=watch))
+    state = structs.replace(state, links=structs.replace(link_state, watch=watch))
     if rates is None:
         return state, []
     if not slower(rates, watch.planned):  # faster links slow no step down; rank 0 plans later
@@ -216,7 +216,7 @@ def _heard(state: AutoPlanState, fact: ReportsRead, now: float) -> Decided:
         state, actions = _plan_for(state, _with_rates(state, rates), now)
         assert state.links is not None
         # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
-        return structs.replace(state, links=structs.replace(state.links, reprobe=known.reprobe)), [line, *actions]
+        return structs.replace(state, links=structs.replace(state.links, reprobe=link_state.reprobe)), [line, *actions]
     line = LogLine(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
                f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
     state, actions = _plan_anew(state, rates, first.plan_s, step_s, now)
@@ -238,15 +238,16 @@ def _due(state: AutoPlanState, now: float) -> Decided:
 
 def _probed(state: AutoPlanState, fact: ProbeDone, now: float) -> Decided:
     """Evaluates a probe: under a plan made for a slow link the link carries little, so only a probe shows that it is faster."""
-    known = state.links
-    assert known is not None
-    planned = known.watch.planned
+    link_state = state.links
+    assert link_state is not None
+    planned = link_state.watch.planned
     rates = tuple(  # a short probe may read too low; whether a link is slower is seen in steps
         Rates(max(link.up_bps, old.up_bps), max(link.down_bps, old.down_bps))
         for link, old in zip(fact.links, planned, strict=True)
     )
     faster = differ(rates, planned)
-    state = structs.replace(state, links=structs.replace(known, reprobe=known.reprobe.probed(now, fact.took_s, found=faster)))
+    state = structs.replace(state, links=structs.replace(
+        link_state, reprobe=link_state.reprobe.probed(now, fact.took_s, found=faster)))
     line = LogLine(f"probed the links in {1e3 * fact.took_s:.0f} ms: " + (
         f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
     if not faster:
@@ -266,14 +267,14 @@ def _plan_anew(state: AutoPlanState, rates: Sequence[Rates], plan_s: float, step
 
 def _plan_for(state: AutoPlanState, links: tuple[Link, ...], now: float) -> Decided:
     """Sets the links that are planned for."""
-    rates, known = rates_of(links), state.links
-    if known is None:
-        known = LinkState(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
+    rates, link_state = rates_of(links), state.links
+    if link_state is None:
+        link_state = LinkState(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
     else:
-        best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(known.best, rates, strict=True))
-        watch = structs.replace(known.watch, planned=rates)
-        known = structs.replace(known, links=links, watch=watch, best=best, reprobe=known.reprobe.changed(now))
-    return structs.replace(state, links=known), [PaceSenders(links), ResetWindow()]
+        best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(link_state.best, rates, strict=True))
+        watch = structs.replace(link_state.watch, planned=rates)
+        link_state = structs.replace(link_state, links=links, watch=watch, best=best, reprobe=link_state.reprobe.changed(now))
+    return structs.replace(state, links=link_state), [PaceSenders(links), ResetWindow()]
 
 
 def _with_rates(state: AutoPlanState, rates: Sequence[Rates]) -> tuple[Link, ...]:
@@ -302,12 +303,12 @@ def _switch(state: AutoPlanState) -> Switch:
 
 def _switched(state: AutoPlanState, fact: SwitchDone) -> Decided:
     """Restarts the observation of links and steps, which differ by plan; resumes it on a return to the previous plan."""
-    known = state.links
-    assert known is not None
-    watch = LinkWatch(rates_of(known.links))
-    if known.before is not None and known.before[0] == fact.plan and known.before[1].planned == watch.planned:
-        watch = known.before[1].resumed()
-    links = structs.replace(known, watch=watch, before=(fact.left, known.watch))
+    link_state = state.links
+    assert link_state is not None
+    watch = LinkWatch(rates_of(link_state.links))
+    if link_state.before is not None and link_state.before[0] == fact.plan and link_state.before[1].planned == watch.planned:
+        watch = link_state.before[1].resumed()
+    links = structs.replace(link_state, watch=watch, before=(fact.left, link_state.watch))
     state = structs.replace(state, links=links, in_force=ActivePlan(fact.plan))
     actions: list[Action] = []
     back = False

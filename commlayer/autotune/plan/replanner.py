@@ -82,26 +82,26 @@ class Replanner:
 
         `current` is active; `known` is the planner's form of it, if the planner made it.
         """
-        connection, measured = self._connection, self._begun()
+        connection, measurements = self._connection, self._begun()
         if self._profile is None:
-            self._profile = structs.replace(self._measured_here(current, measured, codecs(connection)),
+            self._profile = structs.replace(self._measured_here(current, measurements, codecs(connection)),
                                             energy=self._energy)
         server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
-        cluster = cluster_of(links, measured.rows, measured.collectives, server_nodes, cuda=cuda,
+        cluster = cluster_of(links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
                              reachable=connection.groups is None or connection.groups.members.reachable)
         rows = harder_by(learning_rows(connection.terms.learning), connection.terms.error_multiplier)
         profile, policy = bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
-        order = SearchOrder(current, known, server_nodes, PlanInputs(measured.job, cluster, profile, policy), measured.step_s,
-                            self._contention, current.steps_locally and remembers(connection), allowed.suggests,
-                            allowed.young)
+        order = SearchOrder(current, known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
+                            measurements.step_s, self._contention, current.steps_locally and remembers(connection),
+                            allowed.suggests, allowed.young)
         candidate, self._contention = self._process.search(order)
         return candidate
 
     def _measured_here(self, current: Plan, measured: Measurements, codecs: Sequence[str]) -> Profile:
         """Costs on this machine during training. Codec names are in full, as in plans."""
-        used = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
-        names = sorted({str(build(bare(codec))) for codec in (*codecs, *used)})
+        active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
+        names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
         alone = [cost for name in names for cost in self._go_on(functools.partial(calibration.measure_codecs, [name]))]
         load = load_of(measured.steps, current, alone)
         costs = tuple(under(load, cost) for cost in alone)
@@ -213,8 +213,8 @@ def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[P
         profile, policy = loss_budget.priced(profile, policy, model)
     if not connection.terms.floor:
         return profile, policy
-    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fine = tuple(name for name in known if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
+    names = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    fine = tuple(name for name in names if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
     return profile, structs.replace(policy, codecs=fine)
 
 

@@ -187,9 +187,9 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
     profile, policy = made_from.profile, made_from.policy
     assert profile is not None
     assert policy is not None
-    known = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
-    fit = tuple(codec for codec in known if keeps(codec))
-    return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(known) else made_from
+    codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    fit = tuple(codec for codec in codecs if keeps(codec))
+    return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else made_from
 
 
 def _computing_s(made_from: PlanInputs) -> float:
@@ -294,8 +294,8 @@ def _as_asked(plan: Plan, before: Plan) -> Plan:
 
 
 def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
-    priced = communication(plan, job, cluster, profile, policy)
-    return priced.seconds(tuple(range(cluster.ranks))), priced.overlap
+    cost = communication(plan, job, cluster, profile, policy)
+    return cost.seconds(tuple(range(cluster.ranks))), cost.overlap
 
 
 # ---- contention for processors: fits a slowdown of CPU work to the measured step

@@ -47,10 +47,10 @@ def guard_of(connection: JobContext, config: Config) -> AccuracyGuard | None:
     """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
     if connection.worker is None or connection.groups is None:
         return None
-    named = bool(config.max_loss or config.loss)
-    if config.guard == "off" or (config.guard == "auto" and not (named or connection.terms.auto)):
+    has_budget = bool(config.max_loss or config.loss)
+    if config.guard == "off" or (config.guard == "auto" and not (has_budget or connection.terms.auto)):
         return None
-    by_budget = named or not connection.terms.auto
+    by_budget = has_budget or not connection.terms.auto
     # Without a given budget the loss is not judged, unless the guard was requested explicitly.
     budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
     return AccuracyGuard(connection, AccuracyLimits(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
@@ -121,8 +121,8 @@ class AccuracyGuard:
         """The exact gradients of the piece, after comparing them with what this rank has sent."""
         begin_s = time.perf_counter()
         exact = gradient_comparison.exact(worker, piece)
-        sent = gradient_comparison.here(worker, piece, exact, self._groups, self._deadline_s)
-        self._own.add_check(sent, time.perf_counter() - begin_s)
+        comparison = gradient_comparison.here(worker, piece, exact, self._groups, self._deadline_s)
+        self._own.add_check(comparison, time.perf_counter() - begin_s)
         return exact
 
     def _compare(self, exact: torch.Tensor | None) -> None:
