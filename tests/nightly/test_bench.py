@@ -187,13 +187,15 @@ def test_every_codec_is_measured() -> None:
     assert {parse(text).id for text in codecs.CODECS} == set(CODEC_IDS.values())
 
 
-@pytest.mark.parametrize("backend", kit.AVAILABLE)
+@pytest.mark.parametrize("backend", codecs.BACKENDS)
 def test_a_row_says_what_was_sent(backend: str) -> None:
     x = kit.noise(1024)
     row = codecs.row("int8()", backend, x, quick=True)
     assert row["bits_per_element"] == pytest.approx(8 * (16 + 4 + 1024) / 1024, abs=1e-3)
     assert 0.004 < row["relative_error"] < 0.01
     assert row["encode_gb_per_s"] == pytest.approx(4096 / row["encode_us"] / 1e3, abs=0.001, rel=0.05)
+    if backend == "fallback":
+        return  # it has no powersgd
     two = codecs.row("powersgd(2)", backend, x, quick=True)
     assert two["bits_per_element"] == 8 * 2 * (16 + 4 * 2 * 32) / 1024
 

@@ -283,7 +283,7 @@ def test_a_folder_of_keys_tells_what_it_is(folders: Folders, tmp_path: Path) -> 
     good = security.read_keys(folders.worker, time.time())
     assert (good.error, good.name, good.revoked, good.dials_only, good.readable) == ("", "gpu-1", False, False, ())
     assert 360 < (good.until - good.now) / 86400 <= 365
-    assert security.read_keys(folders.outbound_only, 0.0).dials_only
+    assert security.read_keys(folders.dials, 0.0).dials_only
     assert code_of(security.read_keys(folders.expired, 0.0).error) == "E-CERTIFICATE-DATE"
     revoked = security.read_keys(folders.revoked, time.time())
     (line,) = security.check_keys(revoked, serves=False)
