@@ -16,7 +16,7 @@ from bench.chaos.simulated_service import Books, Part, body_of, number_of
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, KvReply, KvRequest
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Claims, Outcome, Vote, VoterState, name_of
+from commlayer.engine.agreement import AgreementOutcome, Claims, Vote, VoterState, name_of
 from commlayer.records import View
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind
 from commlayer.transport.reconnect import InFlightRequests
@@ -291,9 +291,9 @@ class Member:
                 continue
             self._standing, outcome = agreement.found(self._standing, view, self.step, words, sure, self._finished())
             self._job.counts[f"rounds {outcome.name.lower()}" if words else "rounds all here"] += 1
-            if outcome is Outcome.WHOLE:
+            if outcome is AgreementOutcome.WHOLE:
                 return
-            if outcome is Outcome.TOGETHER:
+            if outcome is AgreementOutcome.TOGETHER:
                 self._agreed = view, words
                 raise Regroup
 

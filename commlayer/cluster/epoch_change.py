@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from commlayer.cluster.membership import Decision, Registration, State, conflict, evict, failure, over
+from commlayer.cluster.membership import MembershipDecision, Registration, State, conflict, evict, failure, over
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.errors import CorruptFrame, coded, one_line, without_code
@@ -201,7 +201,7 @@ def _closed(state: State, view: View, there: int) -> AdmissionState:
     return AdmissionState(shut, full=full)
 
 
-def admit(state: State, request: Join, now: float) -> Decision:
+def admit(state: State, request: Join, now: float) -> MembershipDecision:
     """Admits a worker to the running job: makes a view with it as the last member. Or refuses it."""
     view = state.view
     assert view is not None
@@ -220,13 +220,13 @@ def admit(state: State, request: Join, now: float) -> Decision:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return Decision(state,
+        return MembershipDecision(state,
                         JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     places = {**state.registrations, request.token: place}
-    return Decision(msgspec.structs.replace(state, registrations=places, view=view),
+    return MembershipDecision(msgspec.structs.replace(state, registrations=places, view=view),
                  JoinReply(rank=request.rank, view=view, plan=state.plan))
 
 

@@ -45,7 +45,7 @@ _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class Work(_Work):  # type: ignore[misc]
+class RelayWork(_Work):  # type: ignore[misc]
     def __init__(self, what: str, timeout_s: float) -> None:
         super().__init__()
         self._what, self._timeout_s = what, timeout_s
@@ -125,46 +125,46 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return NAME
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> RelayWork:
         x = _one(tensors)
         return self._start_collective("all-reduce", [x], functools.partial(self._reduced, _op(opts), x), x)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> RelayWork:
         works = [self.allreduce([x], opts) for x in tensors]
         return works[-1]
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> RelayWork:
         x, root = _one(tensors), int(getattr(opts, "rootRank", 0))
         return self._start_collective("broadcast", [x], lambda rows: [_read(self._of(rows, root), x)], x, only=root,
                                       successor_sends=True)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
         x = _one(inputs)
         return self._start_collective("all-gather", outputs[0], lambda rows: [_read(row, x) for row in rows], x, every=True)
 
-    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> RelayWork:
         outputs = list(output.view(-1).chunk(self.size()))
         return self._start_collective("all-gather", outputs, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
     _allgather_base = all_gather_single
 
-    def reduce(self, tensors: Any, opts: Any = None) -> Work:
+    def reduce(self, tensors: Any, opts: Any = None) -> RelayWork:
         x = _one(tensors)
         at_root = int(getattr(opts, "rootRank", 0)) == self._mine
         return self._start_collective("reduce", [x] if at_root else [], functools.partial(self._reduced, _op(opts), x), x)
 
-    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> RelayWork:
         x = _one(inputs)
         rows_to = outputs[0] if outputs else []
         return self._start_collective("gather", rows_to, lambda rows: [_read(row, x) for row in rows], x, every=True)
 
-    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> RelayWork:
         x, root = _one(outputs), int(getattr(opts, "rootRank", 0))
         stacked = torch.stack(inputs[0]) if inputs else x.new_empty(self.size(), *x.shape)
         return self._start_collective("scatter", [x], lambda rows: [_read(self._of(rows, root), stacked)[self._mine]],
                             stacked, only=root)
 
-    def barrier(self, opts: Any = None) -> Work:
+    def barrier(self, opts: Any = None) -> RelayWork:
         return self._start_collective("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
@@ -191,11 +191,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     def _start_collective(
         self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, successor_sends: bool = False, every: bool = False,
-    ) -> Work:
+    ) -> RelayWork:
         """Starts the collective; `made` computes the `outputs` from all members' bytes. `only`: the one member that
         contributes. `successor_sends`: if that member is gone, the first remaining one contributes instead. `every`: fails on
         all remaining ranks if a member's bytes are missing."""
-        work, nbytes = Work(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
+        work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
         if self.paused_reason and self.local_only:
             for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
                 output.detach().copy_(value.view(output.shape))

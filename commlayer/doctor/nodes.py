@@ -235,7 +235,7 @@ class Introduction(Record, frozen=True):
     token: str = ""
 
 
-class Rendezvous(NamedTuple):
+class NodeStore(NamedTuple):
     """A store of torch, this node's number, and whether this process hosts the store."""
 
     store: Any
@@ -243,7 +243,7 @@ class Rendezvous(NamedTuple):
     hosts_store: bool = False
 
 
-def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Rendezvous:
+def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> NodeStore:
     """Connects to the store. `own`: the address is this machine's, where the first process hosts the store."""
     from torch import distributed
 
@@ -262,10 +262,10 @@ def store_at(host: str, port: int, nodes: int, own: bool, limit_s: float) -> Ren
     if number >= nodes:
         raise InvalidInput("E-DOCTOR", f"--nodes {nodes}: node {number + 1} connected to {join_host(host, port)}; start "
                            "again on all nodes, with the same number")
-    return Rendezvous(store, number, hosts_store)
+    return NodeStore(store, number, hosts_store)
 
 
-def launched_store(rank: int, world: int, limit_s: float) -> Rendezvous:
+def launched_store(rank: int, world: int, limit_s: float) -> NodeStore:
     """The store of torchrun, whose address is in the environment."""
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
@@ -275,7 +275,7 @@ def launched_store(rank: int, world: int, limit_s: float) -> Rendezvous:
     except (RuntimeError, ValueError) as error:
         raise CommError(f"no store for the rendezvous: {str(error).splitlines()[0]}", peer="MASTER_ADDR") from None
     dist: Any = distributed
-    return Rendezvous(dist.PrefixStore(JOB, store), rank)
+    return NodeStore(dist.PrefixStore(JOB, store), rank)
 
 
 def describe_this_node(address: str, plan: str) -> NodeFacts:
@@ -286,7 +286,7 @@ def describe_this_node(address: str, plan: str) -> NodeFacts:
 
 
 def compare_nodes(
-    rendezvous: Rendezvous, nodes: int, node: NodeFacts, config: Config, until: float,
+    rendezvous: NodeStore, nodes: int, node: NodeFacts, config: Config, until: float,
 ) -> tuple[list[NodeFacts], list[Pair]]:
     """Runs the comparison. All nodes call it together, each with its number, and all return the same result.
 

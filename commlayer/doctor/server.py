@@ -161,7 +161,7 @@ WORKERS = 12
 """Concurrent calls while the link is measured."""
 
 
-class ServerPath(Record, frozen=True):
+class DialedServer(Record, frozen=True):
     """The connection to one summation server, as a worker would make it."""
 
     address: str
@@ -189,7 +189,7 @@ class ServerFacts(Record, frozen=True):
     full_up: str = ""
     full_down: str = ""
     """Why full-size packets do not pass in that direction; empty if they do."""
-    paths: tuple[ServerPath, ...] = ()
+    paths: tuple[DialedServer, ...] = ()
     """The connections to its summation servers."""
     carrier: str = "auto"
     """The local setting."""
@@ -233,11 +233,11 @@ def query_server(config: Config, version: str, wire: int) -> ServerFacts:
                            full_up=up, full_down=down, paths=paths, carrier=config.carrier)
 
 
-def _path(one: ServerInfo, config: Config, keys: Keys | None) -> ServerPath:
+def _path(one: ServerInfo, config: Config, keys: Keys | None) -> DialedServer:
     where, alone = uplink.streams_at(one, config.join), uplink.only_streams(one, config.join)
     tcp = None if alone or config.carrier == "grpc" else dial_tls(one.address, keys, tls.DATA)
     needed = where and config.carrier != "tcp" and (tcp is None or tcp.answer != "open")
-    return ServerPath(one.address, tcp, where, _streams(where, keys) if needed else "")
+    return DialedServer(one.address, tcp, where, _streams(where, keys) if needed else "")
 
 
 def _streams(address: str, keys: Keys | None) -> str:

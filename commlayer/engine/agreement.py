@@ -58,7 +58,7 @@ class Claims(NamedTuple):
     """Whether the wait ends as soon as this member has all data of its step."""
 
 
-class Outcome(enum.Enum):
+class AgreementOutcome(enum.Enum):
     WHOLE = enum.auto()
     """Another member has completed this member's step, so this member will complete it, too."""
     APART = enum.auto()
@@ -131,16 +131,16 @@ def second(
 
 
 def found(standing: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
-          ) -> tuple[VoterState, Outcome]:
+          ) -> tuple[VoterState, AgreementOutcome]:
     """The result of a round. `sure`: the second words; empty if there are none or this member does not wait for them."""
     if not words:
-        return standing._replace(whole=step), Outcome.WHOLE
+        return standing._replace(whole=step), AgreementOutcome.WHOLE
     standing = standing._replace(told=(view.generation, _round(standing, view) + 1))
     together = _alike(words, step)
     latest = max(*(word.step for word in words), -1, *finished)
     if step < latest or (together and any(word.step > step for word in sure)):
-        return standing._replace(whole=step), Outcome.WHOLE
-    return standing, Outcome.TOGETHER if together else Outcome.APART
+        return standing._replace(whole=step), AgreementOutcome.WHOLE
+    return standing, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
 
 
 def _round(standing: VoterState, view: View) -> int:

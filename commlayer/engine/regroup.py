@@ -45,7 +45,7 @@ from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
-from commlayer.engine.agreement import AWAY, Claims, Outcome, Vote, VoterState, new_in
+from commlayer.engine.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import Forbids
 from commlayer.engine.step import EpochChanged
@@ -347,11 +347,11 @@ class MembershipChange:
             except NewerEpoch:
                 continue
             self._stands, outcome = agreement.found(self._stands, view, worker.step, words, confirmed, self._finished())
-            if outcome is Outcome.WHOLE:
+            if outcome is AgreementOutcome.WHOLE:
                 return
-            if outcome is Outcome.TOGETHER and not self._made.lets_in and new_in(view, self._view):
+            if outcome is AgreementOutcome.TOGETHER and not self._made.lets_in and new_in(view, self._view):
                 self._send_away(view)
-            elif outcome is Outcome.TOGETHER:
+            elif outcome is AgreementOutcome.TOGETHER:
                 self._agreed = view, words
                 raise EpochChanged
 

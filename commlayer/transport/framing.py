@@ -36,7 +36,7 @@ _OTHER_PROTOCOLS = (
 )
 
 
-class State(enum.Enum):
+class ReaderState(enum.Enum):
     HEADER = "reads a header"
     BODY = "reads a body"
     ERROR = "has failed"
@@ -44,7 +44,7 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
 
 
-class Event(enum.Enum):
+class FrameEvent(enum.Enum):
     EMPTY = "a whole header, without a body"
     ANNOUNCED = "a whole header that announces a body"
     WHOLE = "a whole body"
@@ -53,12 +53,12 @@ class Event(enum.Enum):
     __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
 
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
-    (State.HEADER, Event.EMPTY): State.HEADER,
-    (State.HEADER, Event.ANNOUNCED): State.BODY,
-    (State.HEADER, Event.FAULT): State.ERROR,
-    (State.BODY, Event.WHOLE): State.HEADER,
-    (State.BODY, Event.FAULT): State.ERROR,
+TRANSITIONS: dict[tuple[ReaderState, FrameEvent], ReaderState] = {
+    (ReaderState.HEADER, FrameEvent.EMPTY): ReaderState.HEADER,
+    (ReaderState.HEADER, FrameEvent.ANNOUNCED): ReaderState.BODY,
+    (ReaderState.HEADER, FrameEvent.FAULT): ReaderState.ERROR,
+    (ReaderState.BODY, FrameEvent.WHOLE): ReaderState.HEADER,
+    (ReaderState.BODY, FrameEvent.FAULT): ReaderState.ERROR,
 }
 """All transitions; other combinations cannot occur. ERROR has none."""
 
@@ -142,7 +142,7 @@ class Reader:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
         """Returns the memory for a body. May raise CorruptFrame before any memory is allocated."""
-        self.state = State.HEADER
+        self.state = ReaderState.HEADER
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # the filled and unused part of the staging buffer
         self._header, self._crc = Header(0), 0
@@ -154,17 +154,17 @@ class Reader:
     @property
     def between(self) -> bool:
         """Whether the bytes so far end with a complete frame, so that the connection may close here."""
-        return self.state is State.HEADER and self._start == self._stop
+        return self.state is ReaderState.HEADER and self._start == self._stop
 
     def wanted(self) -> memoryview:
         """Where to write the next bytes. Not empty if next() has returned None."""
-        if self.state is State.BODY:
+        if self.state is ReaderState.BODY:
             return self._body[self._got :]
         return self._staging[self._stop :]
 
     def filled(self, nbytes: int) -> None:
         """The transport wrote this many bytes at the beginning of wanted()."""
-        if self.state is State.BODY:
+        if self.state is ReaderState.BODY:
             self._take(self._body[self._got : self._got + nbytes])
         else:
             self._stop += nbytes
@@ -174,9 +174,9 @@ class Reader:
         try:
             return _STEPS[self.state](self)
         except CorruptFrame as error:
-            if self.state is not State.ERROR:
+            if self.state is not ReaderState.ERROR:
                 self._error = error
-                self._go(Event.FAULT)
+                self._go(FrameEvent.FAULT)
             raise
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
@@ -193,7 +193,7 @@ class Reader:
             self.filled(n)
             rest = rest[n:]
 
-    def _go(self, event: Event) -> None:
+    def _go(self, event: FrameEvent) -> None:
         self.state = TRANSITIONS[self.state, event]
 
     def _in_header(self) -> Frame | None:
@@ -217,16 +217,16 @@ class Reader:
         self._take(self._body[:n])
         if nbytes == 0:
             self._check()
-            self._go(Event.EMPTY)
+            self._go(FrameEvent.EMPTY)
             return Frame(self._header, self._body)
-        self._go(Event.ANNOUNCED)
+        self._go(FrameEvent.ANNOUNCED)
         return self._in_body()
 
     def _in_body(self) -> Frame | None:
         if self._got < len(self._body):
             return None
         self._check()
-        self._go(Event.WHOLE)
+        self._go(FrameEvent.WHOLE)
         body, self._body = self._body, memoryview(b"")
         return Frame(self._header, body)
 
@@ -245,6 +245,6 @@ class Reader:
         raise self._error.with_traceback(None)  # otherwise each raise adds frames to the traceback, which keep buffers alive
 
 
-_STEPS: dict[State, Callable[[Reader], Frame | None]] = {
-    State.HEADER: Reader._in_header, State.BODY: Reader._in_body, State.ERROR: Reader._in_error,
+_STEPS: dict[ReaderState, Callable[[Reader], Frame | None]] = {
+    ReaderState.HEADER: Reader._in_header, ReaderState.BODY: Reader._in_body, ReaderState.ERROR: Reader._in_error,
 }

@@ -22,13 +22,13 @@ from commlayer.autotune.plan.state import (
     MeasuringDone,
     PaceSenders,
     PlanningDone,
+    PlanRequest,
     Probe,
     ProbeDone,
     Proposing,
     ReadReports,
     RecordSteps,
     ReportDue,
-    Request,
     ResetWindow,
     ShareReport,
     ShareStepTime,
@@ -155,7 +155,7 @@ def test_who_keeps_the_plan_hears_nothing() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_measuring_again_begins_with_the_next_step(rank: int) -> None:
     made = watching(rank)
-    assert made.hear(row(word=Request.MEASURE), row()) == []
+    assert made.hear(row(word=PlanRequest.MEASURE), row()) == []
     assert isinstance(made.state.phase, Warming)
     assert made.feed(ReportDue()) == [], "rows that are told now would be read behind steps that are measured"
     did = [action for _ in range(MEASURED_STEPS + 2) for action in made.step()]
@@ -172,24 +172,24 @@ def test_a_step_is_slow_by_what_is_usual() -> None:
     made.step(times=FIRST_PLANNING)
     made.feed(MeasuringDone(LINKS, 1.0))
     for _ in range(SETTLED):
-        assert made.feed(ReportDue()) == [ShareReport(Request.NOTHING, 0.0, float("inf"))]
+        assert made.feed(ReportDue()) == [ShareReport(PlanRequest.NOTHING, 0.0, float("inf"))]
         made.hear(*QUICK)
-    assert made.feed(ReportDue()) == [ShareReport(Request.NOTHING, 0.0, LONGER * 0.4)]
+    assert made.feed(ReportDue()) == [ShareReport(PlanRequest.NOTHING, 0.0, LONGER * 0.4)]
 
 
 def test_rank_0_tells_how_long_it_takes_to_plan() -> None:
     made = proposing(candidate(plan_of(0.5), took_s=0.7))
     (tell,) = made.feed(ReportDue())
-    assert (tell.word, tell.plan_s) == (Request.SWITCH, 0.7)
+    assert (tell.word, tell.plan_s) == (PlanRequest.SWITCH, 0.7)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_words_of_rank_0_are_for_all(rank: int) -> None:
     made = watching(rank)
     assert made.hear() == []
-    assert made.hear(row(word=Request.SWITCH), row()) == [Switch(None)]
-    assert made.hear(row(0.3, word=Request.PROBE, plan_s=0.2), row(0.5)) == [Probe(0.2, 0.4)]
-    assert made.hear(row(), row(word=Request.PROBE)) == [], "others' words count for nothing"
+    assert made.hear(row(word=PlanRequest.SWITCH), row()) == [Switch(None)]
+    assert made.hear(row(0.3, word=PlanRequest.PROBE, plan_s=0.2), row(0.5)) == [Probe(0.2, 0.4)]
+    assert made.hear(row(), row(word=PlanRequest.PROBE)) == [], "others' words count for nothing"
 
 
 # ---- links

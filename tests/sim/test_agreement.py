@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Outcome, Vote, VoterState
+from commlayer.engine.agreement import AgreementOutcome, Vote, VoterState
 from commlayer.records import Member, ServerInfo, View
 
 
@@ -22,17 +22,17 @@ def words(*steps: int) -> list[Vote]:
 
 
 @pytest.mark.parametrize(("said", "sure", "finished", "found"), [
-    (words(5, 5, 5), words(5, 5, 5), [-1], Outcome.TOGETHER),
-    (words(5, 5, 5), words(5, 6, 5), [-1], Outcome.WHOLE),
-    (words(5, 6, 5), [], [-1], Outcome.WHOLE),
-    (words(5, 4, 5), [], [-1], Outcome.APART),
-    (words(5, 5, 5), words(5, 5, 5), [6], Outcome.WHOLE),
-    ([], [], [-1], Outcome.WHOLE),
+    (words(5, 5, 5), words(5, 5, 5), [-1], AgreementOutcome.TOGETHER),
+    (words(5, 5, 5), words(5, 6, 5), [-1], AgreementOutcome.WHOLE),
+    (words(5, 6, 5), [], [-1], AgreementOutcome.WHOLE),
+    (words(5, 4, 5), [], [-1], AgreementOutcome.APART),
+    (words(5, 5, 5), words(5, 5, 5), [6], AgreementOutcome.WHOLE),
+    ([], [], [-1], AgreementOutcome.WHOLE),
 ])
-def test_what_words_come_to(said: list[Vote], sure: list[Vote], finished: list[int], found: Outcome) -> None:
+def test_what_words_come_to(said: list[Vote], sure: list[Vote], finished: list[int], found: AgreementOutcome) -> None:
     after, what = agreement.found(VoterState(), AFTER, 5, said, sure, finished)
     assert what is found
-    assert after.whole == (5 if found is Outcome.WHOLE else -1)
+    assert after.whole == (5 if found is AgreementOutcome.WHOLE else -1)
     assert after.told == ((2, 1) if said else (0, 0))
     assert agreement.first(after, AFTER, Vote(5, 1.0)).what == ("step1" if said else "step0")
     assert agreement.first(after, LAST, Vote(5, 1.0)).what == "step0"

@@ -15,7 +15,7 @@ from commlayer.cluster import epoch_change
 from commlayer.cluster.membership import State
 from commlayer.cluster.summation import BucketSum
 from commlayer.engine import agreement
-from commlayer.engine.agreement import Outcome, Vote, VoterState
+from commlayer.engine.agreement import AgreementOutcome, Vote, VoterState
 from commlayer.records import View
 
 LEAST = 150
@@ -38,13 +38,13 @@ FOUND, REGROUPED = agreement.found, epoch_change.next_view
 
 def from_ones_own_step(
     standing: VoterState, view: View, step: int, words: list[Vote], *said: Any,
-) -> tuple[VoterState, Outcome]:
+) -> tuple[VoterState, AgreementOutcome]:
     after, found = FOUND(standing, view, step, words, *said)
-    return after, Outcome.TOGETHER if words else found
+    return after, AgreementOutcome.TOGETHER if words else found
 
 
 def at_once(standing: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
-            ) -> tuple[VoterState, Outcome]:
+            ) -> tuple[VoterState, AgreementOutcome]:
     """On first words, which may be old."""
     return FOUND(standing, view, step, words, [], finished)
 

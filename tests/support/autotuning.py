@@ -22,9 +22,9 @@ from commlayer.autotune.plan.state import (
     Measure,
     MeasuringDone,
     PlanningDone,
+    PlanRequest,
     ReportDue,
     ReportsRead,
-    Request,
     ShareReport,
     ShareStepTime,
     StartPlanning,
@@ -75,7 +75,7 @@ def candidate(
 
 
 def row(
-    step_s: float = 1.0, word: Request = Request.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
+    step_s: float = 1.0, word: PlanRequest = PlanRequest.NOTHING, plan_s: float = 0.0, bps: float = 0.0, share: float = 0.0,
     waited_s: float | None = None,
 ) -> StepReport:
     """A rank's, whose link carried the same both ways, and which waited for just that unless something else is said."""
@@ -111,7 +111,7 @@ class Rank:
     def hear(self, *rows: StepReport) -> list[Action]:
         return self.feed(ReportsRead(rows))
 
-    def word(self) -> Request:
+    def word(self) -> PlanRequest:
         """What it would tell the others now."""
         (tell,) = self.feed(ReportDue())
         assert isinstance(tell, ShareReport)
@@ -151,8 +151,8 @@ def trying(found: Candidate, step_s: float = 1.0) -> Rank:
 
 def over(rank: Rank) -> Candidate:
     """All hear rank 0's word, and go over to its plan: which."""
-    assert rank.word() == Request.SWITCH
-    (switch,) = rank.hear(row(word=Request.SWITCH), row())
+    assert rank.word() == PlanRequest.SWITCH
+    (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
     assert isinstance(switch, Switch)
     assert switch.candidate is not None
     rank.switched(switch.candidate.runnable)

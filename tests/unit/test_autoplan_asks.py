@@ -16,7 +16,7 @@ from support.autotuning import (
 )
 
 from commlayer.autotune.plan.policy import SHARES_WORTH, TO_WIN, TRIED, to_win
-from commlayer.autotune.plan.state import Events, MeasuringDone, PlanningDone, Request, SharesMoved, StartPlanning
+from commlayer.autotune.plan.state import Events, MeasuringDone, PlanningDone, PlanRequest, SharesMoved, StartPlanning
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
 from commlayer.observe.prediction_check import PATIENCE
 
@@ -25,23 +25,23 @@ BY_PACE = TRIED + 1
 """Steps from a change of plans to the word on it."""
 
 
-@pytest.mark.parametrize(("part", "word"), [(SHARES_WORTH, Request.MEASURE), (SHARES_WORTH - 1e-9, Request.NOTHING)])
-def test_work_is_measured_again_where_enough_of_it_has_moved(part: float, word: Request) -> None:
+@pytest.mark.parametrize(("part", "word"), [(SHARES_WORTH, PlanRequest.MEASURE), (SHARES_WORTH - 1e-9, PlanRequest.NOTHING)])
+def test_work_is_measured_again_where_enough_of_it_has_moved(part: float, word: PlanRequest) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, SharesMoved(part))
     assert rank.word() == word
-    assert rank.word() == Request.NOTHING, "it asks once"
+    assert rank.word() == PlanRequest.NOTHING, "it asks once"
 
 
 def test_it_asks_for_one_thing_at_a_time() -> None:
     rank, order = planning()
     rank.step(1.0, SharesMoved(1.0))
     rank.now = 1e6
-    assert rank.word() == Request.NOTHING, "a thread plans"
+    assert rank.word() == PlanRequest.NOTHING, "a thread plans"
     rank.step(1.0, PlanningDone(order, candidate(plan_of(0.5))))
-    assert [rank.word() for _ in range(2)] == [Request.SWITCH] * 2, "until all have heard it"
+    assert [rank.word() for _ in range(2)] == [PlanRequest.SWITCH] * 2, "until all have heard it"
     over(rank)
-    assert [rank.word() for _ in range(2)] == [Request.MEASURE, Request.NOTHING]
+    assert [rank.word() for _ in range(2)] == [PlanRequest.MEASURE, PlanRequest.NOTHING]
 
 
 def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> None:
@@ -51,12 +51,13 @@ def told(rank: Rank, step_s: float, waited_s: float, times: int = SETTLED) -> No
 
 
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "word"), [
-    (FIRST_S, True, 0.2, Request.PROBE), (FIRST_S - 1e-9, True, 0.2, Request.NOTHING), (DOUBTED_S, False, 0.2, Request.PROBE),
-    (DOUBTED_S - 1e-9, False, 0.2, Request.NOTHING),
-    (1e6, True, 0.4 * TO_WIN, Request.NOTHING),  # whatever a probe found, too little would follow from it
+    (FIRST_S, True, 0.2, PlanRequest.PROBE), (FIRST_S - 1e-9, True, 0.2, PlanRequest.NOTHING),
+    (DOUBTED_S, False, 0.2, PlanRequest.PROBE),
+    (DOUBTED_S - 1e-9, False, 0.2, PlanRequest.NOTHING),
+    (1e6, True, 0.4 * TO_WIN, PlanRequest.NOTHING),  # whatever a probe found, too little would follow from it
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
-    after_s: float, slower: bool, waited_s: float, word: Request,
+    after_s: float, slower: bool, waited_s: float, word: PlanRequest,
 ) -> None:
     rank = trying(candidate(plan_of(0.5)))
     told(rank, 0.5, waited_s)
@@ -74,9 +75,9 @@ def test_a_hint_is_followed_by_a_probe_when_faster_links_could_have_won_what_it_
     watch = rank.state.links.watch
     assert watch.faster
     rank.now = EXPECTED_S / to_win(rank.state.lead, watch) - 1e-6
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
     rank.now += 2e-6
-    assert rank.word() == Request.PROBE
+    assert rank.word() == PlanRequest.PROBE
 
 
 @pytest.mark.parametrize(("step_s", "waited_s", "steps", "win"), [
@@ -93,14 +94,14 @@ def test_links_can_win_what_steps_wait_and_what_compressing_loses(
     assert to_win(lead, rank.state.links.watch) == pytest.approx(win)
 
 
-@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * TO_WIN, Request.NOTHING), (2 * TO_WIN, Request.MEASURE)])
-def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(waited_s: float, word: Request) -> None:
+@pytest.mark.parametrize(("waited_s", "word"), [(0.5 * TO_WIN, PlanRequest.NOTHING), (2 * TO_WIN, PlanRequest.MEASURE)])
+def test_slow_steps_are_measured_again_only_where_a_plan_could_win_something(waited_s: float, word: PlanRequest) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, times=BY_PACE)
     told(rank, 1.0, waited_s)
     rank.step(1.0, times=PATIENCE + 1)
     assert rank.word() == word
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
 
 
 def test_other_ranks_look_for_nothing() -> None:
@@ -109,4 +110,4 @@ def test_other_ranks_look_for_nothing() -> None:
     assert not pick(rank.feed(MeasuringDone(LINKS, 1.0)), StartPlanning)
     rank.step(9.0, SharesMoved(1.0), times=50)
     rank.now = 1e6
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING

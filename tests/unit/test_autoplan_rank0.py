@@ -39,11 +39,11 @@ from commlayer.autotune.plan.state import (
     MeasuringDone,
     Planning,
     PlanningDone,
+    PlanRequest,
     ProbeDone,
     Proposing,
     ReplanVerdict,
     ReportStale,
-    Request,
     SetActivePlan,
     Settling,
     ShareStepTime,
@@ -147,16 +147,16 @@ def test_prices_that_are_off_by_ten_times_change_nothing_and_steps_are_measured_
     actions = rank.step(1.0, PlanningDone(order, bad))
     assert len(pick(actions, LogLine)) == 1
     assert rank.state.lead.verdicts == ()
-    assert rank.word() == Request.MEASURE
-    rank.hear(row(word=Request.MEASURE), row())
+    assert rank.word() == PlanRequest.MEASURE
+    rank.hear(row(word=PlanRequest.MEASURE), row())
     rank.step(1.0, times=FIRST_PLANNING)
     (order,) = pick(rank.feed(MeasuringDone(LINKS, 1.0)), StartPlanning)
     rank.step(1.0, PlanningDone(order, bad))
-    assert rank.word() == Request.NOTHING, "once"
+    assert rank.word() == PlanRequest.NOTHING, "once"
     assert isinstance(rank.state.lead.phase, Settling)
     (order,) = pick(rank.feed(MeasuringDone(LINKS, 1.0)), StartPlanning)
     rank.step(1.0, PlanningDone(order, candidate(plan_of(0.5))))
-    assert rank.word() == Request.SWITCH, "prices that are right count"
+    assert rank.word() == PlanRequest.SWITCH, "prices that are right count"
 
 
 def test_who_keeps_the_plan_measures_nothing_again() -> None:
@@ -185,7 +185,7 @@ def test_what_was_found_for_another_plan_than_the_one_in_force_is_dropped() -> N
     rank.in_force = ActivePlan(plan_of(0.0, "int8()"))
     rank.step(1.0, PlanningDone(order, candidate(plan_of(0.1))))
     assert rank.state.lead.phase == Steady()
-    assert rank.word() == Request.MEASURE, "what was measured is that plan's"
+    assert rank.word() == PlanRequest.MEASURE, "what was measured is that plan's"
 
 
 def test_what_was_found_for_links_that_have_changed_since_is_dropped() -> None:
@@ -212,7 +212,7 @@ def test_a_plan_of_its_own_is_known_as_the_planner_has_it() -> None:
 def test_going_over_begins_a_trial_and_says_what_is_in_force() -> None:
     found = candidate(plan_of(0.5))
     rank = proposing(found, 1.0)
-    (switch,) = rank.hear(row(word=Request.SWITCH), row())
+    (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
     assert switch == Switch(found)
     actions = rank.switched(found.runnable)
     assert pick(actions, SetActivePlan) == [SetActivePlan(found.basis, found.price)]
@@ -237,7 +237,7 @@ def test_a_plan_under_which_the_loss_comes_later_is_left_again(
     assert isinstance(rank.state.lead.phase, Trying), "too few to tell"
     actions = rank.step(takes_s)
     assert ("back to that" in said(actions)) is back
-    assert rank.word() == (Request.SWITCH if back else Request.NOTHING)
+    assert rank.word() == (PlanRequest.SWITCH if back else PlanRequest.NOTHING)
     if back:
         assert over(rank).runnable == START
         assert isinstance(rank.state.lead.phase, Settling), "the plan before is not on trial"
@@ -272,7 +272,7 @@ def test_a_few_slow_steps_are_no_reason_to_go_back() -> None:
 def test_all_keep_their_plan_where_the_new_one_fits_some_rank_ill() -> None:
     rank = proposing(candidate(plan_of(0.5)))
     assert said(rank.refused("for 3 servers")) == "kept the plan in force: for 3 servers"
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
     rank.step(1.0, times=BY_PACE)
     assert rank.state.lead.check.predicted_s == 1.0
 
@@ -299,7 +299,7 @@ def test_what_is_near_without_compression_is_tried(kept: bool, plain_s: float, t
     else:
         over(rank)
     rank.step(0.7, times=BY_PACE)
-    assert rank.word() == (Request.SWITCH if tried else Request.NOTHING)
+    assert rank.word() == (PlanRequest.SWITCH if tried else PlanRequest.NOTHING)
     if tried:
         assert rank.state.lead.phase.candidate.current == rank.in_force.basis.plan, "what all go back to is what is in force"
         assert over(rank).plan == found.beside[0].plan
@@ -312,24 +312,24 @@ def test_without_compression_steps_must_be_no_slower_and_are_expected_at_their_p
     rank.step(0.7, times=BY_PACE)
     over(rank)
     rank.step(takes_s, times=BY_PACE)
-    assert rank.word() == (Request.NOTHING if stays else Request.SWITCH)
+    assert rank.word() == (PlanRequest.NOTHING if stays else PlanRequest.SWITCH)
     if stays:
         assert rank.state.lead.check.predicted_s == takes_s, "whatever was predicted"
     else:
         assert over(rank).runnable == first
         rank.step(0.7, times=BY_PACE)
-        assert rank.word() == Request.NOTHING, "it is tried once"
+        assert rank.word() == PlanRequest.NOTHING, "it is tried once"
 
 
 @pytest.mark.parametrize(("plain_s", "steps", "tried"), [(0.8, 1.0, True), (1.12, 1.0, False), (1.12, 1.4, True)])
 def test_without_compression_fewer_steps_are_needed(plain_s: float, steps: float, tried: bool) -> None:
     rank = trying(candidate(plan_of(0.5), plain=plan_of(plain_s, "identity()"), steps=steps, current_steps=2.0))
     rank.step(0.7, times=BY_PACE)
-    assert rank.word() == (Request.SWITCH if tried else Request.NOTHING)
+    assert rank.word() == (PlanRequest.SWITCH if tried else PlanRequest.NOTHING)
     if tried:
         over(rank)
         rank.step(0.7 * steps, times=BY_PACE)
-        assert rank.word() == Request.NOTHING, "no later than under the plan before"
+        assert rank.word() == PlanRequest.NOTHING, "no later than under the plan before"
 
 
 # ---- local steps that were found beside averaged gradients
@@ -351,10 +351,10 @@ def test_averaged_gradients_that_are_slower_than_predicted_are_left_for_local_st
     else:
         over(rank)
     actions = [action for _ in range(BY_PACE) for action in rank.step(takes_s)]
-    assert rank.word() == (Request.SWITCH if tried else Request.NOTHING)
+    assert rank.word() == (PlanRequest.SWITCH if tried else PlanRequest.NOTHING)
     if tried:
         assert f"tries local steps, too, {800 * LEAVES:.1f} ms by the same prices" in said(actions)
-        (switch,) = rank.hear(row(word=Request.SWITCH), row())
+        (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
         warned = rank.switched(switch.candidate.runnable)
         assert [action.text for action in pick(warned, LogLine) if action.warning] == [LEAVING]
 
@@ -369,7 +369,7 @@ def test_what_was_found_beside_a_plan_is_tried_one_after_the_other() -> None:
     rank.step(0.8, times=BY_PACE)
     assert over(rank).plan == dense
     rank.step(0.7, times=BY_PACE)
-    assert rank.word() == Request.NOTHING, "each is tried once"
+    assert rank.word() == PlanRequest.NOTHING, "each is tried once"
 
 
 def test_behind_local_steps_that_are_kept_no_plan_of_averaged_gradients_is_tried() -> None:
@@ -377,7 +377,7 @@ def test_behind_local_steps_that_are_kept_no_plan_of_averaged_gradients_is_tried
     rank.step(0.8, times=BY_PACE)
     over(rank)
     rank.step(0.6, times=BY_PACE)
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
 
 
 def test_who_keeps_the_plan_tries_none() -> None:
@@ -392,7 +392,7 @@ def test_nothing_is_tried_where_nobody_knows_what_the_plan_in_force_was_made_fro
     rank = trying(candidate(plan_of(0.5), plain=plan_of(0.5, "identity()")))
     rank.in_force = rank.in_force._replace(basis=None)
     rank.step(0.7, times=BY_PACE)
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
 
 
 # ---- whether it still holds
@@ -403,23 +403,23 @@ def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bo
     rank = trying(candidate(plan_of(0.5)))
     actions = rank.step(seconds, times=PATIENCE)
     assert bool(pick(actions, ReportStale)) is stale
-    assert rank.word() == (Request.MEASURE if stale else Request.NOTHING), "quicker steps are no reason to measure"
+    assert rank.word() == (PlanRequest.MEASURE if stale else PlanRequest.NOTHING), "quicker steps are no reason to measure"
     assert ("stale" in said(actions)) is stale
     if stale:
         (report,) = pick(actions, ReportStale)
         assert said(actions) == report.event.reason
         assert (report.event.predicted_s, report.event.measured_s) == (0.5, seconds)
-        assert rank.word() == Request.NOTHING, "it asks once"
+        assert rank.word() == PlanRequest.NOTHING, "it asks once"
 
 
 def test_what_was_seen_of_a_plan_says_nothing_of_the_next_one() -> None:
     """Steps turn out slow, and with the next row all go over to a plan that was found beside."""
     rank = trying(candidate(plan_of(0.5), plain=plan_of(0.8, "identity()")))
     assert any(pick(rank.step(0.9), ReportStale) for _ in range(PATIENCE + 1))
-    assert rank.word() == Request.SWITCH
-    (switch,) = rank.hear(row(word=Request.SWITCH), row())
+    assert rank.word() == PlanRequest.SWITCH
+    (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
     rank.switched(switch.candidate.runnable)
-    assert rank.word() == Request.NOTHING
+    assert rank.word() == PlanRequest.NOTHING
 
 
 def test_that_a_plan_is_stale_is_among_a_sessions_events_and_decisions() -> None:
@@ -513,11 +513,11 @@ def test_what_runs_in_place_of_a_plan_is_what_is_known_and_counted(back: bool) -
     made_from = PlanInputs(JOB, cluster, profile, Policy(optimizer="adam"))
     found = candidate(plan_of(0.5, "int4()"))
     rank = proposing(found._replace(basis=Basis(found.plan, made_from)))
-    (switch,) = rank.hear(row(word=Request.SWITCH), row())
+    (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
     if back:
         rank.switched(found.runnable)
         rank.step(1.5, times=TRIED + 1)
-        (switch,) = rank.hear(row(word=Request.SWITCH), row())
+        (switch,) = rank.hear(row(word=PlanRequest.SWITCH), row())
         assert switch.candidate.runnable == START
     runs = structs.replace(switch.candidate.runnable, codes="updates", step_s=0.0)
     actions = rank.switched(runs)

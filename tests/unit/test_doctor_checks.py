@@ -18,7 +18,7 @@ from commlayer.doctor.network import Addresses, Interface, Name, Port, Reached
 from commlayer.doctor.nodes import NodeFacts, Pair, check_links, rounds, table
 from commlayer.doctor.report import Check, Finding, fail, of_error, ok, run_checks, usable, warn
 from commlayer.doctor.security import KeysFolder, PlanFile
-from commlayer.doctor.server import LinkFacts, ServerFacts, ServerPath
+from commlayer.doctor.server import DialedServer, LinkFacts, ServerFacts
 from commlayer.records import ServerInfo
 
 GIB, DAY = 1 << 30, 86400.0
@@ -211,23 +211,24 @@ CASES: list[tuple[Judge, Any, list[tuple[str, str]]]] = [
     (keyed, ServerFacts("h:1", "this process has another secret: set it"),
      [("fail", "h:1")]),
     (keyed, ServerFacts("h:1", "no answer within 3.0 s", silent=True), [("fail", "h:1")]),
-    (keyed, but(SERVER, paths=(ServerPath("h:2", SILENT),)),
+    (keyed, but(SERVER, paths=(DialedServer("h:2", SILENT),)),
      [OK, ("fail", "h:2"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:2", Reached("server", "h:2", "open"), "h:3"),)),
+    (keyed, but(SERVER, paths=(DialedServer("h:2", Reached("server", "h:2", "open"), "h:3"),)),
      [OK, ("ok", "h:2"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:2", SILENT, "h:3", "open"),)),
+    (keyed, but(SERVER, paths=(DialedServer("h:2", SILENT, "h:3", "open"),)),
      [OK, ("warn", "h:3 h:2"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:2", SILENT, "h:3", "takes no gRPC streams there: check"),)),
+    (keyed, but(SERVER, paths=(DialedServer("h:2", SILENT, "h:3", "takes no gRPC streams there: check"),)),
      [OK, ("fail", "h:2"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:3", None, "h:3", "open"),)), [OK, ("ok", "h:3"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:3", None, "h:3", "takes no gRPC streams there: check the address"),)),
+    (keyed, but(SERVER, paths=(DialedServer("h:3", None, "h:3", "open"),)), [OK, ("ok", "h:3"), OK, OK, OK]),
+    (keyed, but(SERVER, paths=(DialedServer("h:3", None, "h:3", "takes no gRPC streams there: check the address"),)),
      [OK, ("fail", ""), OK, OK, OK]),
-    (keyed, but(SERVER, carrier="tcp", paths=(ServerPath("h:3", None, "h:3"),)),
+    (keyed, but(SERVER, carrier="tcp", paths=(DialedServer("h:3", None, "h:3"),)),
      [OK, ("fail", "h:3"), OK, OK, OK]),
-    (keyed, but(SERVER, carrier="grpc", paths=(ServerPath("h:2"),)),
+    (keyed, but(SERVER, carrier="grpc", paths=(DialedServer("h:2"),)),
      [OK, ("fail", "h:2"), OK, OK, OK]),
-    (keyed, but(SERVER, paths=(ServerPath("h:2", SILENT, "h:3", "open"),
-                               ServerPath("i:2", Reached("server", "i:2", "silent")), ServerPath("i:3", None, "i:3", "open"))),
+    (keyed, but(SERVER, paths=(DialedServer("h:2", SILENT, "h:3", "open"),
+                               DialedServer("i:2", Reached("server", "i:2", "silent")),
+                               DialedServer("i:3", None, "i:3", "open"))),
      [OK, ("warn", "h:3 h:2"), ("fail", "i:2"),
       ("ok", "i:3"), OK, OK, OK]),
     (server.check_link, LinkFacts(94e6, 12e6), [("ok", "94 Mb/s 12 Mb/s")]),

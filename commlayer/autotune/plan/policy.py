@@ -33,6 +33,7 @@ from commlayer.autotune.plan.state import (
     PaceSenders,
     Planning,
     PlanningDone,
+    PlanRequest,
     Probe,
     ProbeDone,
     Proposing,
@@ -42,7 +43,6 @@ from commlayer.autotune.plan.state import (
     ReportDue,
     ReportsRead,
     ReportStale,
-    Request,
     ResetWindow,
     SetActivePlan,
     Settling,
@@ -200,11 +200,11 @@ def _heard(state: AutoPlanState, fact: ReportsRead, now: float) -> Decided:
     link_state, first = state.links, fact.rows[0]
     assert link_state is not None, "rows are told once links are known"
     step_s = median(row.step_s for row in fact.rows)
-    if first.word == Request.SWITCH:
+    if first.word == PlanRequest.SWITCH:
         return state, [_switch(state)]
-    if first.word == Request.MEASURE:
+    if first.word == PlanRequest.MEASURE:
         return structs.replace(state, phase=Warming(state.step + 1)), []
-    if first.word == Request.PROBE:
+    if first.word == PlanRequest.PROBE:
         return state, [Probe(first.plan_s, step_s)]
     watch, rates = link_state.watch.observe(SeenStep(
         step_s, min(row.waited_s for row in fact.rows), tuple(row.carried for row in fact.rows[:: state.per_node])))
@@ -228,7 +228,7 @@ def _due(state: AutoPlanState, now: float) -> Decided:
         return state, []
     slow_s = state.links.watch.slow_s
     if state.lead is None:
-        return state, [ShareReport(Request.NOTHING, 0.0, slow_s)]
+        return state, [ShareReport(PlanRequest.NOTHING, 0.0, slow_s)]
     lead, word = next_request(state.lead, state.links, now, _in_force(state))
     return _with(state, lead), [ShareReport(word, lead.plan_s, slow_s)]
 
@@ -502,23 +502,23 @@ def step_over(lead: LeaderState, step_s: float, step: int, in_force: ActivePlan)
     return lead, actions
 
 
-def next_request(lead: LeaderState, links: LinkState, now: float, in_force: ActivePlan) -> tuple[LeaderState, Request]:
+def next_request(lead: LeaderState, links: LinkState, now: float, in_force: ActivePlan) -> tuple[LeaderState, PlanRequest]:
     """The request that rank 0 puts in its next row to all ranks."""
     if isinstance(lead.phase, Planning):
-        return lead, Request.NOTHING
+        return lead, PlanRequest.NOTHING
     if isinstance(lead.phase, Proposing):
-        return lead, Request.SWITCH
+        return lead, PlanRequest.SWITCH
     win = to_win(lead, links.watch)
     if lead.stale and not lead.moved and win is not None and win < TO_WIN:  # no gain is possible
         check = _expects(median(lead.recent), usual=True) if lead.recent else None
         lead = structs.replace(lead, stale=False, moved=False, check=check)
     elif lead.stale or lead.moved:
-        return structs.replace(lead, stale=False, moved=False, check=None), Request.MEASURE
+        return structs.replace(lead, stale=False, moved=False, check=None), PlanRequest.MEASURE
     lost = differ(links.best, links.watch.planned)
     if win is None or win < TO_WIN:  # a probe could not lead to enough gain
-        return lead, Request.NOTHING
+        return lead, PlanRequest.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
-    return lead, Request.PROBE if due else Request.NOTHING
+    return lead, PlanRequest.PROBE if due else PlanRequest.NOTHING
 
 
 def to_win(lead: LeaderState, watch: LinkWatch) -> float | None:

@@ -131,7 +131,7 @@ class ReplanVerdict(NamedTuple):
 #
 # Plain values; driver.py carries them out in order.
 
-class Request(IntEnum):
+class PlanRequest(IntEnum):
     """Rank 0's request to all ranks, sent in its row."""
 
     NOTHING = 0
@@ -177,7 +177,7 @@ class ReadReports(Record, frozen=True):
 class ShareReport(Record, frozen=True):
     """Collective: sends this rank's row. Answered by `ReportsRead` if all ranks wait for the rows."""
 
-    word: Request
+    word: PlanRequest
     plan_s: float
     """Time that rank 0's last planning took; 0 before the first."""
     slow_s: float
