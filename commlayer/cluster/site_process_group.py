@@ -431,7 +431,7 @@ def run_locally() -> Iterator[None]:
 def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
     """Sets the timeout of collectives that begin in the group from now on."""
     if isinstance(group, RelayedGroup):
-        group.allow(timeout.total_seconds())
+        group.set_timeout(timeout.total_seconds())
     else:
         distributed_c10d._set_pg_timeout(timeout, group)
 
