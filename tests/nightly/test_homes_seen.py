@@ -70,7 +70,7 @@ def test_a_home_that_lets_another_wait_and_is_interrupted_is_named_there_in_a_li
             assert time.monotonic() < deadline, heard
             time.sleep(0.1)
 
-    until("waiting for")
+    until("waiting for worker 1")
     go.touch()
     until("goes on after")
     second.send_signal(signal.SIGINT)
@@ -82,7 +82,7 @@ def test_a_home_that_lets_another_wait_and_is_interrupted_is_named_there_in_a_li
     for each in (said, "\n".join(heard)):
         assert "Traceback" not in each
         assert len(re.findall(r"^commlayer: begins with plan [0-9a-f]{16}: ", each, re.M)) == 1
-    assert "waiting for" not in said
+    assert "waiting for worker" not in said
     name = r"worker 1 \(gpu-2\)"
     for line in (rf"commlayer: waiting for {name}: \d+ s, up to 600 s \(60 s without a sign of life\)",
                  rf"commlayer: goes on after \d+ s of waiting for {name}",
