@@ -1,7 +1,8 @@
 """CLAN against LANS on both built-in tasks: loss and bytes after the same number of steps, each at its best learning rate.
 
-Four workers and a server run in one thread (bench.virtual_workers) with the runtime's own codecs, residuals and sums. Learning
-rates come from one grid for all, chosen by the same held-out loss that is compared. Bytes are counted; time is not measured.
+Four workers and a server run in one thread (virtual_training.py of autotune/measure) with the engine's own codecs, residuals
+and sums. Learning rates come from one grid for all, chosen by the same held-out loss that is compared. Bytes are counted; time
+is not measured.
 """
 
 from __future__ import annotations

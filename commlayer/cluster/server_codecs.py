@@ -27,7 +27,7 @@ SLACK_NBYTES = 16 << 20
 
 
 class CodecOps:
-    """Implements Lasting and GivesBack (summation_ops.py) for one bucket."""
+    """Implements Lasting and GivesBack for one bucket."""
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
         """`weights`: the sums are weight updates. `buffers`: the bucket holds model buffers, which are averaged."""

@@ -76,7 +76,7 @@ def write_flagged(out: Out, codec: int, numel: int) -> int:
 
 
 def on_host(memory: Out) -> memoryview:
-    """Host memory, for codecs without device kernels. placement.py never runs these on a device."""
+    """Host memory, for codecs without device kernels: these never run on a device."""
     if isinstance(memory, torch.Tensor):
         raise InvalidInput("E-CODEC-INPUT", f"payload memory on {memory.device}, allowed for this codec is host memory")
     return memory

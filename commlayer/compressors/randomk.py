@@ -1,6 +1,6 @@
 """Random-k: all members draw the same random entries, so a payload holds values alone and a server adds them directly.
 
-One entry is drawn in each of k strata by the header's seed, which comes from the keys of random_keys.py and the step.
+One entry is drawn in each of k strata by the header's seed, which comes from state.seed and the step.
 Accumulators hold values alone; a server does not know the positions. Sums are float32 whatever type the workers send, so a
 result is exact.
 """

@@ -408,7 +408,7 @@ class WorkerBucket(ResidualLedger):
         self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
         on_device: bool = False,
     ) -> None:
-        """`local`: this worker's index in its node. `on_device`: the codec runs on the gradients' device (device_codecs.py)."""
+        """`local`: this worker's index in its node. `on_device`: the codec runs on the gradients' device (lanes.py)."""
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
         self.late = planned.stale

@@ -120,15 +120,15 @@ class JobContext:
     logs                                   connect(), once
     plan, worker                           connect(), switch(), regroup.py
     local                                  exchange_schedule.py
-    matched                                switch(), told_lengths.py, newcomer.py
+    matched                                switch(), exchange_schedule.py, replica.py
     stepped                                module_driver.py
     decisions, events                      appended to by components that decide
     passes, passed_s, fresh                step_loop.py, exchange_schedule.py
-    parted, entered                        regroup.py; newcomer.py
+    parted, entered                        regroup.py; replica.py
     lets_in                                closed_door()
     in_join                                uneven_inputs.py, module_driver.py
     replica                                start.py
-    joined                                 newcomer.py, begun()
+    joined                                 replica.py, begun()
     followers                              script objects whose state joining ranks need, such as a sampler
     on_close, on_shares                    callbacks: end of the connection; moved work
     catch_up, before_switch, after_switch  callbacks: change of plan

@@ -30,7 +30,7 @@ class ObserverOrder(IntEnum):
     TRACE = 2
     """Records the steps of a trace (trace.py)."""
     STALE_PLAN = 3
-    """Compares times of steps with predictions (stale_plan.py)."""
+    """Compares times of steps with predictions (observers.py)."""
     PARAMETER_DRIFT = 4
     """Compares the ranks' parameters (parameter_drift.py)."""
     OTHER = 5

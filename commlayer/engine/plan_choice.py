@@ -201,14 +201,16 @@ def check_plan(
 
 # ---- constraints on a job's plans, and the inputs from which the current plan was made
 #
-# Values only.
-#
-# ======================= ==================================================================== attribute changed by
-# ======================= ==================================================================== asked, forbids start.py, once
-# optimizer, loss start.py, once max_loss, learning start.py, once auto start.py; a session, whose user asks for a plan
-# suggested autotune/plan useless the drivers: module_driver.py, ddp_ways.py balanced shares/, a controller floor,
-# error_multiplier autotune/quality basis start.py, switch.py; autotune/plan, for the plan that it has chosen price
-# autotune/plan ======================= ====================================================================
+#     asked, forbids           set by start.py, once
+#     optimizer, loss          start.py, once
+#     max_loss, learning       start.py, once
+#     auto                     start.py; a session, whose user asks for a plan
+#     suggested                autotune/plan
+#     useless                  the drivers: module_driver.py, ddp_modes.py
+#     balanced                 autotune/shares
+#     floor, error_multiplier  autotune/quality
+#     basis                    start.py, switch.py; autotune/plan, for the plan that it has chosen
+#     price                    autotune/plan
 
 class PlanTerms:
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ backward pass is in that very step. Sums may arrive before messages do, step aft
 back its part of one step (step_loop.py, local_steps.py): all members meet in that step.
 
 Joining is paused (`lets_in`) while local steps are exchanged early, as for a save or a change of plans; then a joining worker
-waits for the next scheduled exchange (newcomer.py). If members are lost meanwhile, the others must repeat work in which it has
+waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat work in which it has
 no part. They send it away, and then switch to the view without it.
 
 If another member dies during all this, the coordinator makes another view, and all start over with it. Nothing is final before

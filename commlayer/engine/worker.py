@@ -451,7 +451,7 @@ class Worker(Unapplied):
     def abandon(self, deadline_s: float) -> None:
         """Drops the step on all workers, after an exception in this worker's backward pass. Runs when its next pass begins.
 
-        Until then the others wait for this worker, up to their deadline. How they learn of it: see broken_step.py."""
+        Until then the others wait for this worker, up to their deadline. How they learn of it: see step.py."""
         self.units.broken = True
         try:
             self.finish([None] * len(self.job.tensors), deadline_s)

@@ -1,4 +1,4 @@
-"""Paths: the ops of one bucket, and their spelling in a plan. grammar.py defines which paths are legal.
+"""Paths: the ops of one bucket, and their spelling in a plan. The grammar below defines which paths are legal.
 
     encode@cpu net.push net.pull decode@cpu                                    summed by a server, compressed both ways
     node.reduce_scatter encode@gpu net.allgather decode@cpu node.allgather     two-level, compressed between nodes

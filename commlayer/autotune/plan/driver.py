@@ -1,4 +1,4 @@
-"""Shell of automatic planning (plan "auto"): sends events of the job to decide.py and carries out its actions.
+"""Shell of automatic planning (plan "auto"): sends events of the job to policy.py and carries out its actions.
 
 It holds what decisions must not depend on: the connection, the clock, rank 0's planner thread and the process group. All
 ranks count steps alike, so collective actions happen after the same step on each.

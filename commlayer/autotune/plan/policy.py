@@ -346,7 +346,7 @@ def _in_force(state: AutoPlanState) -> ActivePlan:
 # ---- decisions that rank 0 makes alone: which plan is worth a switch, whether a trial succeeded, what to request from all
 # ranks
 #
-# Pure functions, called by decide.py on rank 0 only.
+# Pure functions, called by policy.py on rank 0 only.
 
 WORTH = 0.02
 """A plan must reach a loss sooner by this fraction to be tried. Prices are less accurate than that, but a few steps decide."""

@@ -60,7 +60,7 @@ class Candidate(NamedTuple):
     current_s: float
     """Its step time at the prices used for this plan."""
     uncontended_s: float
-    """Its step time at prices without contention for processors; see cpu_contention.py."""
+    """Its step time at prices without contention for processors."""
     price: Price
     current_price: Price
     took_s: float

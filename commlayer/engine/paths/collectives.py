@@ -2,7 +2,7 @@
 
 Stage j of a path is its j-th exchange and the local ops before it. It runs on lane j and in its own groups, buckets in plan
 order. So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
-staged_bucket.py runs a stage.
+collectives.py runs a stage.
 """
 
 from __future__ import annotations
