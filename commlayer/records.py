@@ -225,6 +225,12 @@ def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
     return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
+def with_updates(plan: Plan) -> Plan:
+    """The plan with coded updates in every step and no late results: averaged gradients would let the ranks diverge."""
+    buckets = tuple(replace(b, stale=False) if b.stale else b for b in plan.buckets)
+    return replace(plan, codes="updates", overlap="", buckets=buckets)
+
+
 class Member(Record, frozen=True):
     """A worker process: `rank` is its number among all workers, `node` groups workers on one machine."""
 

@@ -413,12 +413,6 @@ def stepping(plan: Plan, asked: RequestedModes) -> Plan:
     return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
-def in_updates(plan: Plan) -> Plan:
-    """The plan with coded updates in every step, and no late results, where averaged gradients would let ranks diverge."""
-    buckets = tuple(structs.replace(b, stale=False) if b.stale else b for b in plan.buckets)
-    return structs.replace(plan, codes="updates", overlap="", buckets=buckets)
-
-
 def ways_of(plan: Plan) -> list[tuple[str, str]]:
     """Which of `WAYS` a plan uses, with a description."""
     modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []

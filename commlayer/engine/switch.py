@@ -12,11 +12,11 @@ from commlayer.cluster.collectives import Groups, all_or_none, gather
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import trim
 from commlayer.engine.connection import JobContext
-from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, in_updates, plan_in, stepping
+from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, plan_in, stepping
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
-from commlayer.records import Member, Plan, plan_of
+from commlayer.records import Member, Plan, plan_of, with_updates
 
 
 class _Told(Exception):
@@ -197,7 +197,7 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
                            f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make "
                            f"it without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
-    return in_updates(unpredicted), (
+    return with_updates(unpredicted), (
         "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "
         "exchanged, now every step")
 

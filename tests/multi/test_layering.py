@@ -247,6 +247,11 @@ def test_planning_loads_no_torch() -> None:
     assert loaded("commlayer", *(f"commlayer.{part}" for part in there), of={"torch", "grpc"}) == "[]"
 
 
+def test_the_process_that_plans_loads_no_torch() -> None:
+    """It starts beside the first steps of a job, which the import of torch would slow down: they are what it plans from."""
+    assert loaded("commlayer.autotune.plan.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
+
+
 def test_a_coordinator_loads_no_numpy() -> None:
     """A rank starts one in attach(), and waits for it: neither what it imports nor what a call does."""
     program = ("import sys; from commlayer.config import Config\n"

@@ -16,7 +16,6 @@ from commlayer import planner
 from commlayer.autotune.plan.state import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.plan_choice import in_updates
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import times
@@ -24,7 +23,7 @@ from commlayer.planner.explanation import by_itself
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.search import plain as plain_found
 from commlayer.planner.sync_modes import Found
-from commlayer.records import Job, Plan
+from commlayer.records import Job, Plan, with_updates
 
 NEARLY = 0.03
 """A predicted step counts as equal to the measured one up to this relative excess."""
@@ -266,7 +265,7 @@ def exact(plan: Plan) -> bool:
 
 def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
     """The plan as it runs when optimizer states differ, with its step time."""
-    converted = structs.replace(in_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    converted = structs.replace(with_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
     return structs.replace(converted, step_s=step_s(converted, made_from))
 
 
