@@ -52,8 +52,8 @@ def _memory() -> dict[str, float]:
 
 
 def _codec() -> dict[str, float]:
-    """CPU time of int4 coding in one thread, relative to tanh over the same elements. Both work in the cache and on numbers, so the
-    speed of memory, which varies with other load, does not count."""
+    """CPU time of int4 coding in one thread, relative to tanh over the same elements, all in the cache: the speed of memory
+    varies with other load."""
     import torch
 
     from commlayer.compressors import int4
