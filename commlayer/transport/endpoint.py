@@ -330,6 +330,8 @@ class StreamTransport:
             self._connections[peer] = connection
             self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only started threads to join
+        if (aborted := self._mailbox.failure(peer)) is not None:  # since the handshake admitted it
+            connection.end(aborted)
 
     def _ended(self, connection: Connection) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from support.workers import Rig, job, on_ranks, step
 
 from commlayer.errors import CorruptFrame, NotYet, PeerLost, Refused
 from commlayer.planner import default_plan
+from commlayer.transport import handshake
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
@@ -135,12 +137,13 @@ def test_a_break_within_a_handshake_is_one_like_any_other(folders: Folders, way:
 # ---- what ends it all the same
 
 
-def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), **waits: Any,
-         ) -> tuple[StreamTransport, ReconnectingTransport, Cutter]:
+def pair(window_s: float, keys: tuple[Keys | None, Keys | None] = (None, None), begun: Callable[[StreamTransport], object] = id,
+         **waits: Any) -> tuple[StreamTransport, ReconnectingTransport, Cutter]:
     """A server's carrier, and a worker's transport that reaches it through a cutter. `keys`: of both."""
     # A length that a flipped bit has made too large is waited for.
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(
         resume=True, refused=lambda *_: None, keys=keys[0], hello_s=1.0 if keys[0] else 5.0))
+    begun(server)
     cutter = Cutter(server.listen(), [])
     carrier = StreamTransport(Hello("job", 0, session=b"s" * 16), settings=Settings(resume=True, keys=keys[1]))
     worker = ReconnectingTransport(carrier, carrier, ReconnectPolicy(window_s, **waits))
@@ -180,6 +183,25 @@ def test_who_was_dropped_is_told_why_and_does_not_come_back(caplog: pytest.LogCa
     worker.close()
     server.close()
     cutter.close()
+
+
+def test_who_is_dropped_between_welcome_and_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dialer counts as connected from the welcome on, so it can be dropped before its connection exists."""
+    welcome = handshake.send_welcome
+    ends: list[StreamTransport] = []
+
+    def then_drop(*args: Any) -> None:
+        welcome(*args)
+        ends[0].abort(CorruptFrame("codec 9 with weight nan", peer="worker 0"), 0)
+
+    monkeypatch.setattr(handshake, "send_welcome", then_drop)
+    server, worker, cutter = pair(30.0, begun=ends.append)
+    waiting = worker.recv(SERVER_BASE, key(PUSH._replace(kind=Kind.RESULT)))
+    with pytest.raises(Refused) as caught:
+        worker.wait(waiting, soon())
+    assert (caught.value.peer, "E-FRAME" in str(caught.value)) == ("server 0", True)
+    for end in (worker, server, cutter):
+        end.close()
 
 
 def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one() -> None:
