@@ -64,9 +64,9 @@ class Coordinator:
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-                 journal: CoordinatorJournal | None = None, made: str = "", embedded: bool = False) -> None:
+                 journal: CoordinatorJournal | None = None, job_token: str = "", embedded: bool = False) -> None:
         """`workers`: how many to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
-        `journal`: resumes a job that it holds, and records this one. `made`: the secret, if this process generated it.
+        `journal`: resumes a job that it holds, and records this one. `job_token`: the secret, if this process generated it.
         `embedded`: started by a training process. Its members are in one cluster, so a silent one is dead at once, and it
         serves one job. Any other coordinator is followed by the next job's if its own job failed."""
         if workers and config.min_workers > workers:
@@ -76,7 +76,7 @@ class Coordinator:
             if not 0 <= count <= SERVER_BASE:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._journal, self._made, self._again = journal, made, not embedded
+        self._journal, self._made, self._again = journal, job_token, not embedded
         if journal is not None and journal.found is not None:
             self._state = resumed_state(journal.found, clock())
             log.warning("journal: resumed a running job of %d workers; to begin another, remove %s",

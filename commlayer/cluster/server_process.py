@@ -43,7 +43,7 @@ FINAL_FLUSH_S = 0.5
 
 
 class ServeOptions(NamedTuple):
-    """What this process serves. `parent`: pid of the training process that started it, if embedded. `made`: the secret, if
+    """What this process serves. `parent`: pid of the training process that started it, if embedded. `job_token`: the secret, if
     it was generated here. `again`: this process has served an earlier job. `data_port`: ANY: the one after the
     coordinator's."""
 
@@ -52,7 +52,7 @@ class ServeOptions(NamedTuple):
     number: int = -1
     sums: bool = True
     parent: int = 0
-    made: str = ""
+    job_token: str = ""
     again: bool = False
     data_port: int = messages.ANY
 
@@ -102,10 +102,10 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 stack.callback(journal.close)
             if journal is not None and journal.found is not None:  # keep the address and the secret that workers use
                 port = config.port or host_port(journal.found.address)[1]
-                part = part._replace(made=journal.found.token)
-                config = msgspec.structs.replace(config, port=port, token=part.made or config.token)
+                part = part._replace(job_token=journal.found.token)
+                config = msgspec.structs.replace(config, port=port, token=part.job_token or config.token)
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
-                                      made=part.made, embedded=part.parent > 0)
+                                      job_token=part.job_token, embedded=part.parent > 0)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
             orphaned = functools.partial(coordinator.orphaned, part.parent)
@@ -121,11 +121,11 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                                                  not end.is_set() else FINAL_FLUSH_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         if not part.again:
-            print(json.dumps({"control": control, "data": data} | ({"token": part.made} if part.made else {})), flush=True)
-        token = f"COMMLAYER_TOKEN={part.made}" if part.made else "COMMLAYER_KEYS" if config.keys else "the job's secret"
+            print(json.dumps({"control": control, "data": data} | ({"token": part.job_token} if part.job_token else {})), flush=True)
+        token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not config.join:
-            log.info("on each other machine run: %s", _launch_command(config, control, part.made))
+            log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))
         if part.sums:
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:
@@ -203,13 +203,13 @@ def _advertised(address: str, config: Config) -> str:
     return address and join_host(config.advertise or config.bind, host_port(address)[1])
 
 
-def _launch_command(config: Config, control: str, made: str) -> str:
+def _launch_command(config: Config, control: str, job_token: str) -> str:
     """The command that starts a worker on a machine that only dials out, ready to copy."""
     line = ["commlayer launch", "--join", control]
     if config.keys:
         line += ["--keys", "ITS-KEYS"]  # each machine has its own folder
-    elif made:
-        line.insert(0, f"COMMLAYER_TOKEN={made}")
+    elif job_token:
+        line.insert(0, f"COMMLAYER_TOKEN={job_token}")
     else:
         line += ["--token-file", "FILE-WITH-THE-SECRET"]
     if not config.keys and not is_loopback(host_port(control)[0]):

@@ -94,7 +94,7 @@ class Changes(Protocol):
 class StateGiver(Protocol):
     """What `replica.py` implements."""
 
-    def given(self, made: JobContext, plan: Plan) -> bytes: ...
+    def given(self, context: JobContext, plan: Plan) -> bytes: ...
 
 
 class JoinedState(NamedTuple):

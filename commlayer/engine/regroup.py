@@ -237,13 +237,13 @@ class StateRelay:
 class MembershipChange:
     """One rank's part. `offer` runs on the heartbeat thread; everything else on the thread that waits for a step."""
 
-    def __init__(self, made: JobContext, config: Config, home: str) -> None:
-        self._made, self._config, self._home = made, config, home
-        assert made.uplink is not None
-        self._words = EpochMessages(made.uplink.view, made.waits.notice_s, reconnect_window_s(config))
+    def __init__(self, context: JobContext, config: Config, home: str) -> None:
+        self._made, self._config, self._home = context, config, home
+        assert context.uplink is not None
+        self._words = EpochMessages(context.uplink.view, context.waits.notice_s, reconnect_window_s(config))
         self._stands = VoterState()
         self._agreed: tuple[View, list[Vote]] | None = None
-        made.uplink.subscribe_epochs(self.offer)
+        context.uplink.subscribe_epochs(self.offer)
 
     def offer(self, view: View) -> None:
         self._words.newest = view
@@ -443,18 +443,18 @@ class MembershipChange:
             f"had come to this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
 
 
-def new_world(made: JobContext, config: Config, home: str, view: View) -> None:
+def new_world(context: JobContext, config: Config, home: str, view: View) -> None:
     """Makes the process group of torch.distributed for the members of that view."""
     ids = [m.rank for m in view.members]
-    former = made.groups
+    former = context.groups
     assert former is not None
     former.close()
-    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(made.id), view.generation)
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(context.id), view.generation)
     process_groups.reset_counts()
-    made.groups = Groups(1, config.deadline_s, former.device)
-    made.rank, made.world = made.groups.rank, made.groups.world
-    if made.rows is not None:
-        made.rows.regroup(made.groups.members)
+    context.groups = Groups(1, config.deadline_s, former.device)
+    context.rank, context.world = context.groups.rank, context.groups.world
+    if context.rows is not None:
+        context.rows.regroup(context.groups.members)
 
 
 def unfit(plan: Plan) -> str:

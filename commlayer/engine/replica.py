@@ -86,29 +86,29 @@ class Replica:
 
     # ---- sender
 
-    def given(self, made: JobContext, plan: Plan) -> bytes:
+    def given(self, context: JobContext, plan: Plan) -> bytes:
         """The encoded state; or the error, if it cannot be read."""
         tensors: dict[str, torch.Tensor] = {}
         try:
-            worker = made.worker
+            worker = context.worker
             assert worker is not None
             head_record = GivenState(
-                plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=made.passes,
-                carried=made.carried, matched=made.local is not None and made.local.tells, automatic=made.terms.auto,
+                plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=context.passes,
+                carried=context.carried, matched=context.local is not None and context.local.tells, automatic=context.terms.auto,
                 optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
                 scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
-                followed={name: say() for name, say in made.followers.items()})
+                followed={name: say() for name, say in context.followers.items()})
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             # The current buffers are one forward pass further, different on each rank.
             agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
             starts: dict[int, torch.Tensor] = {}
-            if made.local is not None:
-                starts = dict(zip(map(id, self._trained), made.local.starts, strict=True))
+            if context.local is not None:
+                starts = dict(zip(map(id, self._trained), context.local.starts, strict=True))
             for name, p in self._model.named_parameters():
                 tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
-            tensors |= {} if made.local is None else made.local.snapshot()
+            tensors |= {} if context.local is None else context.local.snapshot()
             head = msgspec.msgpack.encode(head_record)
         except Exception as error:  # the optimizer's code may raise anything; the others continue to train
             head = msgspec.msgpack.encode(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))
@@ -226,30 +226,30 @@ log = logging.getLogger("commlayer")
 
 
 def enter(
-    made: JobContext, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
+    context: JobContext, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
     check: Callable[..., None],
 ) -> None:
     """Returns as a member, in the step in which all others are. `check`: ValueError for a plan that cannot run with that many
     `workers`."""
-    made.groups = Groups(1, config.deadline_s, device, Members())
-    made.rows = RowChannel(made.groups.members, config.deadline_s)
-    made.on_close.append(made.rows.close)
-    made.uplink = link = Uplink(config)
+    context.groups = Groups(1, config.deadline_s, device, Members())
+    context.rows = RowChannel(context.groups.members, config.deadline_s)
+    context.on_close.append(context.rows.close)
+    context.uplink = link = Uplink(config)
     link.join(config.join, request)
-    words = EpochMessages(link.view, made.waits.notice_s, reconnect_window_s(config))
+    words = EpochMessages(link.view, context.waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
         words.newest = view
 
     link.subscribe_epochs(offer)
-    log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", made.id)
+    log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", context.id)
     begin, dialled = time.monotonic(), False
     while True:
         view = words.newest
         try:
-            _check_givers(view, made.id, link)
+            _check_givers(view, context.id, link)
             try:
-                ready = words.tell(view, "ready", made.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
+                ready = words.tell(view, "ready", context.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
                 log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
@@ -262,26 +262,26 @@ def enter(
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
             fits = functools.partial(check, workers=len(view.members))
-            relay = StateRelay(words, view, made.id, Vote(-1, 1.0), config.deadline_s, judged_s(config))
+            relay = StateRelay(words, view, context.id, Vote(-1, 1.0), config.deadline_s, judged_s(config))
             given, plan, local, restore = relay.take(
                 functools.partial(replica.take, check=fits))
             break
         except NewerEpoch:
             continue
-    made.uplink.switch_view(view)
-    new_world(made, config, home, view)
-    made.plan, made.terms.auto, made.matched = plan, given.automatic, given.matched
-    made.joined, made.fresh = JoinedState(local, restore, dict(given.followed)), True
-    made.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
-    made.entered = given.carried
-    worker = made.worker_for(plan, job, device, wire_generation(view))
+    context.uplink.switch_view(view)
+    new_world(context, config, home, view)
+    context.plan, context.terms.auto, context.matched = plan, given.automatic, given.matched
+    context.joined, context.fresh = JoinedState(local, restore, dict(given.followed)), True
+    context.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
+    context.entered = given.carried
+    worker = context.worker_for(plan, job, device, wire_generation(view))
     worker.step, worker.counters.exchanges = given.step, given.counted
     worker.units.regroup(sum(word.weight for word in ready))
-    made.members = MembershipChange(made, config, home)
-    made.follow(worker)
-    made.say(f"joined the running job as worker {made.id}, with weights, buffers and optimizer's state of its workers, "
-             f"{time.monotonic() - begin:.1f} s after it had come; this is rank {made.rank} of {made.world}, in step "
-             f"{made.passes}")
+    context.members = MembershipChange(context, config, home)
+    context.follow(worker)
+    context.say(f"joined the running job as worker {context.id}, with weights, buffers and optimizer's state of its workers, "
+             f"{time.monotonic() - begin:.1f} s after it had come; this is rank {context.rank} of {context.world}, in step "
+             f"{context.passes}")
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:

@@ -166,7 +166,7 @@ def _of(plan: Plan, whole: Job | None) -> Plan:
 
 
 def _enter(
-    made: JobContext, job: Job, device: torch.device, met: Rendezvous, config: Config, forbids: Forbids,
+    context: JobContext, job: Job, device: torch.device, met: Rendezvous, config: Config, forbids: Forbids,
     replica: Replica | None,
     must_match: Mapping[str, str],
 ) -> None:
@@ -176,51 +176,51 @@ def _enter(
                            "joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
                            "server says --min-workers; not a communication hook that the script registers, nor a "
                            "DistributedDataParallel module that ignores parameters or has mixed_precision")
-    made.id = met.launch.joins
+    context.id = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:
         check_plan(plan, job, workers, 1, device, forbids, reachable=False)
 
-    enter(made, job, device, replica, messages.worker_request(
-        job.digest(), made.id, 0, node=made.id, outbound_only=True, elastic=True, must_match=must_match,
+    enter(context, job, device, replica, messages.worker_request(
+        job.digest(), context.id, 0, node=context.id, outbound_only=True, elastic=True, must_match=must_match,
         gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
 
 
 def _join(
-    made: JobContext, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
+    context: JobContext, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
 ) -> None:
     """Starts the embedded servers if none were named, then registers with the coordinator and connects."""
-    assert made.plan is not None
-    node, local = divmod(made.rank, per_node)
+    assert context.plan is not None
+    node, local = divmod(context.rank, per_node)
     address = config.join
     if not address:
-        address, token = _start_embedded(made, config, per_node, node, local)
+        address, token = _start_embedded(context, config, per_node, node, local)
         config = msgspec.structs.replace(config, token=token)
-    made.uplink = uplink.connect(address, messages.worker_request(
-        job.digest(), made.rank, made.world, node=node, plan=records.encode(made.plan) if made.rank == 0 else b"",
-        plan_digest=records.digest(made.plan), outbound_only=outbound_only, elastic=elastic,
+    context.uplink = uplink.connect(address, messages.worker_request(
+        job.digest(), context.rank, context.world, node=node, plan=records.encode(context.plan) if context.rank == 0 else b"",
+        plan_digest=records.digest(context.plan), outbound_only=outbound_only, elastic=elastic,
         gradients=sum(not tensor.buffer for tensor in job.tensors), must_match=must_match,
     ), config)
 
 
-def _placed(config: Config, address: str, made: JobContext) -> Config:
+def _placed(config: Config, address: str, context: JobContext) -> Config:
     """Servers on loopback serve one machine only. If ranks run on several machines, this node's servers listen on `address`."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
-    if made.rank == 0:
-        made.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
+    if context.rank == 0:
+        context.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
                  "another")
     return msgspec.structs.replace(config, bind=address)
 
 
-def _start_embedded(made: JobContext, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
+def _start_embedded(context: JobContext, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
     """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting `servers` says.
 
     Returns the coordinator's address and the job's secret, which rank 0 makes and the group shares."""
-    plan = made.plan
+    plan = context.plan
     assert plan is not None
-    nodes = made.world // per_node
+    nodes = context.world // per_node
     config = msgspec.structs.replace(config, node=node)
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
@@ -232,19 +232,19 @@ def _start_embedded(made: JobContext, config: Config, per_node: int, node: int, 
     def first() -> bytes:
         number = mine.pop(0) if mine and not alone else None
         guarded = msgspec.structs.replace(config, token=config.token or secret.new_secret())
-        child = EmbeddedServer.start(guarded, workers=made.world, servers=plan.servers, number=number)
-        made.embedded.append(child)
+        child = EmbeddedServer.start(guarded, workers=context.world, servers=plan.servers, number=number)
+        context.embedded.append(child)
         # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
         return f"{child.control} {'' if config.keys else guarded.token}".encode()
 
     # The child has join_deadline_s itself, and then reports why it did not start.
-    reply = from_rank_0(first, made.groups, config.join_deadline_s + HEARD_S).decode()
+    reply = from_rank_0(first, context.groups, config.join_deadline_s + HEARD_S).decode()
     address, _, token = reply.partition(" ")
     token = token or config.token
     config = msgspec.structs.replace(config, token=token)
 
     def start(number: int) -> None:
-        made.embedded.append(EmbeddedServer.start(config, join=address, number=number))
+        context.embedded.append(EmbeddedServer.start(config, join=address, number=number))
 
     if mine:
         with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
@@ -367,15 +367,15 @@ def _ddp_alone() -> None:
     known = DistributedDataParallel.__init__
 
     @functools.wraps(known)
-    def made(*args: Any, **more: Any) -> None:
+    def construct(*args: Any, **more: Any) -> None:
         with site_process_group.run_locally():
             known(*args, **more)
 
-    DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = construct  # type: ignore[method-assign]
 
 
-def _in_place_of(known: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(known)(functools.partial(made, known))
+def _in_place_of(known: Callable[..., Any], construct: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(known)(functools.partial(construct, known))
 
 
 def _init(known: Callable[..., Any], backend: str | None = None, init_method: str | None = None,

@@ -31,7 +31,7 @@ class _Entered(EpochChanged):
     """Members have gone, and the remaining ones have switched to the plan."""
 
 
-def switch(made: JobContext, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
+def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
     """Switches to another plan between two steps. All ranks call it together; rank 0's plan counts, others may pass None.
 
     Codecs restart, but the new plan pays out old residuals. On servers that holds for elements that stay on their server, in
@@ -44,13 +44,13 @@ def switch(made: JobContext, plan: Plan | None, *, by_itself: bool = False, aske
     returns.
 
     `by_itself`: the script did not ask for this very plan, so its parts that cannot follow local steps are left out."""
-    if made.worker is None or made.groups is None or made.uplink is None:
+    if context.worker is None or context.groups is None or context.uplink is None:
         raise InvalidInput("E-PLAN-SWITCH", "there is nobody to go over to another plan with")
     again = False
     while True:
-        before = made.uplink.view.members
+        before = context.uplink.view.members
         try:
-            _all_go_over(made, plan, by_itself=by_itself, again=again)
+            _all_go_over(context, plan, by_itself=by_itself, again=again)
             return
         except _Entered:
             if asked:
@@ -59,37 +59,37 @@ def switch(made: JobContext, plan: Plan | None, *, by_itself: bool = False, aske
         except EpochChanged:
             if not asked:
                 raise
-            assert made.members is not None
-            made.members.between()
-            plan, again = _of_those_left(plan, before, made.uplink.view.members), True
+            assert context.members is not None
+            context.members.between()
+            plan, again = _of_those_left(plan, before, context.uplink.view.members), True
 
 
-def _all_go_over(made: JobContext, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
+def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
     """One attempt. `again`: rank 0 may be another worker than before, and without a plan."""
-    assert made.groups is not None
-    assert made.uplink is not None
+    assert context.groups is not None
+    assert context.uplink is not None
     try:
-        for act in made.catch_up:
+        for act in context.catch_up:
             act()
-        assert made.worker is not None
-        if again and not gather(made.groups, [plan is not None])[0][0]:
-            made.say("the plan to go over to is gone with rank 0, which alone had it: the plan of before goes on")
+        assert context.worker is not None
+        if again and not gather(context.groups, [plan is not None])[0][0]:
+            context.say("the plan to go over to is gone with rank 0, which alone had it: the plan of before goes on")
             return
-        _go_over(made, made.worker, made.groups, made.uplink, plan, by_itself=by_itself)
-        for hook in made.after_switch:
+        _go_over(context, context.worker, context.groups, context.uplink, plan, by_itself=by_itself)
+        for hook in context.after_switch:
             hook()
         trim()
     except _Told as broken:
         try:
-            made.broke(broken.error)
+            context.broke(broken.error)
         except EpochChanged:
-            assert made.members is not None
-            made.members.between(broken.plan)
-            for hook in made.after_switch:
+            assert context.members is not None
+            context.members.between(broken.plan)
+            for hook in context.after_switch:
                 hook()
             raise _Entered from broken.error
     except CommError as error:
-        made.broke(error)
+        context.broke(error)
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
@@ -100,10 +100,10 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 
 
 def _go_over(
-    made: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
+    context: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), made.terms.asked)), made.rank)
-    stands = _stand_alike(made, old, groups, len(offer.data))
+    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), context.terms.asked)), context.rank)
+    stands = _stand_alike(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     note = ""
     if old.plan.steps_locally and not agreed.steps_locally and len({stand.memory for stand in stands}) > 1:
@@ -112,20 +112,20 @@ def _go_over(
     with all_or_none(groups, "switch()"):
         if agreed.servers > servers:
             raise InvalidInput("E-PLAN-SWITCH", f"plan: for {agreed.servers} servers, the job has {servers}")
-        if by_itself and made.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
+        if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
             raise InvalidInput("E-PLAN-SWITCH",
                                "plan: has local steps, and a Controller moves shares by what averaged steps take: only a plan "
                                "that the script asks for takes them")
-        if made.members is not None and (why := made.members.unfit(agreed)):
+        if context.members is not None and (why := context.members.unfit(agreed)):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
-        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, made.terms.forbids,
+        check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    for act in made.before_switch:
+    for act in context.before_switch:
         act()
-    if made.worker is not old:
+    if context.worker is not old:
         raise EpochChanged  # members were lost in an exchange of these callbacks
-    new = made.worker_for(agreed, old.job, old.device, old.generation + 1)
+    new = context.worker_for(agreed, old.job, old.device, old.generation + 1)
     sent, undone = False, old.undone()
     try:
         if old.plan.steps_locally:
@@ -133,23 +133,23 @@ def _go_over(
         sent = True
         with all_or_none(groups, "switch()"):
             for server in range(servers):
-                if server % made.world == made.rank:
+                if server % context.world == context.rank:
                     mine = {b.id: undone[b.id] for b in old.plan.buckets if b.server == server and b.id in undone}
                     link.send_plan(server, records.encode(agreed), new.generation, mine)
     except Exception as error:
         new.close()
-        if sent and made.members is not None and isinstance(broken := error.__cause__ or error, CommError):
+        if sent and context.members is not None and isinstance(broken := error.__cause__ or error, CommError):
             raise _Told(broken, agreed) from error
         if sent and not isinstance(error, CommError):
             raise CommError(f"the change of plans broke off: {error}") from error
         raise
-    made.plan, made.terms.basis = agreed, None
-    made.hand_on(old, new)
-    made.follow(new)
+    context.plan, context.terms.basis = agreed, None
+    context.hand_on(old, new)
+    context.follow(new)
     old.close()
     old.forget_states()
     if note:
-        made.say(note)
+        context.say(note)
 
 
 class _Stand(NamedTuple):
@@ -164,9 +164,9 @@ class _Stand(NamedTuple):
     matched: int
 
 
-def _stand_alike(made: JobContext, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
+def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server in flight."""
-    local, stepped = made.local, made.stepped
+    local, stepped = context.local, context.stepped
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
@@ -178,7 +178,7 @@ def _stand_alike(made: JobContext, old: Worker, groups: Groups, plan_nbytes: int
                              stepped.digest() if stepped is not None and local is not None else 0,
                              int(stepped is not None and stepped.matched))]
     stands = [_Stand(*row) for row in exchange.rows]
-    made.matched = all(stand.matched for stand in stands)
+    context.matched = all(stand.matched for stand in stands)
     if len({(stand.step, stand.taken) for stand in stands}) > 1:
         steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
