@@ -161,9 +161,9 @@ class HookState:
         with Start(self._process_group, device) as start:
             model = found_in([p for part in self._step for p in part.parameters], self.module)
             self.claim(model.named)
-            self.connection = connect(model.job, device, start, plan=self._plan, config=self._config, whole=model.whole,
+            self.connection = connect(model.job, device, start, plan=self._plan, config=self._config, full_job=model.full_job,
                                       forbids=_forbids if self.ways is None else self.ways.forbids,
-                                      asked=self._asked if self.ways is None else self.ways.asked,
+                                      requested=self._asked if self.ways is None else self.ways.requested,
                                       optimizer=family_of(self._optimizer),
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"},
                                       settings=settings_of(self._optimizer, model.named))

@@ -282,7 +282,7 @@ def attach(
             if not (modes.updates or (settings.min_workers and read_launch().home and silenceable(model))):
                 state = HookState(plan, config=settings, scaler=scaler, optimizer=optimizer, exact=exact)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
-                state.ways = DDPWays(model, optimizer, asked=modes, forbids=forbids, outer=outer,
+                state.ways = DDPWays(model, optimizer, requested=modes, forbids=forbids, outer=outer,
                                      deadline_s=settings.deadline_s)
                 return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
@@ -298,7 +298,7 @@ def attach(
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
-            connection = connect(job, device, start, plan=plan, config=settings, align=tensors, must=must, asked=modes,
+            connection = connect(job, device, start, plan=plan, config=settings, align=tensors, must=must, requested=modes,
                                  settings=settings_of(optimizer, model.named_parameters()),
                                  forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
         except BaseException:
@@ -321,7 +321,7 @@ def switch(session: Session, plan: Plan) -> None:
 
 
 def _switch(connection: JobContext, plan: Plan) -> None:
-    go_over(connection, plan, asked=True)
+    go_over(connection, plan, requested=True)
     connection.terms.auto = False  # automatic tuning keeps a plan that the user chose
     assert connection.worker is not None
     connection.worker.recorder.switch(on=False)

@@ -283,13 +283,13 @@ class Member:
             try:
                 self.phase = "says where"
                 words = yield from self._hears(view, agreement.first(self._standing, view, mine), stay, here)
-                self._standing, says = agreement.second(self._standing, view, mine, words, here=here())
+                self._standing, says = agreement.second(self._standing, view, mine, words, complete=here())
                 self.phase = "says for good"
                 sure = (yield from self._hears(view, says, stay, here)) if says is not None else []
             except Newer:
                 self._job.counts["rounds broken off"] += 1
                 continue
-            self._standing, outcome = agreement.found(self._standing, view, self.step, words, sure, self._finished())
+            self._standing, outcome = agreement.outcome(self._standing, view, self.step, words, sure, self._finished())
             self._job.counts[f"rounds {outcome.name.lower()}" if words else "rounds all here"] += 1
             if outcome is AgreementOutcome.WHOLE:
                 return

@@ -53,7 +53,7 @@ def serve(
     from commlayer.cluster import server_process
 
     server_process.run(config, server_process.ServeOptions(workers, servers, -1 if no_server else number, not no_server,
-                                                           made=fresh))
+                                                           job_token=fresh))
 
 
 def _place(bind: str, port: int) -> tuple[str, int]:

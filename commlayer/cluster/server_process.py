@@ -121,8 +121,10 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                                                  not end.is_set() else FINAL_FLUSH_S))
             data, streams = (_advertised(where, config) for where in (serving.address, serving.streams))
         if not part.again:
-            print(json.dumps({"control": control, "data": data} | ({"token": part.job_token} if part.job_token else {})), flush=True)
-        token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else "COMMLAYER_KEYS" if config.keys else "the job's secret"
+            secret = {"token": part.job_token} if part.job_token else {}
+            print(json.dumps({"control": control, "data": data} | secret), flush=True)
+        token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else \
+            "COMMLAYER_KEYS" if config.keys else "the job's secret"
         log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not config.join:
             log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))

@@ -36,9 +36,9 @@ def name_of(view: View, what: str, rank: int) -> str:
 class VoterState(NamedTuple):
     """What a member has sent and found so far."""
 
-    told: tuple[int, int] = (0, 0)
+    rounds_sent: tuple[int, int] = (0, 0)
     """The epoch, and the number of rounds in it for which the member has sent its words."""
-    whole: int = -1
+    completed: int = -1
     """The step that another member has completed, so that this member will complete it, too."""
     bound: tuple[int, int] = (0, -1)
     """The epoch, and the step that the member has bound itself not to complete. A newer epoch cancels the bond: either no
@@ -46,7 +46,7 @@ class VoterState(NamedTuple):
 
     def gone_over(self) -> VoterState:
         """The state after an epoch change. The same step is repeated and may be aborted again."""
-        return VoterState(self.told)
+        return VoterState(self.rounds_sent)
 
 
 class Claims(NamedTuple):
@@ -103,53 +103,53 @@ def missed(step: int, finished: Iterable[int]) -> bool:
     return any(exchanges <= step for exchanges in finished)
 
 
-def calls(standing: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
+def calls(state: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
     """Whether a member that waits in that step has to send its word."""
-    if step == standing.whole:
+    if step == state.completed:
         return False
     # A member that was about to join may be gone again, after some members have sent their words.
     other = new_in(newest, former) or (newest.generation != former.generation and not gone_from(former, newest))
     return missed(step, finished) or (bool(other) and lets_in)
 
 
-def first(standing: VoterState, view: View, mine: Vote) -> Claims:
-    return Claims(f"step{_round(standing, view)}", mine, not _bound(standing, view, mine.step))
+def first(state: VoterState, view: View, mine: Vote) -> Claims:
+    return Claims(f"step{_round(state, view)}", mine, not _bound(state, view, mine.step))
 
 
 def second(
-    standing: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, here: bool,
+    state: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, complete: bool,
 ) -> tuple[VoterState, Claims | None]:
-    """`words`: the first words of all remaining members; empty if this member had all of the step before. `here`: whether it
-    has all of it now. Returns no word if members are in different steps."""
+    """`words`: the first words of all remaining members; empty if this member had all of the step before. `complete`: whether
+    it has all of it now. Returns no word if members are in different steps."""
     if words and not _alike(words, mine.step):
-        return standing, None
+        return state, None
     # A member that completed its step and moved on finds its old word in the next round.
-    if words and not (here and not _bound(standing, view, mine.step)):
-        standing = standing._replace(bound=(view.generation, mine.step))
-    now = mine._replace(step=mine.step + (not _bound(standing, view, mine.step)))
-    return standing, Claims(f"sure{_round(standing, view)}", now, not words)
+    if words and not (complete and not _bound(state, view, mine.step)):
+        state = state._replace(bound=(view.generation, mine.step))
+    now = mine._replace(step=mine.step + (not _bound(state, view, mine.step)))
+    return state, Claims(f"sure{_round(state, view)}", now, not words)
 
 
-def found(standing: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
+def outcome(state: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
           ) -> tuple[VoterState, AgreementOutcome]:
     """The result of a round. `sure`: the second words; empty if there are none or this member does not wait for them."""
     if not words:
-        return standing._replace(whole=step), AgreementOutcome.WHOLE
-    standing = standing._replace(told=(view.generation, _round(standing, view) + 1))
+        return state._replace(completed=step), AgreementOutcome.WHOLE
+    state = state._replace(rounds_sent=(view.generation, _round(state, view) + 1))
     together = _alike(words, step)
     latest = max(*(word.step for word in words), -1, *finished)
     if step < latest or (together and any(word.step > step for word in sure)):
-        return standing._replace(whole=step), AgreementOutcome.WHOLE
-    return standing, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
+        return state._replace(completed=step), AgreementOutcome.WHOLE
+    return state, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
 
 
-def _round(standing: VoterState, view: View) -> int:
-    of, rounds = standing.told
+def _round(state: VoterState, view: View) -> int:
+    of, rounds = state.rounds_sent
     return rounds if of == view.generation else 0
 
 
-def _bound(standing: VoterState, view: View, step: int) -> bool:
-    return standing.bound == (view.generation, step)
+def _bound(state: VoterState, view: View, step: int) -> bool:
+    return state.bound == (view.generation, step)
 
 
 def _alike(words: Sequence[Vote], step: int) -> bool:

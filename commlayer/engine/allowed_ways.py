@@ -34,7 +34,7 @@ def forbidden_ways(connection: JobContext) -> dict[str, str]:
 def takes_fragments(connection: JobContext) -> bool:
     """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed. If members may
     leave, an exchange must be complete before any part of it is applied."""
-    return connection.terms.asked.fragments is None and connection.members is None
+    return connection.terms.requested.fragments is None and connection.members is None
 
 
 def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
@@ -56,7 +56,7 @@ def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
 
 def _asked_otherwise(connection: JobContext, way: str) -> str:
     """The script's arguments to attach() hold for every plan."""
-    requested = connection.terms.asked
+    requested = connection.terms.requested
     if way == "forward" and (requested.updates or requested.overlap == "round"):
         return f"attach() was told {requested}"
     if way != "forward" and (requested.codes == "gradients" or requested.overlap == "forward"):

@@ -57,7 +57,7 @@ class BucketLayout:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Pairs (view, the same elements of the tensor) of the slices that have a tensor.
 
-        A complete tensor is paired in its own shape, so any strides work. A split one must be contiguous (see `whole`).
+        A complete tensor is paired in its own shape, so any strides work. A split one must be contiguous (see `contiguous`).
         """
         pairs = []
         for view, tensor, s in zip(views, tensors, self.slices, strict=True):
@@ -81,7 +81,7 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def whole(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
+def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
     """Yields the targets, with contiguous zeros for split targets that are not contiguous; they are copied back at the end."""
     copies = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
               if target is not None and cut(t) and not target.is_contiguous()}
@@ -125,7 +125,7 @@ class SparseResult:
         low, high = self._cuts[number], self._cuts[number + 1]
         return self._idx[low:high] - self._starts[number], self._values[low:high]
 
-    def whole(self) -> torch.Tensor:
+    def to_dense(self) -> torch.Tensor:
         return _spread(self._idx, self._values, self._starts[-1])
 
 
@@ -169,11 +169,11 @@ class CodedResult:
                 return
         if all(each is None for each in targets):
             return
-        elements = self.whole().mul_(factor)
+        elements = self.to_dense().mul_(factor)
         pairs = self._layout.pairs(targets, self._layout.views(elements))
         torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
 
-    def whole(self) -> torch.Tensor:
+    def to_dense(self) -> torch.Tensor:
         elements = torch.empty(self._numel)
         self._decode(elements)
         return elements
@@ -500,9 +500,9 @@ class WorkerBucket(ResidualLedger):
     @property
     def y(self) -> torch.Tensor:
         if self.coded_result is not None:
-            return self.coded_result.whole()
+            return self.coded_result.to_dense()
         if self.sparse is not None and not self._y.numel():
-            self._y = self.sparse.whole()
+            self._y = self.sparse.to_dense()
         return self._y
 
     def keep_coded(self, recycle: Callable[[memoryview], None]) -> None:
@@ -541,12 +541,12 @@ class WorkerBucket(ResidualLedger):
         """The factor applied to y since it arrived."""
         self.spent = 0
         """One bit per slice: an optimizer has applied this exchange's average before the end of the step."""
-        self.said = 0  # slices whose last average was not applied, as this exchange reported to the server
+        self.reported = 0  # slices whose last average was not applied, as this exchange reported to the server
         self.abandoned = ""
         """Who aborted the step, and why; there is no sum then."""
         self.total = 0.0
         """The total weight of all workers on which the scaling of this exchange's gradients is based."""
-        self.told: float | None = None
+        self.received_weight: float | None = None
         """The total weight of all workers, once the host has received it separately from a sum on the device."""
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
@@ -617,7 +617,7 @@ class WorkerBucket(ResidualLedger):
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
         """scale / summed weight of a collective. On a device it is a tensor, so that the host does not wait."""
-        if self.told == 0.0:
+        if self.received_weight == 0.0:
             raise ZeroDivisionError
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
@@ -625,7 +625,7 @@ class WorkerBucket(ResidualLedger):
         """The summed weight of all workers in the exchange whose result is in y; 0 if only a device knows it."""
         if self.served:
             return self.weight
-        return self.told or 0.0 if self._facts_y is None else float(self._facts_y[-1])
+        return self.received_weight or 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
         """"encode" or "decode", with the device, as paths spell it."""

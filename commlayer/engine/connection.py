@@ -55,8 +55,8 @@ class WaitsFor(NamedTuple):
 class Changes(Protocol):
     """Membership changes as the connection uses them; `regroup.py` implements them."""
 
-    def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
-        """Polled while a step waits for other ranks, until the step's data `here` is complete. Raises Regroup if the remaining
+    def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
+        """Polled while a step waits for other ranks, until the step's data is `complete`. Raises EpochChanged if the remaining
         ranks have to repeat the step."""
         ...
 
@@ -82,7 +82,7 @@ class Changes(Protocol):
         ...
 
     def go(self) -> None:
-        """After Regroup: switches to the epoch of the remaining members. Raises CommError if that fails."""
+        """After EpochChanged: switches to the epoch of the remaining members. Raises CommError if that fails."""
         ...
 
     def between(self, plan: Plan | None = None) -> None:
@@ -289,7 +289,7 @@ class JobContext:
             self._notices = WaitNotices(self._waiting, self.uplink.display_name, self.waits.silent_s, self.log)
             self.on_close.append(self._notices.close)
         if (members := self.members) is not None:
-            worker.now.heed = lambda here: members.heed(worker, here)
+            worker.now.check_interrupts = lambda complete: members.check_interrupts(worker, complete)
             worker.patience = members.patience
 
     def _waiting(self) -> Waiting | None:
@@ -302,7 +302,7 @@ class JobContext:
         hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
 
     def broke(self, error: CommError) -> None:
-        """Handles the failure of a joint operation between steps. If members have left, raises Regroup: the operation is
+        """Handles the failure of a joint operation between steps. If members have left, raises EpochChanged: the operation is
         dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
         assert self.worker is not None
         if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):

@@ -38,10 +38,10 @@ class DDPWays:
     """The sync modes of one DDP module that was passed to attach() with its optimizer."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizer: Any, *, asked: RequestedModes, forbids: Forbids, outer: Outer,
+        self, ddp: DistributedDataParallel, optimizer: Any, *, requested: RequestedModes, forbids: Forbids, outer: Outer,
         deadline_s: float,
     ) -> None:
-        self.asked, self.forbids = asked, forbids
+        self.requested, self.forbids = requested, forbids
         self._ddp, self._optimizer, self._outer, self._deadline_s = ddp, optimizer, outer, deadline_s
         self._quiet: QuietDDP | None = None
         self._hooks: Hooks | None = None

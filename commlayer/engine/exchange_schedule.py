@@ -191,7 +191,7 @@ class ExchangeSchedule:
             return
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if connection.local is None:
-            weights = StepWeights(units.weight, units.total if units.told else None)
+            weights = StepWeights(units.weight, units.total if units.weight_known else None)
             connection.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
                                           hold=self._invites, merged=self._heard)
             connection.local.owe(connection.worker.unpaid)

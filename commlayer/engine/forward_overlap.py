@@ -48,7 +48,7 @@ class ForwardOverlap:
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
-        self._waits = loop.connection.terms.asked.overlap != "forward"
+        self._waits = loop.connection.terms.requested.overlap != "forward"
         self._marks = Marks(named, self._final if self._waits else None)
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips

@@ -292,7 +292,7 @@ class StrayGradients(NamedTuple):
     """The parameters, by number."""
     job: Job
     """Their gradients; DDP itself handles buffers."""
-    whole: Job
+    full_job: Job
     """The same with buffers; a plan may be made for either."""
 
 

@@ -121,8 +121,8 @@ class LocalSteps:
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` as Worker.not_finite.
 
-        `regroup`: after Regroup, returns the worker for the remaining ranks. `lengths`: None if this rank is alone. `hold`:
-        whether new members wait and this rank has to withhold its part of an exchange.
+        `regroup`: after EpochChanged, returns the worker for the remaining ranks. `lengths`: None if this rank is alone.
+        `hold`: whether new members wait and this rank has to withhold its part of an exchange.
         """
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._merged = merged
@@ -408,7 +408,7 @@ class LocalSteps:
         while True:
             try:
                 if sent.held or again:
-                    worker.heed()
+                    worker.check_interrupts()
                     self._send(worker, sent, tensors)
                 if again:
                     self._tell(worker, sent)

@@ -214,7 +214,7 @@ def check_plan(
 
 class PlanTerms:
     def __init__(self) -> None:
-        self.asked = RequestedModes()
+        self.requested = RequestedModes()
         """The sync mode that the user requested in attach(); it holds for every plan."""
         self.forbids: Forbids = lambda _: ""
         """Why a plan cannot use a sync mode here: see allowed_ways.py."""
@@ -370,42 +370,46 @@ def _whole(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def stepping(plan: Plan, asked: RequestedModes) -> Plan:
+def stepping(plan: Plan, requested: RequestedModes) -> Plan:
     """The plan with attach()'s arguments in it. ValueError if they conflict."""
-    if asked.updates and any(b.stale for b in plan.buckets):
+    if requested.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
                            "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
                            "without staleness")
-    if asked.every is not None and asked.every != plan.local_steps > 1:
+    if requested.every is not None and requested.every != plan.local_steps > 1:
         raise InvalidInput("E-SYNC-PLAN",
-                           f"every={asked.every}, but the plan is one of {plan.local_steps} local steps: leave every out, or "
+                           f"every={requested.every}, but the plan is one of {plan.local_steps} local steps: leave every "
+                           "out, or "
                            "make the plan with max_local_steps=1")
-    if asked.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
+    if requested.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
         how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
             f"{plan.local_steps} local steps"
         raise InvalidInput("E-SYNC-PLAN",
                            f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
-    every = asked.every or plan.local_steps
-    if asked.codes == "gradients" and (every > 1 or plan.codes == "updates"):
+    every = requested.every or plan.local_steps
+    if requested.codes == "gradients" and (every > 1 or plan.codes == "updates"):
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
         raise InvalidInput("E-SYNC-PLAN",
                            f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
-    if asked.overlap == "round" and every == 1 and "updates" not in (asked.codes, plan.codes):
+    if requested.overlap == "round" and every == 1 and "updates" not in (requested.codes, plan.codes):
         raise InvalidInput("E-SYNC-MODE",
-                           f"overlap='round' with every={asked.every}: a step on averaged gradients waits for them; allowed: "
+                           f"overlap='round' with every={requested.every}: a step on averaged gradients waits for them; "
+                           "allowed: "
                            "every=2 or more, or codes='updates'")
-    if asked.overlap is not None and plan.overlap not in ("", asked.overlap):
+    if requested.overlap is not None and plan.overlap not in ("", requested.overlap):
         raise InvalidInput("E-SYNC-PLAN",
-                           f"overlap={asked.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
-    fragments = 1 if asked.fragments is None else most_fragments(asked.fragments, every, len(plan.buckets))
-    if asked.fragments is not None and (every % asked.fragments or plan.fragments not in (1, fragments, asked.fragments)):
+                           f"overlap={requested.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
+    fragments = 1 if requested.fragments is None else most_fragments(requested.fragments, every, len(plan.buckets))
+    if requested.fragments is not None and (
+            every % requested.fragments or plan.fragments not in (1, fragments, requested.fragments)):
         has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
         raise InvalidInput("E-SYNC-FRAGMENTS",
-                           f"fragments: got {asked.fragments} with every={every}{has}, allowed: a divisor of every, since one "
+                           f"fragments: got {requested.fragments} with every={every}{has}, allowed: a divisor of every, since "
+                           "one "
                            "fragment is exchanged every H / fragments steps")
     laid = structs.replace(
-        plan, local_steps=every, codes=asked.codes or plan.codes, overlap=asked.overlap or plan.overlap,
-        fragments=plan.fragments if asked.fragments is None else fragments)
+        plan, local_steps=every, codes=requested.codes or plan.codes, overlap=requested.overlap or plan.overlap,
+        fragments=plan.fragments if requested.fragments is None else fragments)
     asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
     if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
         return laid

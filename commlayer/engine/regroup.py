@@ -82,23 +82,23 @@ class EpochMessages:
         """Names of the messages that this rank has sent; these do not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
-             here: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
+             complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
         """Sends a message, and returns those of `among` (all of the view if empty), in the view's order.
 
-        Returns none if all results of the step are `here` before the messages. Raises Newer if there is another view before.
+        Returns none if the step's results are `complete` before the messages. Raises Newer if there is another view before.
         `limit_s`: how long the others may wait for this one, as sent to the coordinator (messages.Ask). The wait includes the
         coordinator's verdict, until `until`."""
         ranks = [m.rank for m in view.members if not among or m.rank in among]
         own = agreement.name_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
         names = [(agreement.name_of(view, what, rank), rank) for rank in ranks]
-        rows = self.read(view, names, until, step=word.step, put=put, here=here,
+        rows = self.read(view, names, until, step=word.step, put=put, complete=complete,
                          waits=(mine, limit_s))
         self._said.add(own)
         return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows]
 
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
-             put: Sequence[tuple[str, bytes]] = (), here: Callable[[], bool] = never,
+             put: Sequence[tuple[str, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """The rows under these names, which those ranks are to write. `waits`: the waiting rank and its limit."""
         give_up = math.inf
@@ -120,7 +120,7 @@ class EpochMessages:
             put, give_up = (), math.inf
             if None not in rows:
                 return [row for row in rows if row is not None]
-            if here():
+            if complete():
                 return []
             if newer:
                 raise NewerEpoch
@@ -267,13 +267,13 @@ class MembershipChange:
     def unfit(self, plan: Plan) -> str:
         return unfit(plan)
 
-    def heed(self, worker: Worker, here: Callable[[], bool]) -> None:
+    def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
         if worker is not self._made.worker:
             return
         if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
             # results of collectives are not kept for members that lack them
             served = all(bucket.served for bucket in worker.plan.buckets)
-            self._agree(worker, here if served else never)
+            self._agree(worker, complete if served else never)
 
     def invites(self) -> bool:
         return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
@@ -297,7 +297,7 @@ class MembershipChange:
                 try:
                     if self._agreed is None:
                         self._agree(old)
-                        raise CommError("others have the step whole that was abandoned here", step=old.step)
+                        raise CommError("other members have completed the step that this one abandoned", step=old.step)
                     self._go_over(old, plan or old.plan)
                     return
                 except (NewerEpoch, EpochChanged):
@@ -329,10 +329,10 @@ class MembershipChange:
         assert link is not None
         return (link.finished(member) for member in self._gone())
 
-    def _agree(self, worker: Worker, here: Callable[[], bool] = never) -> None:
-        """Finds the step to repeat. Raises Regroup if no member has completed the step in which all are.
+    def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
+        """Finds the step to repeat. Raises EpochChanged if no member has completed the step in which all are.
 
-        Returns if some member has completed it, so that this rank will, and when this rank has all results `here`."""
+        Returns if some member has completed it, so that this rank will, and when this rank has all results `complete`."""
         # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
@@ -341,12 +341,12 @@ class MembershipChange:
             view = self._newest
             stay = agreement.staying(self._view, view)
             try:
-                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, here, local)
-                self._stands, vote = agreement.second(self._stands, view, mine, words, here=here())
-                confirmed = self._hear(view, vote, until, stay, here, local) if vote is not None else []
+                words = self._hear(view, agreement.first(self._stands, view, mine), until, stay, complete, local)
+                self._stands, vote = agreement.second(self._stands, view, mine, words, complete=complete())
+                confirmed = self._hear(view, vote, until, stay, complete, local) if vote is not None else []
             except NewerEpoch:
                 continue
-            self._stands, outcome = agreement.found(self._stands, view, worker.step, words, confirmed, self._finished())
+            self._stands, outcome = agreement.outcome(self._stands, view, worker.step, words, confirmed, self._finished())
             if outcome is AgreementOutcome.WHOLE:
                 return
             if outcome is AgreementOutcome.TOGETHER and not self._made.lets_in and new_in(view, self._view):
@@ -366,12 +366,12 @@ class MembershipChange:
         """Includes time for a verdict: if one member fails here, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
-    def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], here: Callable[[], bool], local_steps: int
+    def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int
               ) -> list[Vote]:
         """`local_steps`: the others may need as long to get here as for an outer step."""
         limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
-                                here=here if says.ends else never, limit_s=limit_s)
+                                complete=complete if says.ends else never, limit_s=limit_s)
 
     def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
         return self._words.tell(view, what, self._made.id, word, until, limit_s=self._config.deadline_s)

@@ -94,8 +94,8 @@ class Replica:
             assert worker is not None
             head_record = GivenState(
                 plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=context.passes,
-                carried=context.carried, matched=context.local is not None and context.local.tells, automatic=context.terms.auto,
-                optimizer=type(self._optimizer).__name__,
+                carried=context.carried, matched=context.local is not None and context.local.tells,
+                automatic=context.terms.auto, optimizer=type(self._optimizer).__name__,
                 state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
                 scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
                 followed={name: say() for name, say in context.followers.items()})

@@ -68,7 +68,7 @@ from commlayer.transport.key_folder import Keys
 
 def connect(
     job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    forbids: Forbids = lambda _: "", asked: RequestedModes = RequestedModes(), whole: Job | None = None,
+    forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(), full_job: Job | None = None,
     must: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
 ) -> JobContext:
@@ -76,18 +76,19 @@ def connect(
 
     `must`: further values that must be the same on all ranks. `settings`: of optimizers, which may differ with drift="warn".
     `forbids`: why a plan cannot use a sync mode here (allowed_ways.py). `optimizer`: its family. `replica`: the state that this
-    rank gives to later workers, or receives. `whole`: this job with buffers that are not averaged here; a plan may be for
+    rank gives to later workers, or receives. `full_job`: this job with buffers that are not averaged here; a plan may be for
     either."""
     kernels.choose(config.backend)
-    must = {"plan": plan_kind(plan), "steps": str(asked), **(must or {})}
+    must = {"plan": plan_kind(plan), "steps": str(requested), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
     # Server child processes get the same limit.
-    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, met.launch._replace(local_world=met.here)))
+    placed = met.launch._replace(local_world=met.local_world)
+    config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
     kernels.threads(config.codec_threads)
     job_context = JobContext()
     job_context.logs = met.logs
-    job_context.terms.asked, job_context.terms.forbids = asked, forbids
-    job_context.terms.auto = isinstance(plan, str) and plan == "auto" and not asked.updates
+    job_context.terms.requested, job_context.terms.forbids = requested, forbids
+    job_context.terms.auto = isinstance(plan, str) and plan == "auto" and not requested.updates
     job_context.terms.optimizer, job_context.terms.max_loss = optimizer, config.max_loss
     job_context.terms.loss, job_context.terms.learning = config.loss, config.learning
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
@@ -101,10 +102,10 @@ def connect(
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
     if elastic:
         job_context.terms.forbids = forbids = forbidding(forbids)
-    how: dict[str, Any] = {"updates": asked.updates, "optimizer": optimizer, "forward": asked.overlap == "forward",
-                           "fragments": asked.fragments or 1}
+    how: dict[str, Any] = {"updates": requested.updates, "optimizer": optimizer, "forward": requested.overlap == "forward",
+                           "fragments": requested.fragments or 1}
     if met.members is None and not config.join:
-        settled = stepping(_of(plan_choice.settle(plan, job, config, 1, 1, **how), whole), asked)
+        settled = stepping(_of(plan_choice.settle(plan, job, config, 1, 1, **how), full_job), requested)
         # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -134,10 +135,11 @@ def connect(
         job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
             plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
             job_context.terms.basis, nodes, job_context.say,
-        ), whole), asked), job_context.groups)
-        if job_context.rank == 0 and (asked.fragments or 1) > job_context.plan.fragments:
+        ), full_job), requested), job_context.groups)
+        if job_context.rank == 0 and (requested.fragments or 1) > job_context.plan.fragments:
             job_context.say(
-                f"fragments={asked.fragments} becomes fragments={job_context.plan.fragments}: a round has at most as many as "
+                f"fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a round has at most as many "
+                "as "
                 f"the plan has buckets ({len(job_context.plan.buckets)})")
         if elastic and (why := unfit(job_context.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
@@ -160,9 +162,9 @@ def connect(
     return job_context
 
 
-def _of(plan: Plan, whole: Job | None) -> Plan:
+def _of(plan: Plan, full_job: Job | None) -> Plan:
     """A plan for the whole job is also one for this job."""
-    return plan if whole is None else without_buffers(plan, whole)
+    return plan if full_job is None else without_buffers(plan, full_job)
 
 
 def _enter(
@@ -443,7 +445,7 @@ class Rendezvous(NamedTuple):
     members: Members | None
     launch: Launch
     per_node: int = 1
-    here: int = 1
+    local_world: int = 1
     """Number of ranks on this machine."""
     address: str = ""
     """Of this machine, to listen on; empty if all ranks are on one machine."""
@@ -473,7 +475,7 @@ class Start:
         if isinstance(error, Exception) and not self._told:
             with contextlib.suppress(ValueError, CommError):  # then no rank waits for this one, or only for a short time
                 members = self._members(read_launch(), Config())
-                self._tell(members, Config(), _here(error=str(error).partition("\n")[0] or type(error).__name__))
+                self._tell(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
 
     def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Rendezvous:
@@ -482,12 +484,12 @@ class Start:
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
-            return Rendezvous(None, launch, here=launch.local_world)
+            return Rendezvous(None, launch, local_world=launch.local_world)
         if launch.joins >= 0:  # the others have met; the coordinator compares
-            return Rendezvous(members, launch, here=launch.local_world, reachable=False, logs=launch.local_rank == 0)
+            return Rendezvous(members, launch, local_world=launch.local_world, reachable=False, logs=launch.local_rank == 0)
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
-        mine = _here(name, agent=launch.agent, address=address,
+        mine = _own_row(name, agent=launch.agent, address=address,
                      insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
                      settings=settings)
         rows = self._tell(members, config, mine)
@@ -633,8 +635,8 @@ def _stay(members: Members | None) -> None:
             members.tell(b"", HEARD_S, "start")
 
 
-def _here(name: str = "", **told: Any) -> RankRow:
-    return RankRow(name or socket.gethostname(), own_address.machine(), **told)
+def _own_row(name: str = "", **fields: Any) -> RankRow:
+    return RankRow(name or socket.gethostname(), own_address.machine(), **fields)
 
 
 def _versions() -> dict[str, str]:

@@ -80,9 +80,9 @@ class Step:
         """Whether results are taken one by one, in the order in which the next forward pass needs them."""
         self.error: BaseException | None = None
         """The first error: it stays, and ends the worker."""
-        self.heed: Callable[[Callable[[], bool]], None] = _nothing
-        """The training thread calls it before it waits and after each `wake`. It may raise, for example Regroup. The argument
-        is a function that returns whether all results have arrived in the meantime."""
+        self.check_interrupts: Callable[[Callable[[], bool]], None] = _nothing
+        """The training thread calls it before it waits and after each `wake`. It may raise, for example EpochChanged. The
+        argument is a function that returns whether all results have arrived in the meantime."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
@@ -105,19 +105,19 @@ class Step:
 
     def arrivals(self) -> Arrivals:
         """A new counter of arrivals, for one route."""
-        self._awaited.append(Arrivals(lambda: self.heed(self._whole)))
+        self._awaited.append(Arrivals(lambda: self.check_interrupts(self._whole)))
         return self._awaited[-1]
 
     def _whole(self) -> bool:
-        return all(arrivals.here for arrivals in self._awaited)
+        return all(arrivals.complete for arrivals in self._awaited)
 
 
 class Arrivals:
     """Counts the buckets of a route for which the step waits. `arrived` runs on lanes, the rest on the training thread."""
 
-    def __init__(self, heed: Callable[[], None]) -> None:
+    def __init__(self, check_interrupts: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
-        self._heed = heed
+        self._heed = check_interrupts
         self._left = 0
         self._ended = False
 
@@ -136,7 +136,7 @@ class Arrivals:
         self._next.set()
 
     @property
-    def here(self) -> bool:
+    def complete(self) -> bool:
         return self._left <= 0
 
     def end(self) -> None:
@@ -162,15 +162,15 @@ class Arrivals:
             if not self._all.wait(max(0.0, deadline - time.monotonic())):
                 return False
 
-    def wait_for(self, here: Callable[[], bool], deadline: float) -> bool:
-        """Waits in the same way until `here()` is true, which some arrival makes so."""
+    def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Waits in the same way until `condition()` is true, which some arrival makes so."""
         while True:
             self._next.clear()
-            if here() or self._ended:
+            if condition() or self._ended:
                 return True
             self._heed()
             if not self._next.wait(max(0.0, deadline - time.monotonic())):
-                return here() or self._ended
+                return condition() or self._ended
 
 
 # ---- factors from gradients to coded values, and from sums to averages: weights, loss scale, learning rate
@@ -189,14 +189,14 @@ class Units:
         self.rate = 1.0
         self.total = float(members)
         """The weight of all workers together: given, or that of the last step."""
-        self.told = False
+        self.weight_known = False
         """Whether the script gave the total."""
         self.broken = False
         """Whether this worker has broken the step off. Then its part weighs NaN, and so does the sum."""
 
     def take(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
-        self.total, self.told = other.total, other.told
+        self.total, self.weight_known = other.total, other.weight_known
 
     def rate_of(self, bucket: WorkerBucket) -> float:
         """The factor on a gradient before coding, in addition to weight and loss scale."""
@@ -243,19 +243,19 @@ class Units:
         """Sets the weight from now on. `total`: the weight of all workers together, None if the script does not give it.
 
         Ranks of one node ignore a given `total`. They must all use the same value, the weight of the last step."""
-        self.weight, self.told = weight, total is not None and not self._shared
-        if total is not None and self.told:
+        self.weight, self.weight_known = weight, total is not None and not self._shared
+        if total is not None and self.weight_known:
             self.total = total
 
     def regroup(self, total: float) -> None:
         """The members have changed; all workers of the current step together have weight `total`."""
-        self.total, self.told = total, False
+        self.total, self.weight_known = total, False
 
     def hear(self, total: float) -> None:
         """A server has sent the weight of all workers in this step. Ranks of one node must all use the same value, so they
         ignore it."""
         if not self._shared:
-            self.total, self.told = total, False
+            self.total, self.weight_known = total, False
 
     def learn(self, total: float) -> None:
         """Takes over the total weight of the finished step, as the assumption for the next one. 0 if unknown.
@@ -263,11 +263,11 @@ class Units:
         Raises ValueError if the script gave another total."""
         if not total:
             return
-        if self.told and abs(total - self.total) > 1e-6 * total:
+        if self.weight_known and abs(total - self.total) > 1e-6 * total:
             raise InvalidInput("E-WEIGHT",
                                f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
                                "sum over all of them, or leave it out")
-        if not self.told:
+        if not self.weight_known:
             self.total = total
 
 
@@ -347,15 +347,15 @@ class Stopwatch:
 BROKEN = "its backward pass broke off"
 
 
-def broken_off(buckets: Sequence[WorkerBucket], *, here: bool) -> str:
-    """Which worker aborted the step and why; "" if none did. `buckets`: those with results of this step. `here`: this worker
-    did."""
+def broken_off(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
+    """Which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
+    `by_this_worker`: this worker did."""
     if reason := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
         return reason
     # Collectives run in plan order, so the last weight covers all workers that finished the pass.
     last = [bucket for bucket in buckets if not bucket.served][-1:]
     weights = [bucket.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
-    return f"a worker: {BROKEN}" if here or any(map(math.isnan, weights)) else ""
+    return f"a worker: {BROKEN}" if by_this_worker or any(map(math.isnan, weights)) else ""
 
 
 # ---- finds the peer that caused an error, once the coordinator has had time to report it
@@ -419,16 +419,16 @@ class WaitState(NamedTuple):
     next_s: float = FIRST_S
 
 
-def wait_notice(state: WaitState, since: float, now: float, told: Callable[[], tuple[str, str]]) -> tuple[WaitState, str]:
+def wait_notice(state: WaitState, since: float, now: float, source: Callable[[], tuple[str, str]]) -> tuple[WaitState, str]:
     """The state after a check, and the line to log or "".
 
-    `since`: when the current wait began, 0 for none. `told`: returns the peers and how long the wait may last."""
+    `since`: when the current wait began, 0 for none. `source`: returns the peers and how long the wait may last."""
     if since != state.since:
-        line = f"goes on after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
+        line = f"continues after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
         return WaitState(since), line
     if not since or now - since < state.next_s:
         return state, ""
-    peers, limits = told()
+    peers, limits = source()
     return WaitState(since, peers, GROWTH * state.next_s), f"waiting for {peers}: {now - since:.0f} s, {limits}"
 
 

@@ -214,7 +214,7 @@ class StepLoop:
         members = self.connection.members
         if members is not None and members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
-            self.worker.heed()
+            self.worker.check_interrupts()
         self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, end: Callable[[], None]) -> None:

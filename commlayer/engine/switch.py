@@ -31,7 +31,7 @@ class _Entered(EpochChanged):
     """Members have gone, and the remaining ones have switched to the plan."""
 
 
-def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, asked: bool = False) -> None:
+def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
     """Switches to another plan between two steps. All ranks call it together; rank 0's plan counts, others may pass None.
 
     Codecs restart, but the new plan pays out old residuals. On servers that holds for elements that stay on their server, in
@@ -40,8 +40,8 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, a
 
     A failure after servers have received the plan ends the job, because only some of them may have switched. If members are
     lost, the remaining ones continue: before that point with the old plan, after it with the new one on all servers, in a new
-    view. Both cases raise Regroup. If the script `asked` for the switch, it is repeated where needed, and this function
-    returns.
+    view. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where needed, and this
+    function returns.
 
     `by_itself`: the script did not ask for this very plan, so its parts that cannot follow local steps are left out."""
     if context.worker is None or context.groups is None or context.uplink is None:
@@ -53,11 +53,11 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, a
             _all_go_over(context, plan, by_itself=by_itself, again=again)
             return
         except _Entered:
-            if asked:
+            if requested:
                 return
             raise
         except EpochChanged:
-            if not asked:
+            if not requested:
                 raise
             assert context.members is not None
             context.members.between()
@@ -102,7 +102,7 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 def _go_over(
     context: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), context.terms.asked)), context.rank)
+    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), context.terms.requested)), context.rank)
     stands = _stand_alike(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     note = ""

@@ -66,7 +66,7 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must "
                                "make in equal number; allowed: plans that average gradients in every step")
-        if terms.auto and terms.asked.exact is False:
+        if terms.auto and terms.requested.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): exact=False lets the automatic plan take local steps, which all ranks must "
                                "make in equal number; remedy: leave exact out")
@@ -74,7 +74,7 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
                                "batches on all, as commlayer.balance.Sampler gives")
-        if connection.worker is not None and connection.worker.units.told:
+        if connection.worker is not None and connection.worker.units.weight_known:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
                                "batches; leave total out")
@@ -155,7 +155,7 @@ class UnevenInputs:
         if worker is not None and rows is not None:
             log.info("no more batches here: this rank takes part in the others' steps with weight 0")
             units, recorder = worker.units, worker.recorder
-            weight, total, given = units.weight, units.total, units.told
+            weight, total, given = units.weight, units.total, units.weight_known
             worker.weigh(0.0, None)
             worker.recorder = Recorder()  # discards the record of the unfinished step
             while self._any_active(rows):

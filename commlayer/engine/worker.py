@@ -26,7 +26,7 @@ from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
 from commlayer.compressors.tensors import give_back
 from commlayer.engine.bucket_assembler import BucketAssembler
-from commlayer.engine.buckets import WorkerBucket, whole
+from commlayer.engine.buckets import WorkerBucket, contiguous
 from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.lanes import Staging, device_buckets
 from commlayer.engine.late_results import LateResults
@@ -233,7 +233,7 @@ class Unapplied:
 
     def unheard(self) -> dict[int, int]:
         """After a failed step: by bucket, the rollbacks of the step before that servers may not have received."""
-        slices = {b.id: b.said if b.started else b.undone for b in self.buckets if b.served}
+        slices = {b.id: b.reported if b.started else b.undone for b in self.buckets if b.served}
         return {number: bits for number, bits in slices.items() if bits}
 
     def heard(self) -> None:
@@ -381,15 +381,15 @@ class Worker(Unapplied):
             self.latch(error)
         self.waiting_since = 0.0
         self.check()
-        if reason := broken_off([b for b in self.turns[turn] if not b.late], here=self.units.broken):
+        if reason := broken_off([b for b in self.turns[turn] if not b.late], by_this_worker=self.units.broken):
             self._drop(reason)
         self.counters.exposed_s += time.monotonic() - begin
         self.recorder.mark("summed")
 
-    def heed(self) -> None:
+    def check_interrupts(self) -> None:
         """Handles pending interrupts, such as a change of members, before anything of this step is sent."""
         try:
-            self.now.heed(lambda: False)
+            self.now.check_interrupts(lambda: False)
         except BaseException as error:
             self.latch(error)
         self.check()
@@ -402,7 +402,7 @@ class Worker(Unapplied):
     def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
         """Writes the averages of that turn's buckets. Returns whether they are finite."""
         finite = True
-        with whole(targets, self._intake.cut) as into:
+        with contiguous(targets, self._intake.cut) as into:
             for bucket in self.turns[turn]:
                 if not bucket.late:
                     finite = self.write_bucket(bucket, [into[s.tensor] for s in bucket.slices]) and finite
@@ -506,7 +506,7 @@ class Worker(Unapplied):
         last = self._intake.last
         if last is None or not self.take(last, deadline):
             return last is None
-        if broken_off([last], here=False):
+        if broken_off([last], by_this_worker=False):
             self.wait_all(deadline_s)
         return True
 
@@ -592,7 +592,7 @@ class Worker(Unapplied):
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """After `drain`: writes the kept late results into `targets`, which are zeros."""
-        with whole(targets, self._intake.cut) as into:
+        with contiguous(targets, self._intake.cut) as into:
             self.late.settle(applied=self.late.commit(self._factor, into))
 
     @property

@@ -39,14 +39,14 @@ class Net(nn.Module):
 def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
     """`looks`: averages are dense first, and looked through for entries."""
     wholes = []
-    spread = SparseResult.whole
+    spread = SparseResult.to_dense
 
     def counted(result: SparseResult) -> torch.Tensor:
         wholes.append(result)
         return spread(result)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SparseResult, "whole", counted)
+        patch.setattr(SparseResult, "to_dense", counted)
         if looks:
             patch.setattr("commlayer.engine.module_driver.keep_entries", lambda *_: None)
         return trained(run, kind, lazy=lazy, cleared=cleared) | {"wholes": len(wholes)}

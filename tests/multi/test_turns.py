@@ -243,9 +243,9 @@ class _Changes:
 def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_not() -> None:
     connection = JobContext()
     assert replanner.limits_of(connection).policy.fragments
-    connection.terms.asked = RequestedModes(fragments=2)
+    connection.terms.requested = RequestedModes(fragments=2)
     assert not replanner.limits_of(connection).policy.fragments
-    connection.terms.asked, connection.members = RequestedModes(), _Changes()  # type: ignore[assignment]
+    connection.terms.requested, connection.members = RequestedModes(), _Changes()  # type: ignore[assignment]
     assert not replanner.limits_of(connection).policy.fragments
 
 

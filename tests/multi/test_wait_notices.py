@@ -65,4 +65,4 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
 def test_a_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
     waits, _ = pool(WORLD).call(waited, where, str(tmp_path))
     assert waits[0].startswith("waiting for other ranks: ")
-    assert waits[-1].startswith("goes on after ")
+    assert waits[-1].startswith("continues after ")

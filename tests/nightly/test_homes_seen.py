@@ -72,7 +72,7 @@ def test_a_home_that_lets_another_wait_and_is_interrupted_is_named_there_in_a_li
 
     until("waiting for worker 1")
     go.touch()
-    until("goes on after")
+    until("continues after")
     second.send_signal(signal.SIGINT)
     code, _, said = ended(second)
     reader.join(WAIT_S)
@@ -85,7 +85,7 @@ def test_a_home_that_lets_another_wait_and_is_interrupted_is_named_there_in_a_li
     assert "waiting for worker" not in said
     name = r"worker 1 \(gpu-2\)"
     for line in (rf"commlayer: waiting for {name}: \d+ s, up to 600 s \(60 s without a sign of life\)",
-                 rf"commlayer: goes on after \d+ s of waiting for {name}",
+                 rf"commlayer: continues after \d+ s of waiting for {name}",
                  rf"commlayer: {name}: left the job: KeyboardInterrupt.*\[E-PEER-LOST\]"):
         assert [bool(re.fullmatch(line, each)) for each in heard].count(True) >= 1, line
 
@@ -114,7 +114,7 @@ def test_a_wait_is_logged_at_growing_intervals_and_once_when_it_is_over() -> Non
         lines += [(now - 110, line)] if line else []
     assert [at for at, _ in lines] == [5, 10, 20, 40, 42]
     assert lines[0][1] == "waiting for worker 2 (ben): 5 s, up to 60 s"
-    assert lines[-1][1] == "goes on after 42 s of waiting for worker 2 (ben)"
+    assert lines[-1][1] == "continues after 42 s of waiting for worker 2 (ben)"
 
 
 def test_short_waits_are_not_logged() -> None:

@@ -30,10 +30,10 @@ def words(*steps: int) -> list[Vote]:
     ([], [], [-1], AgreementOutcome.WHOLE),
 ])
 def test_what_words_come_to(said: list[Vote], sure: list[Vote], finished: list[int], found: AgreementOutcome) -> None:
-    after, what = agreement.found(VoterState(), AFTER, 5, said, sure, finished)
+    after, what = agreement.outcome(VoterState(), AFTER, 5, said, sure, finished)
     assert what is found
-    assert after.whole == (5 if found is AgreementOutcome.WHOLE else -1)
-    assert after.told == ((2, 1) if said else (0, 0))
+    assert after.completed == (5 if found is AgreementOutcome.WHOLE else -1)
+    assert after.rounds_sent == ((2, 1) if said else (0, 0))
     assert agreement.first(after, AFTER, Vote(5, 1.0)).what == ("step1" if said else "step0")
     assert agreement.first(after, LAST, Vote(5, 1.0)).what == "step0"
 
@@ -45,23 +45,23 @@ def test_what_words_come_to(said: list[Vote], sure: list[Vote], finished: list[i
     (words(5, 4, 5), False, None, 0, False),
 ])
 def test_what_is_said_for_good(said: list[Vote], here: bool, what: str | None, step: int, ends: bool) -> None:
-    _, says = agreement.second(VoterState(), AFTER, Vote(5, 1.0), said, here=here)
+    _, says = agreement.second(VoterState(), AFTER, Vote(5, 1.0), said, complete=here)
     assert (says and (says.what, says.word, says.ends)) == (what and (what, Vote(step, 1.0), ends))
 
 
 def test_for_good_is_for_one_view() -> None:
     """Behind it others may wait for this member where they say nothing, and then it has to go on once it has its step whole."""
-    bound, _ = agreement.second(VoterState(), AFTER, Vote(5, 1.0), words(5, 5, 5), here=False)
+    bound, _ = agreement.second(VoterState(), AFTER, Vote(5, 1.0), words(5, 5, 5), complete=False)
     assert not agreement.first(bound, AFTER, Vote(5, 1.0)).ends
     assert agreement.first(bound, LAST, Vote(5, 1.0)).ends
-    _, says = agreement.second(bound, LAST, Vote(5, 1.0), [], here=True)
+    _, says = agreement.second(bound, LAST, Vote(5, 1.0), [], complete=True)
     assert says is not None
     assert says.word.step == 6
 
 
-@pytest.mark.parametrize(("standing", "newest", "finished", "lets_in", "calls"), [
+@pytest.mark.parametrize(("state", "newest", "finished", "lets_in", "calls"), [
     (VoterState(), AFTER, [-1], True, True),
-    (VoterState(whole=5), AFTER, [-1], True, False),
+    (VoterState(completed=5), AFTER, [-1], True, False),
     (VoterState(), AFTER, [6], True, False),
     (VoterState(), view(2, 0, 1, 2, 3, 4), [], True, True),
     (VoterState(), view(2, 0, 1, 2, 3, 4), [], False, False),
@@ -69,8 +69,8 @@ def test_for_good_is_for_one_view() -> None:
     (VoterState(), BEFORE, [], True, False),
 ])
 def test_who_has_to_say_where_it_stands(
-        standing: VoterState, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
-    assert agreement.calls(standing, 5, BEFORE, newest, finished, lets_in=lets_in) == calls
+        state: VoterState, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
+    assert agreement.calls(state, 5, BEFORE, newest, finished, lets_in=lets_in) == calls
 
 
 def test_each_server_is_told_by_one_of_those_who_stay() -> None:

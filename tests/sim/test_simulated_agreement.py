@@ -33,20 +33,20 @@ def test_those_who_are_left_go_on_alike_whoever_dies_when() -> None:
     assert {"rounds whole", "rounds all here", "rounds apart", "rounds broken off", "goings over broken off"} <= counts.keys()
 
 
-FOUND, REGROUPED = agreement.found, epoch_change.next_view
+FOUND, REGROUPED = agreement.outcome, epoch_change.next_view
 
 
 def from_ones_own_step(
-    standing: VoterState, view: View, step: int, words: list[Vote], *said: Any,
+    state: VoterState, view: View, step: int, words: list[Vote], *said: Any,
 ) -> tuple[VoterState, AgreementOutcome]:
-    after, found = FOUND(standing, view, step, words, *said)
+    after, found = FOUND(state, view, step, words, *said)
     return after, AgreementOutcome.TOGETHER if words else found
 
 
-def at_once(standing: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
+def at_once(state: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
             ) -> tuple[VoterState, AgreementOutcome]:
     """On first words, which may be old."""
-    return FOUND(standing, view, step, words, [], finished)
+    return FOUND(state, view, step, words, [], finished)
 
 
 def too_few(state: State) -> State:
@@ -60,8 +60,8 @@ def deaf(member: Member) -> None:
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line", "seed"), [
-    (agreement, "found", from_ones_own_step, "have other sums of step", 140),
-    (agreement, "found", at_once, "have the step whole that was abandoned here", 180),
+    (agreement, "outcome", from_ones_own_step, "have other sums of step", 140),
+    (agreement, "outcome", at_once, "have the step whole that was abandoned here", 180),
     (agreement, "told_by", lambda *_: [], "server 0 drops", 0),
     (agreement, "missed", lambda *_: False, "further", 0),
     (BucketSum, "end", lambda *_: None, "paid", 0),

@@ -161,17 +161,17 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     assert young
     connection.terms.suggested = True
     assert not replanner.limits_of(connection).suggests, "once"
-    connection.terms.asked, connection.terms.suggested = RequestedModes(exact=False), False
+    connection.terms.requested, connection.terms.suggested = RequestedModes(exact=False), False
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
-    connection.terms.asked = RequestedModes(exact=True)
+    connection.terms.requested = RequestedModes(exact=True)
     assert allowed_ways(connection) == {"forward"}
     assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
     for exact in (None, False):
-        connection.terms.asked = RequestedModes(exact=exact)
+        connection.terms.requested = RequestedModes(exact=exact)
         policy, suggests, _ = replanner.limits_of(connection)
         assert (policy.exact, suggests) == (True, False)
     for passes, young in ((replanner.YOUNG - 1, True), (replanner.YOUNG, False)):
@@ -187,7 +187,7 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
 def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: RequestedModes, may: bool) -> None:
     """Whoever reads `.grad` meanwhile waits (tests/multi/test_forward_unasked.py); of a step before it would be another."""
     connection = JobContext()
-    connection.terms.asked = asked
+    connection.terms.requested = asked
     policy = replanner.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
@@ -220,7 +220,7 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Controllers refuse local steps: a plan that came by itself must not end a script."""
     connection = JobContext()
-    connection.terms.balanced, connection.terms.asked = own, RequestedModes(exact=False)
+    connection.terms.balanced, connection.terms.requested = own, RequestedModes(exact=False)
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert replanner.limits_of(connection, rows).policy.exact is (own or others)
 

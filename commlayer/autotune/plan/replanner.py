@@ -194,11 +194,11 @@ def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> P
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= ways
     policy = Policy(
-        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.asked.exact is False),
+        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
         forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
     )
-    return PlanLimits(policy, able and terms.asked.exact is None and not terms.suggested, connection.passes < YOUNG)
+    return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
 
 
 def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:

@@ -55,7 +55,7 @@ class AllReducePath(BucketPath):
             weight, pending = self._weight
             pending.wait(deadline, self._step.failed)
             for bucket in self._buckets:
-                bucket.told = float(weight)
+                bucket.received_weight = float(weight)
 
     def finish(self, deadline: float) -> None:
         self._hear(deadline)

@@ -129,7 +129,7 @@ class CollectivesPath(BucketPath):
         for bucket in self._buckets:
             bucket.tail.copy_(tails[at : at + bucket.tail.numel()])
             at += bucket.tail.numel()
-            bucket.told = weight
+            bucket.received_weight = weight
             bucket.read_used()
 
     def undo(self, bucket: WorkerBucket) -> bool:
@@ -182,15 +182,15 @@ FOREVER_S = 1e9
 Error = Callable[[], BaseException | None]
 
 
-def carried(e: ExchangeStage, own: int, whole: int) -> tuple[int, int]:
-    """Bytes that this member sends and receives in a collective over `whole` bytes, of which `own` are its part.
+def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
+    """Bytes that this member sends and receives in a collective over `total` bytes, of which `own` are its part.
 
     An all-reduce counts as a ring, other collectives as direct sends."""
     others = e.size - 1
     if e.name == "allreduce":
-        return 2 * others * whole // e.size, 2 * others * whole // e.size
+        return 2 * others * total // e.size, 2 * others * total // e.size
     if e.name in ("alltoall", "reduce_scatter"):
-        return whole - own, others * own
+        return total - own, others * own
     if e.name == "allgather":
         return others * own, others * own
     if e.name == "broadcast":
@@ -352,9 +352,9 @@ class CollectivesBucket:
     # ---- exchanges
 
     def _begin(self, e: ExchangeStage, channel: Channel, counters: Counters) -> _Under:
-        def count(own: int, whole: int) -> None:
+        def count(own: int, total: int) -> None:
             if e.scope != "node":  # no network traffic
-                counters.carried(*carried(e, own, whole))
+                counters.carried(*carried(e, own, total))
 
         if e.coded:
             return self._reduce_coded(e, channel, count) if e.name == "allreduce" else self._move_payloads(e, channel, count)

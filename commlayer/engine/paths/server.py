@@ -132,7 +132,7 @@ class ServerExchange:
         assert self._transport is not None
         server = SERVER_BASE + bucket.server
         undone, bucket.undone = bucket.undone, 0
-        bucket.said |= undone
+        bucket.reported |= undone
         header = Header(
             Kind.PUSH, step.generation, bucket.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
             order=bucket.order, flags=flags, weight=bucket.weight, used=bucket.used,
