@@ -231,7 +231,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
             raise RecordError(
                 "E-LAUNCH-ENVIRONMENT",
                 f"Slurm says that this is task {rank} of {world}, but there is no process group: export MASTER_ADDR=$(scontrol "
-                "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT ahead of srun, or start with torchrun; "
+                "show hostnames $SLURM_JOB_NODELIST | head -n1) and a free MASTER_PORT before srun, or start with torchrun; "
                 "to train alone, unset SLURM_PROCID")
     else:
         rank, world = number("RANK", 0), number("WORLD_SIZE", 1)
@@ -368,8 +368,8 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
         return msgspec.structs.replace(config, token=_secret_in(path, f"keys: {path} from {source('keys')}", KEYS_REMEDY))
     where = f"token_file: {config.token_file} from {source('token_file')}"
     if config.token:
-        raise RecordError("E-SECRET", f"token_file: got {config.token_file} from {source('token_file')} beside token from "
-                          f"{source('token')}, allowed: one of both")
+        raise RecordError("E-SECRET", f"token_file: got {config.token_file} from {source('token_file')} and token from "
+                                      f"{source('token')}, allowed: one of them")
     return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
 
 
@@ -389,7 +389,7 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
         token = ""
     if not token:
         raise RecordError("E-SECRET",
-                          f"{where} holds {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
+                          f"{where} has {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
                           "without blanks")
     return token
 

@@ -46,12 +46,12 @@ def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile,
     if unmeasured:
         ranges = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
         raise InvalidInput("E-LOSS-MODEL",
-                           f"loss model: nobody measured {unmeasured[0]}, it has {ranges}; `commlayer tune` measures")
+                           f"loss model: {unmeasured[0]} was not measured, it has {ranges}; `commlayer tune` measures")
     costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
     if not allowed:  # an empty tuple would allow all
         raise InvalidInput("E-LOSS-MODEL",
-                           f"loss model: nobody measured any of {', '.join(sorted(penalties))}; `commlayer tune` measures")
+                           f"loss model: none of {', '.join(sorted(penalties))} was measured; `commlayer tune` measures")
     return structs.replace(profile, codecs=costs), structs.replace(policy, codecs=tuple(allowed))
 
 

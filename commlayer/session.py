@@ -169,7 +169,7 @@ class Session:
     def _fresh(self, what: str) -> bool:
         """Whether this rank has just joined a running job. The other ranks are past this call and do not take part in it."""
         if self._driver.connection.fresh:
-            log.warning("%s: nothing is done, since this home has joined a running job, and has what its workers have", what)
+            log.warning("%s: skipped, since this home joined a running job and has the state of its workers", what)
         return self._driver.connection.fresh
 
     @property
@@ -263,7 +263,7 @@ def attach(
     ddp, process_group = isinstance(model, DistributedDataParallel), group_of(process_group)
     if ddp and process_group not in (None, model.process_group):
         raise InvalidInput("E-PROCESS-GROUP",
-                           "process_group: another one than that of the DistributedDataParallel module; leave it out")
+                           "process_group: differs from the DistributedDataParallel module's group; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
     with Start(model.process_group if ddp else process_group, first.device) as start:
         if sync != "step" and not isinstance(sync, Outer):

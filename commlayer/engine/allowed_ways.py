@@ -58,13 +58,13 @@ def _asked_otherwise(connection: JobContext, way: str) -> str:
     """The script's arguments to attach() hold for every plan."""
     requested = connection.terms.requested
     if way == "forward" and (requested.updates or requested.overlap == "round"):
-        return f"attach() was told {requested}"
+        return f"attach() was given {requested}"
     if way != "forward" and (requested.codes == "gradients" or requested.overlap == "forward"):
-        return f"attach() was told {requested}"
+        return f"attach() was given {requested}"
     if way != "forward" and requested.exact:
-        return "attach() was told exact=True"
+        return "attach() was given exact=True"
     if requested.every is not None and (requested.every > 1) == (way == "updates"):
-        return f"attach() was told {requested}"
+        return f"attach() was given {requested}"
     return ""
 
 
@@ -92,7 +92,7 @@ def check_local(optimizer: Any, said: str = "") -> None:
     name, also = f"{said}: " if said else "", f", {said}" if said else ""
     if not hasattr(optimizer, "register_step_post_hook"):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, behind whose "
+                           f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, after whose "
                            f"steps weights are exchanged: attach(model, optimizer{also})")
     if not hooked(optimizer):  # a wrapper that only pretends to be an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER",
@@ -104,8 +104,8 @@ def check_local(optimizer: Any, said: str = "") -> None:
                            "only; allowed: the optimizer that it shards, or every=1 with gradients")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}LBFGS makes a number of backward passes of its own to a step, which differs from rank to "
-                           "rank; allowed: an optimizer that takes one, such as AdamW, or every=1 with gradients")
+                           f"{name}LBFGS makes its own number of backward passes per step, which differs between ranks; "
+                           "allowed: an optimizer with one backward pass per step, such as AdamW, or every=1 with gradients")
 
 
 def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
@@ -116,7 +116,7 @@ def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
                            "the module inside it, and leave DistributedDataParallel out")
     if optimizer is None:
         raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward' steps with the optimizer when results come in: attach(model, optimizer, ...)")
+                           "overlap='forward' calls the optimizer when results arrive: attach(model, optimizer, ...)")
     if why := indivisible(optimizer):
         raise InvalidInput("E-SYNC-FORWARD",
                            f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
@@ -130,9 +130,9 @@ def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimiz
     weights = sparse_weights(model)
     if sparse := [name for name, p in named if id(p) in weights]:
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages come whole; pass "
+                           f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages are not split; pass "
                            "sparse=False to its nn.Embedding, or leave overlap out")
     if stepped_lazily(optimizer, [p for _, p in named]):
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which come whole; take "
-                           "the dense optimizer, or leave overlap out")
+                           f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which are not split; use the "
+                           "dense optimizer, or leave overlap out")

@@ -325,11 +325,12 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
         raise InvalidInput("E-CLIP", f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput("E-CLIP",
-                           "max_norm clips as the optimizer's step begins: give it, attach(model, optimizer, max_norm=...)")
+                           "max_norm clips at the start of the optimizer's step: pass the optimizer, attach(model, optimizer, "
+                           "max_norm=...)")
     if isinstance(optimizer, LazyOptimizer):
         raise InvalidInput("E-CLIP",
                            f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
-                           "leave max_norm out, or take an optimizer of torch.optim")
+                           "leave max_norm out, or use an optimizer of torch.optim")
     return norm
 
 
@@ -348,8 +349,9 @@ class Clipping:
     def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
             raise InvalidInput("E-CLIP",
-                               "max_norm clips as the optimizer's step begins, and this step's gradients are its closure's: "
-                               "clip with clip_grad_norm_ inside the closure, behind backward(), and leave max_norm out")
+                               "max_norm clips at the start of the optimizer's step, but a closure computes this step's "
+                               "gradients: clip with clip_grad_norm_ inside the closure, after backward(), and leave max_norm "
+                               "out")
         scale = getattr(optimizer, "grad_scale", None)  # set by a fused optimizer, which unscales inside its step
         nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
 

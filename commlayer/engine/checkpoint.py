@@ -64,9 +64,9 @@ def restore_worker(connection: JobContext, state: dict[str, Any]) -> None:
     summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.exchanges > 0 and step != worker.step:
         raise InvalidInput("E-CHECKPOINT",
-                           f"saved state is of step {step}, this job is at step {worker.step} and its servers with it: go back "
-                           "with session.load_residuals(), which takes what session.save_residuals() wrote and resets the "
-                           "servers, too")
+                           f"the saved state is of step {step}, this job and its servers are at step {worker.step}: use "
+                           "session.load_residuals(), which loads what session.save_residuals() wrote and resets the servers, "
+                           "too")
     _restore(connection, worker, state)
 
 
@@ -164,8 +164,8 @@ def _not_loaded(connection: JobContext, directory: Path, error: Exception) -> Co
         explained = connection.explain(cause)
         assert isinstance(explained, CommError)
         cause = explained
-    final = cause.located(what=f"{cause.what}; so {directory} is not loaded, and all stop: a save is loaded by as many as "
-                          "made it, and nobody trains on with a part of it; it lies as it was: start all again")
+    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: it can be "
+                               "loaded only by as many ranks as saved it; start all ranks again")
     assert connection.worker is not None
     connection.worker.latch(final)
     return final
@@ -184,7 +184,7 @@ def _read(connection: JobContext, directory: Path) -> tuple[_Files, Mark]:
     newest = newest_save(directory, rows)
     folder = folder_of(directory, newest.number)
     if newest != rows[0][0]:
-        log.warning("load_residuals(): takes %s, of step %d; what is newer was broken off", folder, newest.step)
+        log.warning("load_residuals(): loading %s, of step %d; newer saves were interrupted", folder, newest.step)
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
@@ -243,14 +243,14 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
 def _refuse_under_way(connection: JobContext, what: str) -> None:
     if connection.local is not None and connection.local.under_way:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{what}: an exchange of local steps is under way, which all ranks must bring in together: call "
-                           "session.drain() on all of them first, or take session.save_residuals() and load_residuals()")
+                           f"{what}: an exchange of local steps is in progress, which all ranks must finish together: call "
+                           "session.drain() on all ranks first, or use session.save_residuals() and load_residuals()")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{name} is of {what} {saved}, this job has {here}: load it under the same plan and world")
+                           f"{name} has {what} {saved}, this job has {here}: load it under the same plan and world")
 
 
 # ---- files of a saved state: their layout on disk, and the search for the newest complete save
@@ -295,8 +295,8 @@ def writing(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a directory "
-                            "that this process may make and fill, on a disk with room")) from None
+        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a "
+                                      "directory that this process can create and fill")) from None
 
 
 @contextlib.contextmanager
@@ -430,7 +430,7 @@ def mark_of(path: Path) -> Mark:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: not a whole file of the safetensors format: {error}") from None
+        raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file of the safetensors format: {error}") from None
     if (version := meta.pop("format", None)) != FORMAT:
         raise InvalidInput("E-CHECKPOINT", f"{path}: format {version!r}, this version reads {FORMAT!r}")
     try:
@@ -450,7 +450,7 @@ def same(path: Path, mark: Mark) -> None:
 
 def _sealed(path: Path, mark: Mark) -> None:
     if not path.is_file():
-        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was broken off")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was interrupted")
     try:
         manifest = records.decode(path.read_bytes(), Mark, str(path))
     except RecordError as error:

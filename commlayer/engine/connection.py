@@ -375,7 +375,7 @@ class JobContext:
                 for act in self.bring_in:
                     act()
             except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
-                log.warning("an exchange that was under way at the end is not in the weights: %s", failed)
+                log.warning("an exchange in progress at the end is not in the weights: %s", failed)
             self.worker.rest()
         error: BaseException | None = self._verdict.error
         error_text = ""

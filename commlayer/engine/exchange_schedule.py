@@ -165,8 +165,8 @@ class ExchangeSchedule:
 
     def detach(self) -> None:
         if self.local is not None and self.local.unsent:
-            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so ranks end with different weights: "
-                                 "session.drain() before close() brings them together", logging.WARNING)
+            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so ranks end with "
+                                 "different weights: call session.drain() before close()", logging.WARNING)
         self._unhook()
 
     def _unhook(self) -> None:
@@ -285,8 +285,8 @@ class UpdateNorms:
                 connection.matched = all(row[0] for row in gather(connection.groups, [int(self._outer.matched)]))
             elif connection.matched and not self._outer.matched:
                 raise InvalidInput("E-RANKS-DIFFER",
-                                   "sync: the job that this home joins makes means as long as changes are "
-                                   "(Outer(matched=True)), this home does not; allowed: the same on all ranks")
+                                   "sync: the job that this home joins averages with matched norms (Outer(matched=True)), "
+                                   "this home does not; allowed: the same on all ranks")
             connection.rows.allow(self._deadline_s * every)
             return connection.matched
         except CommError as error:
@@ -324,7 +324,7 @@ class UpdateNorms:
         if connection.worker is not None and connection.worker.error is not None:
             return connection.worker.error
         gone = connection.members is not None and connection.members.pending(0.0)
-        return CommError("members have gone while their rows were on the way") if gone else None
+        return CommError("members left during an exchange of rows") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Aligns `starts` after members have changed: some may have received the last rows, and others not.
@@ -343,5 +343,5 @@ class UpdateNorms:
                     assert connection.members is not None
                     connection.members.go()
         if differing:
-            connection.say("those who are left had merged the last exchange differently, since some had not heard how long the "
-                     "changes of others were: all go on from what rank 0 has")
+            connection.say("the remaining ranks had merged the last exchange differently, since some had not received the "
+                           "norms of all changes: all continue with rank 0's weights")

@@ -126,7 +126,7 @@ class FiniteSteps:
         """Weight changes have been averaged. `own`: as in `averaged`, for weights."""
         self._spoilt = 0 if finite else self._spoilt + 1
         if not finite:
-            self._say(f"weights of {self._whose(own)}", "all go back to those of the last exchange", self._spoilt)
+            self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
 
     # ---- reports
 

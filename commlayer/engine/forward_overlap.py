@@ -96,7 +96,7 @@ class ForwardOverlap:
     def takes(self) -> bool:
         """Whether the step whose backward pass has ended can overlap with the next forward pass."""
         if self._scaler is not None and self._scaler.is_enabled():
-            return self._not("a GradScaler skips steps by all gradients")
+            return self._not("a GradScaler decides from all gradients whether to skip a step")
         if self._stepping:
             return self._not("the optimizer's closure needs its gradients at once")
         return not self._loop.looked_at
@@ -114,7 +114,8 @@ class ForwardOverlap:
                 if p.dtype != mark.dtype:
                     raise InvalidInput("E-MODEL-CHANGED",
                                        f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
-                                       "attached: overlap='forward' needs it as it was; convert the model before attach()")
+                                       "attached: overlap='forward' does not support the change; convert the model before "
+                                       "attach()")
             # This may differ between ranks: a step completed here is observed at the same point as on the other ranks.
             finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False
@@ -423,7 +424,7 @@ class ForwardOverlap:
             if self._out is None:
                 return
             if self._later:
-                log.warning("step %d: its updates of %d parameters did not come in, and are not made", self._out.step,
+                log.warning("step %d: the updates of %d parameters did not arrive, and are not applied", self._out.step,
                             len(self._later))
             self._abandon()
             for p, mark in zip(self._parameters, self._marks, strict=True):

@@ -17,7 +17,7 @@ import torch
 from commlayer.errors import InvalidInput
 
 NOT_FINAL = (
-    "the gradient of {} is not final: with overlap='forward' averages come in behind backward(), up to the next forward pass. "
+    "the gradient of {} is not final: with overlap='forward' averages arrive after backward(), up to the next forward pass. "
     "Call session.synchronize() before gradients are read or changed; clip with attach(..., max_norm=), and name a GradScaler "
     "with attach(..., scaler=)"
 )

@@ -96,15 +96,15 @@ class AttachedModel:
                 how = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
                        "took the place of another parameter" if name in self._names else "was added")
                 raise InvalidInput("E-MODEL-CHANGED",
-                                   f"parameter {name} {how}: nobody averages its gradient, so each rank would train its own; "
+                                   f"parameter {name} {how}: its gradient is not averaged, so each rank would train its own; "
                                    f"remedy: {REMEDY}")
         for number, group in enumerate(self._groups()):
             for place, p in enumerate(group):
                 if p.requires_grad and id(p) not in self._known and not is_averaged(p):
                     raise InvalidInput("E-MODEL-CHANGED",
                                        f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
-                                       "added and is in no attached model: nobody averages its gradient; remedy: "
-                                       f"{REMEDY}, with a model that holds it")
+                                       f"added and is in no attached model: its gradient is not averaged; remedy: {REMEDY}, "
+                                       "with a model that holds it")
         self._look()
 
     def remove(self) -> None:
@@ -174,9 +174,9 @@ class Claim:
             holder = _claims.get(p)
             if holder is not None and holder() is not None:
                 raise InvalidInput("E-ATTACHED-TWICE",
-                                   f"{name or 'a parameter'} is attached already, by itself or inside a "
-                                   "DistributedDataParallel "
-                                   "module, and would be averaged twice: attach a model once, or close the other session first")
+                                   f"{name or 'a parameter'} is already attached, by itself or inside a "
+                                   "DistributedDataParallel module, and would be averaged twice: attach a model once, or "
+                                   "close the other session first")
             parameters.append(p)
         for p in parameters:
             _claims[p] = weakref.ref(self)
@@ -217,7 +217,7 @@ def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
             raise InvalidInput("E-STEP-IN-BACKWARD",
                                f"{name} is stepped inside backward by {type(optimizer).__name__} "
-                               f"(apply_optimizer_in_backward), with what its own rank has: {STEP_AFTER_BACKWARD}")
+                               f"(apply_optimizer_in_backward), with this rank's own gradient: {STEP_AFTER_BACKWARD}")
 
 
 def check_dtypes(job: Job) -> None:
@@ -232,7 +232,7 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
         raise InvalidInput("E-MODEL-UNSUPPORTED",
-                           f"the model lies on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+                           f"the model is on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
     return tensors[0].device
 
 
@@ -381,8 +381,8 @@ class StepGuard:
         mine = self._held.by(optimizer)
         if mine and torch._C._current_graph_task_id() != OUTSIDE:
             raise InvalidState("E-STEP-IN-BACKWARD",
-                               f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with what its own "
-                               f"rank has: {STEP_AFTER_BACKWARD}")
+                               f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with this rank's own "
+                               f"gradient: {STEP_AFTER_BACKWARD}")
         if not self._checked:
             self._attached.check(self._latch, None if mine else optimizer)
         if not mine:

@@ -149,5 +149,6 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
     supported = {number for number in wanted if runs_on(codecs[number], device)}
     if unsupported := wanted - supported:
         names = ", ".join(sorted({str(codecs[number]) for number in unsupported}))
-        log.warning("the plan codes %d buckets on the GPU that the host codes here: %s", len(unsupported), names)
+        log.warning("the plan encodes %d buckets on the GPU that must be encoded on the host in this "
+                    "job: %s", len(unsupported), names)
     return supported

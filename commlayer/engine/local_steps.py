@@ -437,7 +437,7 @@ class LocalSteps:
         them."""
         tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                    "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
-        tensors |= {f"local.owed.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
+        tensors |= {f"local.residual.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
         for number, start in enumerate(self.starts):
             tensors[f"local.start.{number}"] = start.detach().cpu().clone()
             if (velocity := self._velocity[number]) is not None:
@@ -450,7 +450,7 @@ class LocalSteps:
         self._steps = 0, self.taken
         self.weights.restore(tensors.get("local.weights"))
         self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
-                      if (name := f"local.owed.{number}") in tensors}
+                      if (name := f"local.residual.{number}") in tensors}
         for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
             self._go_on(number, tensors.get(f"local.velocity.{number}"))

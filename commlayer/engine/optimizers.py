@@ -390,8 +390,8 @@ def check_dense(name: str, gradient: torch.Tensor) -> None:
     """ValueError for a gradient that cannot be averaged in its layout."""
     if gradient.layout is not torch.strided:
         raise InvalidInput("E-GRADIENT-LAYOUT",
-                           f"gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to the layer that "
-                           "has it, as in nn.Embedding(sparse=False)")
+                           f"the gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to its layer, as "
+                           "in nn.Embedding(sparse=False)")
 
 
 def learning_rate(optimizer: Any, before: float) -> float:

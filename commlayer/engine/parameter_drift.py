@@ -260,8 +260,8 @@ class ParameterDrift:
             return
         what = "; ".join(self._spelled(unlike))
         if before:
-            raise CommError(f"step {self._step}: {what}, again since rank 0's was taken: set it alike on all ranks, or say "
-                            'drift="warn"', code="E-REPLICAS")
+            raise CommError(f"step {self._step}: {what}, again after rank 0's was copied: set it to the "
+                            'same value on all ranks, or use drift="warn"', code="E-REPLICAS")
         self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
@@ -278,20 +278,20 @@ class ParameterDrift:
         groups = self._connection.groups
         assert groups is not None
         if self._answer == "warn":
-            self._connection.say(f'{what}; training goes on so, since drift="warn"')
+            self._connection.say(f'{what}; training continues, since drift="warn"')
             return
         at = f"step {self._step}: "
         if self._answer == "end":
-            raise CommError(f'{at}{what}; drift="resync" would go on from what rank 0 has, drift="warn" as it is',
+            raise CommError(f"{at}{what}; drift=\"resync\" would copy rank 0's state, drift=\"warn\" would continue",
                             code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
-            raise CommError(f'{at}{what}; ranks that differ in {bad[0]} cannot go on from what rank 0 has: give all the '
-                            'same, or say drift="warn"', code="E-REPLICAS")
+            raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot take rank 0's state: start "
+                            'all with the same, or use drift="warn"', code="E-REPLICAS")
         try:
             take(groups)
         except ValueError as error:
-            raise CommError(f"{at}{what}; all cannot go on from what rank 0 has: {error}", code="E-REPLICAS") from None
-        self._connection.say(f"{what}: all go on from what rank 0 has")
+            raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
+        self._connection.say(f"{what}: all ranks continue with rank 0's state")
 
     # ---- weights, compared during training
 
@@ -314,11 +314,11 @@ class ParameterDrift:
             return
         what = f"{self._ranks(differing)} and {connection.called(0)} have drifted apart in {self._named_some(differing)}"
         if self._answer == "end":
-            raise CommError(f'step {self._step}: {what}; drift="resync" would go on from what rank 0 has', code="E-REPLICAS")
+            raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
         if self._answer == "resync":
-            what += ": all go on from what rank 0 has, " + self._resync([*differing], connection.groups)
+            what += ": all ranks continue with rank 0's weights, " + self._resync([*differing], connection.groups)
         else:
-            what += ': training goes on with different models; drift="resync" would take what rank 0 has'
+            what += ': training continues with different models; drift="resync" would copy rank 0 to all'
         if [*differing] != self._said or self._answer == "resync":
             self._connection.say(what)
         self._said = [*differing]

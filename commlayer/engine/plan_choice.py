@@ -111,15 +111,15 @@ def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tel
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
-        tell(f"the plan was made for {planned} nodes, here are {nodes}: what it predicts does not hold")
+        tell(f"the plan was made for {planned} nodes and this job has {nodes}: its predictions do not apply")
     hosts = plan_file.server_nodes_of(plan, made_from, nodes)
     if len(hosts) != len(plan.hosts):
         alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
         absent = [str(one.hosts[0]) for one in alone if not plan_file.server_nodes_of(one, made_from, nodes)]
         why = f"no rank trains on node {' and '.join(absent)}" if absent else \
             f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
-        tell(f"servers are not on the nodes that the plan has them on, but where the setting `servers` says: {why}; "
-             "`commlayer serve` starts them elsewhere, and join names them")
+        tell(f"servers run where the setting `servers` says, not on the nodes of the plan: {why}; `commlayer serve` starts "
+             "servers elsewhere, and join names them")
     return plan if hosts == plan.hosts else structs.replace(plan, hosts=hosts)
 
 
@@ -350,8 +350,8 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
                            f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward' brings a step's gradients in ahead of the next step; allowed: without every and "
-                           "codes='updates', which exchange weights; these have overlap='round'")
+                           "overlap='forward' writes a step's gradients during the next forward pass; allowed: without every "
+                           "and codes='updates', which exchange weights and have overlap='round'")
     if fragments is not None and not _whole(fragments):
         raise InvalidInput("E-SYNC-FRAGMENTS",
                            f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment "
@@ -361,7 +361,7 @@ def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = N
     request = RequestedModes(every, codes, overlap, fragments, exact)
     if exact and (request.updates or overlap == "round"):
         raise InvalidInput("E-SYNC-MODE",
-                           f"{request}: each rank steps on its own gradients then; allowed: exact=True without every, "
+                           f"{request}: each rank then steps on its own gradients; allowed: exact=True without every, "
                            "codes='updates' and overlap='round'")
     return request
 
@@ -374,18 +374,17 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
     """The plan with attach()'s arguments in it. ValueError if they conflict."""
     if requested.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
-                           "plan: has results that are a step late, and updates are coded, which ranks step on: make it "
-                           "without staleness")
+                           "plan: has results that are a step late with coded updates, on which ranks step: make it without "
+                           "staleness")
     if requested.every is not None and requested.every != plan.local_steps > 1:
         raise InvalidInput("E-SYNC-PLAN",
-                           f"every={requested.every}, but the plan is one of {plan.local_steps} local steps: leave every "
-                           "out, or "
+                           f"every={requested.every}, but the plan has {plan.local_steps} local steps: leave every out, or "
                            "make the plan with max_local_steps=1")
     if requested.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
         how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
             f"{plan.local_steps} local steps"
         raise InvalidInput("E-SYNC-PLAN",
-                           f"exact=True, but the plan is one of {how}: leave exact out, or make the plan without them")
+                           f"exact=True, but the plan has {how}: leave exact out, or make the plan without them")
     every = requested.every or plan.local_steps
     if requested.codes == "gradients" and (every > 1 or plan.codes == "updates"):
         what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"

@@ -58,7 +58,8 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     if before.plan.steps_locally and not after.plan.steps_locally:
         rates = {d.tensor: effect(d.tensor) for d in debts}
         if lost := {tensor for tensor, rate in rates.items() if not rate}:
-            log.info("what %d tensors still owe in changes of weights is dropped: gradients are averaged now", len(lost))
+            log.info("dropped the residuals of %d tensors, which are changes of weights: gradients are averaged "
+                     "now", len(lost))
         debts = [ResidualSlice(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
     for bucket in after.buckets:
         paid = residual_on(debts, bucket.slices)
@@ -75,7 +76,7 @@ def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
     if unpaid and not part:
-        log.info("what %d tensors still owe is dropped: this worker's gradients weigh nothing", len(unpaid))
+        log.info("dropped the residuals of %d tensors: this worker's gradients have weight 0", len(unpaid))
         return
     for bucket in worker.buckets:
         if (paid := residual_on(unpaid, bucket.slices)) is not None:

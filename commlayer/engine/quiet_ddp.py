@@ -28,8 +28,8 @@ class QuietDDP:
             return  # a hook before this one has removed it
         if ddp._join_config.enable:
             raise InvalidInput("E-DDP-LOCAL-STEPS",
-                               "the model is in DistributedDataParallel's join(): local steps, and steps of homes "
-                               "that may leave, are exchanged by all ranks alike; give all ranks the same number of batches")
+                               "the model is in DistributedDataParallel's join(): all ranks must exchange local steps, and "
+                               "steps of homes that may leave, equally often; give all ranks the same number of batches")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
         # With a static graph, the first pass ends with a reduction of all gradients, even in no_sync().
@@ -56,12 +56,12 @@ def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
                            "every and codes, or freeze it")
     if ddp.mixed_precision is not None:
         raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "DistributedDataParallel(mixed_precision=...) swaps weights around its reductions, of which local "
-                           "steps make none: take torch.autocast")
+                           "DistributedDataParallel(mixed_precision=...) replaces weights around its reductions, which local "
+                           "steps do not run: use torch.autocast")
     if any(state is not own or own is None for _, state in ddp._comm_hooks):
         raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "the DistributedDataParallel module has a communication hook, and local steps reduce no gradients: "
-                           "make the module without it")
+                           "the DistributedDataParallel module has a communication hook, but local steps reduce no gradients: "
+                           "create the module without it")
 
 
 def silenceable(ddp: DistributedDataParallel) -> bool:

@@ -126,7 +126,7 @@ class EpochMessages:
                 raise NewerEpoch
             if time.monotonic() >= until:
                 late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
-                raise DeadlineExceeded("has not come to the step in which members of the job change, before the deadline",
+                raise DeadlineExceeded("has not reached the step in which the members change, before the deadline",
                                        peer=", ".join(late), step=step)
 
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
@@ -384,7 +384,7 @@ class MembershipChange:
         assert agreed is not None
         (view, words), self._agreed = agreed, None
         if not old.intact:
-            raise CommError("a codec is still at work in the step that others left, so what it owes cannot be put right",
+            raise CommError("a codec was still running in the step that other members abandoned, so its residual is unknown",
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
         place, new, old_places = (
@@ -434,13 +434,13 @@ class MembershipChange:
         assert job_context.uplink is not None
         gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
         joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
-        parts = [f"{', '.join(who)} {'is' if len(who) == 1 else 'are'} {what}"
-                 for who, what in ((gone, "gone"), (joined, "taken in")) if who]
-        parts = parts or ["who was to be taken in is gone"]
-        lost = f"; what {'it' if len(gone) == 1 else 'they'} still owed is lost" if gone else ""
+        parts = [f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
+        parts += [f"{', '.join(joined)} joined"] if joined else []
+        parts = parts or ["the worker that was joining is gone"]
+        lost = f"; residuals of {', '.join(gone)} are lost" if gone else ""
         job_context.say(
-            f"{' and '.join(parts)}: {len(view.members)} go on, from the same gradients, {took_s:.1f} s after all "
-            f"had come to this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
+            f"{' and '.join(parts)}: {len(view.members)} members continue with the same gradients, {took_s:.1f} s after all "
+            f"had reached this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
 
 
 def new_world(context: JobContext, config: Config, home: str, view: View) -> None:

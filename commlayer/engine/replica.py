@@ -125,22 +125,24 @@ class Replica:
             transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState)
             tensors = safetensors.torch.load(data[8 + size :])
         except (*MALFORMED, ValueError) as error:
-            raise CorruptFrame(f"what the others gave is malformed: {error}".splitlines()[0]) from None
+            raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
         if transfer.error:
-            raise InvalidInput("E-JOIN-STATE", f"joins a running job: its workers cannot give what they have: {transfer.error}")
+            raise InvalidInput("E-JOIN-STATE", f"joining a running job: its workers cannot send their state: {transfer.error}")
         mine = type(self._optimizer).__name__
         if transfer.optimizer != mine:
             raise InvalidInput("E-JOIN-STATE",
-                               f"joins a running job: the optimizer here is {mine}, there {transfer.optimizer}; allowed: the "
-                               "same on all ranks")
+                               f"joining a running job: the optimizer is {mine}, the job's is {transfer.optimizer}; allowed: "
+                               "the same on all ranks")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
         targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
         targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
         for name, tensor in targets.items():
             if name not in tensors or tensors[name].shape != tensor.shape:
-                raise InvalidInput("E-JOIN-STATE", f"joins a running job: {name} is of shape {tuple(tensor.shape)} here, and "
-                                   f"{tuple(tensors[name].shape) if name in tensors else 'not there'} in the job")
+                raise InvalidInput("E-JOIN-STATE", f"joining a running job: {name} has shape {tuple(tensor.shape)} in this "
+                                                   "script and "
+                                                   f"{tuple(tensors[name].shape) if name in tensors else 'does not exist'} in "
+                                                   "the job")
 
         def restore() -> None:
             if self._optimizer is not None:
@@ -202,7 +204,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return [_plain(inner, tensors) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise InvalidInput("E-JOIN-STATE", f"its optimizer keeps a {type(value).__name__}, which is no tensor and no plain value")
+    raise InvalidInput("E-JOIN-STATE", f"its optimizer state has a {type(value).__name__}, allowed: tensors and plain values")
 
 
 def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -242,7 +244,7 @@ def enter(
         words.newest = view
 
     link.subscribe_epochs(offer)
-    log.warning("joins a job that runs, as worker %d: waits for the others to come to a step", context.id)
+    log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", context.id)
     begin, dialled = time.monotonic(), False
     while True:
         view = words.newest
@@ -252,12 +254,13 @@ def enter(
                 ready = words.tell(view, "ready", context.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
-                log.warning("waits for the others still, %.0f s so far: under local steps it is let in at an exchange that is "
-                            "due, and a script that drains more often than rounds end leaves none", time.monotonic() - begin)
+                log.warning("still waiting for the other workers after %.0f s: under local steps a "
+                            "worker joins at an exchange that is due, and a script that drains more "
+                            "often than rounds end has none", time.monotonic() - begin)
                 continue
             if AWAY in ready:
-                raise CommError("members were lost while the job was saving, changing plans or being drained, and nobody is "
-                                "taken in there: run the same command again", code="E-JOIN-MISSED")
+                raise CommError("members were lost while the job was saving, changing its plan or being "
+                                "drained, and no worker can join then: run the same command again", code="E-JOIN-MISSED")
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
@@ -279,9 +282,9 @@ def enter(
     worker.units.regroup(sum(word.weight for word in ready))
     context.members = MembershipChange(context, config, home)
     context.follow(worker)
-    context.say(f"joined the running job as worker {context.id}, with weights, buffers and optimizer's state of its workers, "
-             f"{time.monotonic() - begin:.1f} s after it had come; this is rank {context.rank} of {context.world}, in step "
-             f"{context.passes}")
+    context.say(f"joined the running job as worker {context.id} with the weights, buffers and optimizer state of its workers, "
+                f"after {time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step "
+                f"{context.passes}")
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:
@@ -289,9 +292,9 @@ def _check_givers(view: View, mine: int, link: Uplink) -> None:
     link.check()
     ids = [m.rank for m in view.members]
     if mine not in ids:
-        raise PeerLost("has gone on without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
+        raise PeerLost("continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
-        raise CommError("the job ended before this home was taken in: no worker is left who has its weights",
+        raise CommError("the job ended before this home joined: no worker with its weights is left",
                         code="E-JOIN-MISSED")
 
 

@@ -126,11 +126,11 @@ def connect(
         if met.note and job_context.rank == 0:
             job_context.say(met.note)
         if met.differs:
-            job_context.say(f'{met.differs}; training goes on with them, since drift="warn"')
+            job_context.say(f'{met.differs}; training continues, since drift="warn"')
         if config.min_workers and not elastic and job_context.rank == 0:
             job_context.say(
-                f"min_workers {config.min_workers} counts for nothing here, and all must stay: it is for homes "
-                "(commlayer launch), all of whose workers train together; other process groups cannot lose a rank")
+                f"min_workers {config.min_workers} is ignored, and all ranks must stay: it applies to homes (commlayer launch) "
+                "whose workers all train together; other process groups cannot lose a rank")
         nodes = job_context.world // per_node
         job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
             plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
@@ -175,8 +175,8 @@ def _enter(
     """Joins a running job."""
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
-                           "joins a running job: allowed is attach(model, optimizer), in a home (commlayer launch), where the "
-                           "server says --min-workers; not a communication hook that the script registers, nor a "
+                           "joining a running job: allowed is attach(model, optimizer) in a home (commlayer launch) whose "
+                           "server was started with --min-workers; not a communication hook that the script registers, nor a "
                            "DistributedDataParallel module that ignores parameters or has mixed_precision")
     context.id = met.launch.joins
 
@@ -211,8 +211,8 @@ def _placed(config: Config, address: str, context: JobContext) -> Config:
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
     if context.rank == 0:
-        context.say(f"servers of this node listen on {address}, this machine's address on the way to MASTER_ADDR; bind names "
-                 "another")
+        context.say(f"the servers of this node listen on {address}, the address of this machine towards MASTER_ADDR; the "
+                    "setting bind overrides it")
     return msgspec.structs.replace(config, bind=address)
 
 
@@ -263,9 +263,9 @@ def _start_embedded(context: JobContext, config: Config, per_node: int, node: in
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
-AHEAD = ("this home joins a running job, and the others take no part in what its script asks of all ahead of the end of its "
-         "first step: leave that out, or do it behind a step (a communication hook that a script registers itself does such "
-         "things: homes join with attach())")
+AHEAD = ("this home joins a running job, whose workers take part in no collective of its script before the end of its first "
+         "step: move the call after a step (a communication hook that a script registers itself makes such calls: join with "
+         "attach())")
 OWN = (None, "", "env://")
 """Values of init_method that leave the rendezvous to the launcher."""
 
@@ -560,7 +560,7 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
         join = timedelta(seconds=config.join_deadline_s)
         store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
     except (RuntimeError, ValueError) as error:
-        raise CommError(f"start: rank {launch.rank} found no store of the job: {str(error).splitlines()[0]}",
+        raise CommError(f"start: rank {launch.rank} cannot reach the job's store: {str(error).splitlines()[0]}",
                         peer=f"MASTER_ADDR {master()}") from None
     exchange(store, range(world), rank, b"", config.join_deadline_s, "start")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,

@@ -265,8 +265,8 @@ class Units:
             return
         if self.weight_known and abs(total - self.total) > 1e-6 * total:
             raise InvalidInput("E-WEIGHT",
-                               f"weight(total=...) said that all workers weigh {self.total:g}, they weigh {total:g}: give the "
-                               "sum over all of them, or leave it out")
+                               f"weight(total=...) was {self.total:g}, but all workers together weigh {total:g}: pass the sum "
+                               "over all of them, or leave it out")
         if not self.weight_known:
             self.total = total
 

@@ -45,7 +45,7 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, r
 
     `by_itself`: the script did not ask for this very plan, so its parts that cannot follow local steps are left out."""
     if context.worker is None or context.groups is None or context.uplink is None:
-        raise InvalidInput("E-PLAN-SWITCH", "there is nobody to go over to another plan with")
+        raise InvalidInput("E-PLAN-SWITCH", "another plan needs other workers, and this job has none")
     again = False
     while True:
         before = context.uplink.view.members
@@ -73,7 +73,7 @@ def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, aga
             act()
         assert context.worker is not None
         if again and not gather(context.groups, [plan is not None])[0][0]:
-            context.say("the plan to go over to is gone with rank 0, which alone had it: the plan of before goes on")
+            context.say("the new plan was lost with rank 0, the only rank that had it: keeping the current plan")
             return
         _go_over(context, context.worker, context.groups, context.uplink, plan, by_itself=by_itself)
         for hook in context.after_switch:
@@ -114,8 +114,8 @@ def _go_over(
             raise InvalidInput("E-PLAN-SWITCH", f"plan: for {agreed.servers} servers, the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
             raise InvalidInput("E-PLAN-SWITCH",
-                               "plan: has local steps, and a Controller moves shares by what averaged steps take: only a plan "
-                               "that the script asks for takes them")
+                               "plan: has local steps, but a Controller adjusts shares from the times of averaged steps; only "
+                               "a plan that the script requests may have them")
         if context.members is not None and (why := context.members.unfit(agreed)):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
@@ -141,7 +141,7 @@ def _go_over(
         if sent and context.members is not None and isinstance(broken := error.__cause__ or error, CommError):
             raise _Told(broken, agreed) from error
         if sent and not isinstance(error, CommError):
-            raise CommError(f"the change of plans broke off: {error}") from error
+            raise CommError(f"the switch to another plan failed: {error}") from error
         raise
     context.plan, context.terms.basis = agreed, None
     context.hand_on(old, new)
@@ -171,8 +171,8 @@ def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: 
         old.check()
         if not old.begins() and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
-                               f"step {old.step} is half announced: go over to another plan between two steps, behind "
-                               "backward() and ahead of the next")
+                               f"step {old.step} is in progress: switch to another plan between two steps, after backward() "
+                               "and before the next")
         old.drain()
         exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
                              stepped.digest() if stepped is not None and local is not None else 0,
@@ -183,7 +183,7 @@ def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: 
         steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
             f"local steps {min(stand.taken for stand in stands)} to {max(stand.taken for stand in stands)}"
-        raise InvalidInput("E-PLAN-SWITCH", f"ranks stand at {what}: all go over to another plan at the same one")
+        raise InvalidInput("E-PLAN-SWITCH", f"ranks are at {what}: all must switch to another plan at the same step")
     return stands
 
 
@@ -194,8 +194,8 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
     if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
         raise InvalidInput("E-PLAN-SWITCH",
-                           f"plan: has {what}, behind local steps, which left the ranks' optimizers in different states: make "
-                           f"it without {'staleness' if late else 'overlap'}")
+                           f"plan: has {what} after local steps, which left the ranks' optimizers in different states: make it "
+                           f"without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
     return with_updates(unpredicted), (
         "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "
@@ -204,5 +204,5 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
 
 def _given(plan: Plan | None) -> Plan:
     if plan is None:
-        raise InvalidInput("E-PLAN-SWITCH", "plan: none given, allowed on rank 0: a Plan to go over to")
+        raise InvalidInput("E-PLAN-SWITCH", "plan: none given, allowed on rank 0: the Plan to switch to")
     return plan

@@ -54,7 +54,7 @@ def trace(connection: JobContext, observers: Observers, path: Path, steps: int) 
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
     if why := _untraceable(connection):
-        raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
+        raise InvalidInput("E-TRACE", f"nothing to trace: {why}")
     Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 
@@ -153,9 +153,9 @@ class Tracer:
         try:
             comparison = write(connection, self._path, gathered, self._done - len(steps))
         except OSError as error:
-            log.warning("the trace was not written: %s", error)
+            log.warning("the trace could not be written: %s", error)
             return
-        log.info("%d steps are traced in %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
+        log.info("traced %d steps to %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
 
 
 def gather_steps(connection: JobContext, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:

@@ -52,7 +52,7 @@ class UnevenInputs:
         connection = self._connection
         if connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() inside session.join(): allowed once around a loop over batches")
+                               "session.join() inside session.join(): allowed is one join() around a loop over batches")
         if connection.worker is not None:
             self._check()
             assert connection.rows is not None
@@ -64,16 +64,16 @@ class UnevenInputs:
         terms, plan = connection.terms, connection.plan
         if plan is not None and plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join(): the plan has local steps (every={plan.local_steps}), which all ranks must "
-                               "make in equal number; allowed: plans that average gradients in every step")
+                               f"session.join(): the plan has local steps (every={plan.local_steps}), of which all ranks must "
+                               "take the same number; allowed: plans that average gradients in every step")
         if terms.auto and terms.requested.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): exact=False lets the automatic plan take local steps, which all ranks must "
-                               "make in equal number; remedy: leave exact out")
+                               "session.join(): with exact=False the automatic plan may take local steps, of which all ranks "
+                               "must take the same number; remedy: leave exact out")
         if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): workers may leave this job (min_workers); allowed there: the same number of "
-                               "batches on all, as commlayer.balance.Sampler gives")
+                               "session.join(): workers may leave this job (min_workers), which needs the same number of "
+                               "batches on all ranks; remedy: commlayer.balance.Sampler")
         if connection.worker is not None and connection.worker.units.weight_known:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
@@ -84,11 +84,11 @@ class UnevenInputs:
                                "torchrun")
         if self._optimizer is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() copies the optimizer's state to ranks that run out of batches, and attach() got "
-                               "no optimizer; remedy: attach(model, optimizer)")
+                               "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
+                               "got no optimizer; remedy: attach(model, optimizer)")
         if self._scaler is None and _has_scaler():
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): the script has a GradScaler that attach() was not given, and its scale would "
+                               "session.join(): the script has a GradScaler that attach() did not get, and its scale would "
                                "differ between ranks; remedy: attach(model, optimizer, scaler=scaler)")
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
@@ -153,7 +153,7 @@ class UnevenInputs:
         again."""
         worker, rows = self._connection.worker, self._rows
         if worker is not None and rows is not None:
-            log.info("no more batches here: this rank takes part in the others' steps with weight 0")
+            log.info("out of batches: this rank takes part in the other ranks' steps with weight 0")
             units, recorder = worker.units, worker.recorder
             weight, total, given = units.weight, units.total, units.weight_known
             worker.weigh(0.0, None)

@@ -93,7 +93,7 @@ class FinishedPeers:
         if at is None or first is None or at < first[0]:
             return None
         exchanges, peer = first
-        return PeerLost(f"has ended in order after {exchanges} exchanges, and this worker is in exchange {at + 1}: {UNEQUAL}",
+        return PeerLost(f"left after {exchanges} exchanges, and this worker is in exchange {at + 1}: {UNEQUAL}",
                         code="E-UNEQUAL-PASSES", peer=peer)
 
 
@@ -588,7 +588,7 @@ class Worker(Unapplied):
             try:
                 self._routes.late.quiet(time.monotonic() + self._deadline_s)
             except Exception as error:  # a rank that misses a result reports it itself
-                log.info("an exchange was under way at the end: %s", error)
+                log.info("an exchange was in progress at the end: %s", error)
 
     def hand_out(self, targets: Sequence[torch.Tensor | None]) -> None:
         """After `drain`: writes the kept late results into `targets`, which are zeros."""

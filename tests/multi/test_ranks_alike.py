@@ -158,7 +158,7 @@ def test_what_was_loaded_on_some_ranks_is_taken_from_rank_0(how: str, what: str,
     results = pool(WORLD).call(resumed, how, what, "resync")
     for result in results:
         assert result["said"] == ""
-        assert [line for line in result["decisions"] if named in line and "go on from what rank 0 has" in line] == \
+        assert [line for line in result["decisions"] if named in line and "all ranks continue with rank 0's state" in line] == \
             result["decisions"]
         assert len(result["decisions"]) == 1
         assert result["steps"] == [8.0 if what == "lr" else 11.0] * 6

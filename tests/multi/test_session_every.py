@@ -203,8 +203,8 @@ def test_what_cannot_be_is_one_line() -> None:
             "zero": "every: got 0, allowed", "half": "every: got 2.5, allowed", "codes": "codes: got 'weights', allowed",
             "gradients": "leave codes out, or take every=1", "alone": "attach(model, optimizer, every=4)",
             "alone, updates": "attach(model, optimizer, codes='updates')", "lbfgs": "LBFGS", "hooked": "communication hook",
-            "plan": "every=4, but the plan is one of 8 local steps", "stale": "a step late, and updates are coded",
-            "unlike": "every=2, codes='updates' on rank 0", "switch": "every=2, but the plan is one of 8 local steps",
+            "plan": "every=4, but the plan has 8 local steps", "stale": "a step late with coded updates",
+            "unlike": "every=2, codes='updates' on rank 0", "switch": "every=2, but the plan has 8 local steps",
         })
 
 

@@ -166,7 +166,7 @@ def test_a_home_that_joins_where_another_dies_between_two_steps_is_sent_away(
     told = survivors(homes, 4, what, codec, deaths, tmp_path, joins)
     worlds = [3, 2, 2] if what == "drain" else [4] * 4 + [3] * 4 + [2] * 4
     assert [one["worlds"] for one in told] == [worlds] * 2
-    assert "is taken in" not in "".join(told[0]["said"])
+    assert " joined: " not in "".join(told[0]["said"])
     code, rows, errors = ended(late[0])
     assert (code, rows) == (1, [])
     assert "[E-JOIN-MISSED]\n" in errors
@@ -195,7 +195,7 @@ def test_a_plan_that_rank_0_alone_had_is_gone_with_it_and_the_one_of_before_goes
     """Behind that the others take the next one's."""
     told = survivors(homes, 3, "rank 0's", COARSE, "0@3:share:1", tmp_path)
     assert [one["worlds"] for one in told] == [[3] * 4 + [2] * 8] * 2
-    assert all("step 4: the plan to go over to is gone with rank 0" in "".join(one["said"]) for one in told)
+    assert all("step 4: the new plan was lost with rank 0" in "".join(one["said"]) for one in told)
     assert [one["codecs"] for one in told] == [[COARSE] * 8 + [FINE] * 4] * 2
     owes_nothing_else(told)
 

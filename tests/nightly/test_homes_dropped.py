@@ -94,7 +94,7 @@ def done_without(every: list[Any]) -> list[dict[str, Any]]:
     worlds = [3] * ODD + [2] * (STEPS - ODD)
     assert [one["worlds"] for one in told] == [worlds] * 2
     assert told[0]["weights"] == told[1]["weights"] == reference(worlds, [[0, 1, 2], [0, 2]])
-    assert "worker 1 is gone: 2 go on" in "".join(told[0]["said"])
+    assert "worker 1 is gone: 2 members continue" in "".join(told[0]["said"])
     return told
 
 

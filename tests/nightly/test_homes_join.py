@@ -193,7 +193,7 @@ def test_a_home_that_died_is_started_again_and_trains_with_the_others(homes: Hom
     weights, momentum = reference(there)
     for one in (*told, new):
         assert (one["weights"], one["momentum"]) == (weights, momentum)
-    assert f"step {first}: worker 5 is taken in: 3 go on" in "".join(told[0]["said"])
+    assert f"step {first}: worker 5 joined: 3 members continue" in "".join(told[0]["said"])
     assert "joined the running job as worker 5" in "".join(new["said"])
 
 

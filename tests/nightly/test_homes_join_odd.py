@@ -150,7 +150,7 @@ def test_auto_measures_and_plans_anew_for_those_who_are_left_and_with_one_that_j
     assert told[0]["weights"] == told[1]["weights"] == told[2]["weights"]
     said = "\n".join(told[0]["said"])
     assert re.search(r"(?s)worker 2 is gone.*links carry [^,\n]+, [^,\n]+ Mb/s up/down\n", said), said
-    assert re.search(r"(?s)worker 3 is taken in.*links carry [^,\n]+, [^,\n]+, [^,\n]+ Mb/s up/down\n", said), said
+    assert re.search(r"(?s)worker 3 joined.*links carry [^,\n]+, [^,\n]+, [^,\n]+ Mb/s up/down\n", said), said
     assert "found a plan" in said[said.rindex("links carry") :], said
     seen = [line for line in told[0]["stderr"].splitlines() if line.startswith("commlayer: step ")]
     assert any("links carry" in line for line in seen), "whoever looks on sees what is decided"

@@ -86,7 +86,7 @@ def test_who_is_left_stops_with_one_line_and_nobody_trains_with_half_a_save(
     told = [codes[n][1][0] for n in left]
     assert told[0] == told[1]
     first, then = told[0]["said"]
-    assert re.search(rf"^worker {victim}: .*; so {tmp_path} is not loaded.*\[E-PEER-LOST\]$", first)
+    assert re.search(rf"^worker {victim}: .*; {tmp_path} was not loaded.*\[E-PEER-LOST\]$", first)
     assert then == first
     found = whole(tmp_path, WORLD)
     assert (found.world, found.step, found.fault) == (WORLD, SAVED, "")

@@ -177,7 +177,7 @@ def test_a_home_is_killed_in_a_step_and_the_others_go_on_with_the_same_weights(h
     assert worlds in ([3] * 4 + [2] * 8, [3] * 5 + [2] * 7), "dead in that step, or ahead of the next one"
     assert [(one["worlds"], one["rank"], one["steps"]) for one in told] == [(worlds, place, STEPS) for place in range(2)]
     assert [one["calls"] for one in told] == [STEPS] * 2
-    assert f"worker {victim} is gone: 2 go on" in "".join(told[0]["said"])
+    assert f"worker {victim} is gone: 2 members continue" in "".join(told[0]["said"])
     assert told[0]["weights"] == told[1]["weights"] == reference(worlds, [[0, 1, 2], left])
     if how == "killed":
         assert told[0]["sums"] == told[1]["sums"]

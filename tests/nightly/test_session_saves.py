@@ -358,7 +358,7 @@ def test_a_directory_that_cannot_be_made_or_read_is_one_line_and_changes_nothing
     cases = {"file": "Not a directory", "file/below": "Not a directory", "closed/below": "Permission denied"}
     for (name, seen), (saved, loaded) in zip(cases.items(), own, strict=True):
         assert re.fullmatch(rf"{folder}/{name}: save_residuals\(\) cannot write there: .*({seen}).*; name a directory "
-                            "that this process may make and fill, on a disk with room \\[E-FILE\\]", saved), saved
+                            "that this process can create and fill \\[E-FILE\\]", saved), saved
         assert loaded.startswith(f"{folder}/{name}: ")
         assert "\n" not in saved + loaded
         assert code_of(loaded) == "E-CHECKPOINT"

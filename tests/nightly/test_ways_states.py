@@ -342,15 +342,15 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
 @pytest.mark.parametrize(("how", "wanted", "said"), [
     ({}, {"forward", "updates", "local", "round"}, ""),
     ({"optimizer": None}, set(), "local: got optimizer NoneType"),
-    ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes a number of backward passes of its own"),
+    ({"optimizer": "lbfgs"}, set(), "local: LBFGS makes its own number of backward passes"),
     ({"optimizer": "wrapping"}, set(), "local: got optimizer Wrapping, which has no hooks on its steps"),
     ({"optimizer": "sharded"}, set(), "local: ZeroRedundancyOptimizer steps each parameter on one rank alone"),
     ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward': DistributedDataParallel"),
-    ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler skips steps by all gradients"),
+    ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler decides from all gradients"),
     ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),
-    ({"every": 4}, {"local", "round"}, "updates: attach() was told every=4"),
-    ({"codes": "gradients"}, {"forward"}, "local: attach() was told every=as planned, codes='gradients'"),
-    ({"overlap": "forward"}, {"forward"}, "updates: attach() was told"),
+    ({"every": 4}, {"local", "round"}, "updates: attach() was given every=4"),
+    ({"codes": "gradients"}, {"forward"}, "local: attach() was given every=as planned, codes='gradients'"),
+    ({"overlap": "forward"}, {"forward"}, "updates: attach() was given"),
     ({"way": "every"}, {"updates", "local", "round"}, "forward: the ranks' optimizers are in different states"),
 ])
 def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:

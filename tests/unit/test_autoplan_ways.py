@@ -166,7 +166,7 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     assert (policy.exact, suggests) == (False, False)
     connection.terms.requested = RequestedModes(exact=True)
     assert allowed_ways(connection) == {"forward"}
-    assert forbidden_ways(connection)["local"] == "attach() was told exact=True"
+    assert forbidden_ways(connection)["local"] == "attach() was given exact=True"
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""

@@ -206,7 +206,7 @@ class NodePath(BucketPath):
         bucket, peer = ones[0].buckets[0], "a rank of this node"
         if others:
             bucket, peer = others[0], peer_name(self._first_rank + others[0].owner)
-        return DeadlineExceeded("its result was not handed on inside the node before the deadline", peer=peer,
+        return DeadlineExceeded("its result was not passed on inside the node before the deadline", peer=peer,
                                 step=bucket.step, bucket=bucket.id)
 
 
