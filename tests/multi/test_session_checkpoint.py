@@ -184,7 +184,7 @@ def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
         other = Setting("module", (servers.address,), "int8()", servers=SERVERS)
         said = pool(WORLD).call(wrong_loads, other, str(tmp_path), str(tmp_path / "empty"))
     for plan, missing in said:
-        assert re.search(f"{tmp_path}/save-1 is of plan .*E-CHECKPOINT", plan), plan
+        assert re.search(f"{tmp_path}/save-1 has plan .*E-CHECKPOINT", plan), plan
         assert re.search(f"{tmp_path}/empty: .*E-CHECKPOINT", missing), missing
 
 
