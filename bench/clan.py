@@ -1,6 +1,6 @@
 """CLAN against LANS on both built-in tasks: loss and bytes after the same number of steps, each at its best learning rate.
 
-Four workers and a server run in one thread (virtual_training.py of autotune/measure) with the engine's own codecs, residuals
+Four workers and a server run in one thread (virtual_training.py) with the engine's own codecs, residuals
 and sums. Learning rates come from one grid for all, chosen by the same held-out loss that is compared. Bytes are counted; time
 is not measured.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bench import report
-from commlayer.autotune.measure.virtual_training import VirtualWorkers
+from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo import tuning_tasks
 from commlayer.engine.optimizers import job_of

@@ -15,8 +15,8 @@ import torch
 from msgspec import structs
 
 from bench import energy_models, report
+from bench.virtual_training import VirtualWorkers
 from commlayer import planner
-from commlayer.autotune.measure.virtual_training import VirtualWorkers
 from commlayer.compressors import payload
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine.buckets import WorkerBucket

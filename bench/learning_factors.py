@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from bench import Unmeasurable
+from bench import Unmeasurable, convergence
+from bench.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from bench.learning_run import Variant
-from commlayer.autotune.measure import convergence
-from commlayer.autotune.measure.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
 from commlayer.planner.convergence import LearningRow, Recipe, excess
 
 __all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",

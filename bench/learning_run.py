@@ -1,14 +1,13 @@
-"""One training of `bench learning`: the package's method (autotune/measure/virtual_training.py) on the bench's tasks."""
+"""One training of `bench learning`: bench/virtual_training.py on the bench's tasks."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from bench import Unmeasurable
+from bench import Unmeasurable, virtual_training
 from bench.learning_tasks import TASKS, Task
-from commlayer.autotune.measure import virtual_training
-from commlayer.autotune.measure.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Variant, plan_of
+from bench.virtual_training import LOOKS, OUTERS, STEPS, WARMUP, Variant, plan_of
 
 __all__ = ["LOOKS", "OUTERS", "STEPS", "WARMUP", "Task", "Variant", "optimizer_of", "plan_of", "train"]
 

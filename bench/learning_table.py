@@ -13,12 +13,11 @@ from statistics import fmean, median
 
 import torch
 
-from bench import Unmeasurable, learning, learning_factors, report
+from bench import Unmeasurable, convergence, learning, learning_factors, report
+from bench.convergence import EARLY, Curve
 from bench.learning_factors import Cost, Foretold
 from bench.learning_run import STEPS, Variant
 from bench.learning_store import Store
-from commlayer.autotune.measure import convergence
-from commlayer.autotune.measure.convergence import EARLY, Curve
 from commlayer.files import between, write_whole
 from commlayer.planner.convergence import ALONE, LearningRow
 from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, written

@@ -144,7 +144,7 @@ class Config(Record, frozen=True):
     loss: Text = ""
     """A loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto"."""
     learning: Text = ""
-    """A table written by `commlayer tune --learning`: convergence factors measured on the user's task. Replaces the
+    """A table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Replaces the
     shipped table."""
     shape: Text = ""
     """In-process link shaping for the demo. Empty: none."""

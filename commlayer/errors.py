@@ -142,7 +142,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-LINK-NAME": ("A link's name or rate is wrong.", "Use a form from the message."),
     "E-MODEL-NAME": ("A built-in model's name or batch is wrong.", "Use a name from the message."),
     "E-LEARNING-TABLE": ("A table of learning measurements cannot be used.",
-                         "`commlayer tune TASK --learning FILE` writes one."),
+                         "`python -m bench.own_learning TASK FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
     "E-EPOCH-ENDED": ("A request is of an earlier set of members.", "None: the worker repeats it."),
     # ---- codecs

@@ -23,7 +23,7 @@ PLAN = Path("plan.json")
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
 Loss = Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")]
-Learning = Annotated[str, typer.Option(help="Convergence factors from `commlayer tune --learning`.", metavar="FILE")]
+Learning = Annotated[str, typer.Option(help="Convergence factors from `python -m bench.own_learning`.", metavar="FILE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan; its inputs are next to it.", metavar="FILE")]
 
 

@@ -11,7 +11,6 @@ import typer
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
-from commlayer.cli import tune_learning
 from commlayer.cli.loss_part import loss_part
 from commlayer.cli.user_code import function_of
 from commlayer.errors import InvalidInput
@@ -34,16 +33,8 @@ def tune(
     out: Annotated[Path, typer.Option(
         help="The loss model of codecs, for `plan make --loss`.",
     )] = Path("loss.json"),
-    learning: Annotated[Path | None, typer.Option(
-        help="Instead, train the task in each sync mode and write the convergence factors there.", metavar="FILE")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each training, with --learning.")] = 240,
-    seeds: Annotated[int, typer.Option(help="Trainings of each mode, with --learning.")] = 1,
 ) -> None:
     """Find the fastest settings within a loss budget, by short proxy runs."""
-    if learning is not None:
-        tune_learning.run(task, learning, codec, ratio, _numbers("--local-steps", local_steps, "4,16"), staleness=staleness,
-                          steps=steps, seeds=seeds)
-        return
     if trials < 1:
         raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
     part = loss_part("--budget", budget, above_0=True)
@@ -134,5 +125,4 @@ def _tell(kept: Store, asked: Search, out: Path) -> None:
     settings = spelled(best.settings)
     typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
                f"{best.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(best, dense):+.2%}")
-    typer.echo(f"trials in {kept.path}, loss model in {out}: commlayer plan make --loss {out}; it is of codecs, what other "
-               "ways of training cost is measured by commlayer tune TASK --learning FILE")
+    typer.echo(f"trials in {kept.path}, loss model in {out}: commlayer plan make --loss {out}")

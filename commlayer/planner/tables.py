@@ -578,7 +578,7 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 def read(path: Path) -> LearningTable:
     """Reads a table; a one-line error for an invalid one."""
     what, data = f"learning table {path}", path.read_bytes()
-    remedy = "python -m bench.learning_table" if path == SHIPPED else f"commlayer tune TASK --learning {path}"
+    remedy = "python -m bench.learning_table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
     try:
         version = decode(data, _Version, what).version
         if version != VERSION:
@@ -599,7 +599,7 @@ def written(made: LearningTable) -> bytes:
 
 
 def rows_in(path: Path) -> tuple[LearningRow, ...]:
-    """Rows of a table that `commlayer tune --learning` wrote: always the same object."""
+    """Rows of a table that `python -m bench.own_learning` wrote: always the same object."""
     return table_in(path).rows
 
 
@@ -609,11 +609,11 @@ def table_in(path: Path) -> LearningTable:
     try:
         table = read(path)
     except OSError as error:
-        problem = f"{error.strerror}; `commlayer tune TASK --learning {path}` writes one"
+        problem = f"{error.strerror}; `python -m bench.own_learning TASK {path}` writes one"
         raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {problem}") from None
     if not table.rows:
         raise InvalidInput("E-LEARNING-TABLE",
-                           f"learning table {path}: has no rows; `commlayer tune TASK --learning {path}` measures some")
+                           f"learning table {path}: has no rows; `python -m bench.own_learning TASK {path}` measures some")
     return table
 
 

@@ -17,11 +17,11 @@ from torch import nn
 
 import bench.__main__ as program
 from bench import Unmeasurable, learning, learning_campaign, learning_run
+from bench import virtual_training as learning_steps
 from bench.learning_run import LOOKS, Variant, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
-from commlayer.autotune.measure import virtual_training as learning_steps
-from commlayer.autotune.measure.virtual_training import TrainingTask, outer_of
+from bench.virtual_training import TrainingTask, outer_of
 from commlayer.engine.local_steps import LocalSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 

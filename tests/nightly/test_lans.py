@@ -16,7 +16,7 @@ import torch
 from support.processes import ROOT, clean_environment
 from torch import nn
 
-from commlayer.autotune.measure.virtual_training import VirtualWorkers
+from bench.virtual_training import VirtualWorkers
 from commlayer.compressors import parse, wrap
 from commlayer.demo.problem import batches, digits, mlp
 from commlayer.engine.optimizers import job_of

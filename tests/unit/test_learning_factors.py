@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from bench import Unmeasurable, learning_table
+from bench.convergence import alone_rows
 from bench.learning_factors import (
     LEAST_TASKS,
     MOST,
@@ -28,7 +29,6 @@ from bench.learning_factors import (
 )
 from bench.learning_run import LOOKS, STEPS, Variant
 from bench.learning_store import Run, Store
-from commlayer.autotune.measure.convergence import alone_rows
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import RecordError
 from commlayer.planner import tables
@@ -193,7 +193,7 @@ def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*commlayer tune TASK --learning.*E-LEARNING-TABLE"),
+    ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*own_learning.*E-LEARNING-TABLE"),
     ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
     ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
     ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from commlayer.autotune.measure.virtual_training import LOOKS, STEPS, Make, Variant, train
+from bench.virtual_training import LOOKS, STEPS, Make, Variant, train
 from commlayer.codec_spec import SPARSE, parse_spec
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim.outer import family_of
@@ -241,6 +241,6 @@ def _optimizer(name: str, make: Make) -> torch.optim.Optimizer:
 def _table(name: str, curves: dict[Variant, Sequence[float]]) -> LearningTable | None:
     rows = rows_of(costs(curves))
     rows += alone_rows(curves) if rows else ()
-    source = Provenance(datetime.date.today().isoformat(), f"commlayer tune {name} --learning", len(curves),
+    source = Provenance(datetime.date.today().isoformat(), f"python -m bench.own_learning {name}", len(curves),
                         (f"{OWN}: {name}",), str(torch.__version__), OWN)
     return LearningTable(source, rows) if rows else None

@@ -1,4 +1,4 @@
-"""`commlayer tune TASK --learning FILE`: what ways cost in steps on a task of one's own, and that plans are made by it."""
+"""`python -m bench.own_learning TASK FILE`: what ways cost in steps on a task of one's own, and that plans are made by it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 
 import commlayer
+from bench import own_learning
 from commlayer.cli.main import run
 from commlayer.cli.plan_tables import spread
 from commlayer.config import Config
@@ -74,9 +75,9 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, plan = tmp_path / "rows.json", tmp_path / "plan.json"
-    code, said, errors = told(["tune", str(task_file(tmp_path)), "--learning", str(out), "--steps", "24", "--codec", "int4()",
-                               "--local-steps", "2"], monkeypatch, capsys)
-    assert (code, errors) == (0, "")
+    options = ["--steps", "24", "--codec", "int4()", "--local-steps", "2"]
+    assert own_learning.main([str(task_file(tmp_path)), str(out), *options]) == 0
+    said = capsys.readouterr().out
     made = read(out)
     assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in made.rows] == [
         ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
@@ -168,18 +169,16 @@ def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path)
      "mine.py: task(0): its optimizer is of type int"),
     ({"made": "1 / 0"}, [], "mine.py: task(0): ZeroDivisionError: division by zero"),
     ({"optimizer": "Rprop"}, [], "its optimizer is of no family"),
-    ({}, ["--steps", "5"], "--steps 5 --seeds 1: "),
-    ({}, ["--codec", "int5()"], "--codec: "),
+    ({}, ["--codec", "int5()"], "int5"),
 ])
 def test_what_cannot_be_measured_is_one_line(
-    task: dict[str, str], more: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    task: dict[str, str], more: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "rows.json"
-    code, _, errors = told(["tune", str(task_file(tmp_path, **task)), "--learning", str(out), *more], monkeypatch, capsys)
-    assert code == 2
+    assert own_learning.main([str(task_file(tmp_path, **task)), str(out), *more]) == 2
+    errors = capsys.readouterr().err
     assert line in errors
-    assert code_of(errors) == ("E-CODEC-NAME" if "int5()" in more else "E-CLI-OPTION" if more else "E-USER-CODE"), errors
+    assert code_of(errors) == ("E-CODEC-NAME" if more else "E-USER-CODE"), errors
     assert len(errors.strip().splitlines()) == 1
     assert not out.exists()
 
@@ -190,7 +189,7 @@ def test_what_cannot_be_measured_is_one_line(
 def test_a_table_of_another_form_is_one_line_with_a_remedy(text: str, line: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(text, "utf-8")
-    with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*--learning {path}.*E-LEARNING-TABLE") as told:
+    with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*{path}.*E-LEARNING-TABLE") as told:
         read(path)
     assert "\n" not in str(told.value)
 
@@ -199,7 +198,7 @@ def test_a_table_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:
     absent = tmp_path / "none.json"
-    with pytest.raises(ValueError, match=f"{absent}: No such file.*--learning.*E-LEARNING-TABLE"):
+    with pytest.raises(ValueError, match=f"{absent}: No such file.*E-LEARNING-TABLE"):
         settle("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
     code, _, errors = told(["plan", "make", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)], monkeypatch, capsys)
     assert code == 2

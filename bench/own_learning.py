@@ -1,23 +1,29 @@
-"""`commlayer tune TASK --learning FILE`: measures the convergence factor of each sync mode on the user's task."""
+"""`python -m bench.own_learning TASK FILE`: measures the convergence factor of each sync mode on your own task.
+
+TASK is a file.py with task(seed), or module:function. FILE is for `attach(config={"learning": FILE})` and for
+`commlayer plan make --learning FILE`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import typer
+from torch import nn
 
+from bench.convergence import measured, ways_of
+from bench.virtual_training import TrainingTask, Variant
 from commlayer.cli.user_code import function_of, of_user
+from commlayer.compressors import parse
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.planner.convergence import ALONE, ALONE_AMONG
+from commlayer.planner.tables import LearningTable, written
 
-if TYPE_CHECKING:
-    from commlayer.autotune.measure.virtual_training import TrainingTask, Variant
-    from commlayer.planner.tables import LearningTable
-
-CODECS = ("int4()", "topk(ratio={ratio})")
+CODECS = ("int4()", "topk(ratio=0.1)", "topk(ratio=0.01)")
 LOCAL_STEPS = (4, 16)
 LEAST_STEPS = 20
 BY_ITSELF = "one worker by itself"
@@ -28,56 +34,54 @@ CALLED = {"optimizer": "optimizer(model)", "batches": "batches(rank, world)", "l
 WHAT = f"of a seed that returns a dict of {', '.join(FIELDS)}"
 
 
-def run(
-    name: str, out: Path, codecs: list[str] | None, ratio: str, local_steps: tuple[int, ...], *, staleness: bool, steps: int,
-    seeds: int,
-) -> None:
-    if steps < LEAST_STEPS or seeds < 1:
-        raise InvalidInput("E-CLI-OPTION",
-                           f"--steps {steps} --seeds {seeds}: allowed are {LEAST_STEPS} steps or more, and a seed or more")
-    if not out.absolute().parent.is_dir():
-        raise InvalidInput("E-CLI-OPTION", f"{out}: the folder {out.absolute().parent} does not exist")
-    make = maker(name)
-    from commlayer.autotune.measure.convergence import measured, ways_of
-    from commlayer.planner.tables import written
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.own_learning", description=__doc__)
+    parser.add_argument("task")
+    parser.add_argument("out", type=Path, metavar="FILE")
+    parser.add_argument("--codec", action="append", help="a codec to train with; repeatable")
+    parser.add_argument("--local-steps", type=int, nargs="+", default=LOCAL_STEPS)
+    parser.add_argument("--staleness", action="store_true", help="also train with one-step-stale results")
+    parser.add_argument("--steps", type=int, default=240, help="steps of each training")
+    parser.add_argument("--seeds", type=int, default=1, help="trainings of each mode")
+    args = parser.parse_args(argv)
+    if args.steps < LEAST_STEPS or args.seeds < 1:
+        parser.error(f"--steps {args.steps} --seeds {args.seeds}: allowed are {LEAST_STEPS} steps or more, a seed or more")
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"{args.out}: the folder {args.out.absolute().parent} does not exist")
+    try:
+        run(args.task, args.out, args.codec or CODECS, args.local_steps, staleness=args.staleness, steps=args.steps,
+            seeds=args.seeds)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
+
+def run(
+    name: str, out: Path, codecs: Sequence[str], local_steps: Sequence[int], *, staleness: bool, steps: int, seeds: int,
+) -> None:
+    make = maker(name)
+    for codec in codecs:
+        parse(codec)
     count = 0
 
     def tell(way: Variant, loss: float, table: LearningTable | None) -> None:
         nonlocal count
         count += 1
-        typer.echo(f"{count:3}  {said(way):56} loss {loss:.4g}")
+        print(f"{count:3}  {said(way):56} loss {loss:.4g}")
         if table is not None:  # written after each training, so that an interrupted run keeps its rows
             write_whole({out: written(table)})
 
-    several = local_steps if any(n > 1 for n in local_steps) else LOCAL_STEPS
-    ways = list(ways_of(spelled(codecs, ratio), several, late=staleness))
+    ways = list(ways_of(codecs, local_steps, late=staleness))
     table = measured(name, make, ways, tell, steps=steps, seeds=seeds)
     for row in table.rows:
         if row.workers == ALONE:
-            typer.echo(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
+            print(f"{BY_ITSELF:56} {row.steps:.2f} times as many steps as {ALONE_AMONG} together")
         if row.workers == 0:
             how = f"{row.codec}{', updates' if row.codes == 'updates' and row.every == 1 else ''}"
             how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
-            typer.echo(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
-    typer.echo(f'{len(table.rows)} rows in {out}: commlayer plan make --learning {out}, attach(config={{"learning": "{out}"}})')
-
-
-def spelled(codecs: list[str] | None, ratio: str) -> tuple[str, ...]:
-    """The codecs to measure. A codec with a ratio appears at both ends of its range, the larger ratio first."""
-    from commlayer.compressors import parse
-
-    ends = ["0.1", "0.01"] if codecs is None else ratio.split(":")[::-1]
-    spellings = []
-    for codec in codecs or CODECS:
-        for end in ends if "{ratio}" in codec else ends[:1]:
-            text = codec.replace("{ratio}", end)
-            try:
-                parse(text)
-            except (TypeError, ValueError) as error:
-                raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
-            spellings.append(text)
-    return tuple(spellings)
+            print(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
+    print(f'{len(table.rows)} rows in {out}: commlayer plan make --learning {out}, attach(config={{"learning": "{out}"}})')
 
 
 def maker(name: str) -> Callable[[int], TrainingTask]:
@@ -92,8 +96,6 @@ def maker(name: str) -> Callable[[int], TrainingTask]:
 
 def _fields(what: str, made: Any) -> dict[str, Any]:
     """The fields of a task, checked, from the result of a user's function."""
-    from torch import nn
-
     if not isinstance(made, Mapping):
         raise InvalidInput("E-USER-CODE", f"{what} returned {type(made).__name__}, needed is a function {WHAT}")
     if absent := [field for field in FIELDS if field not in made]:
@@ -107,8 +109,6 @@ def _fields(what: str, made: Any) -> dict[str, Any]:
 
 def _guarded(name: str, made: dict[str, Any]) -> TrainingTask:
     """The task with its functions wrapped: an exception in one becomes a one-line error that names the function."""
-    from commlayer.autotune.measure.virtual_training import TrainingTask
-
     def of(field: str) -> Callable[..., Any]:
         return lambda *given: of_user(f"{name}: {field}", lambda: made[field](*given))
 
@@ -127,3 +127,7 @@ def said(way: Variant) -> str:
              f"every={way.every}" if way.every > 1 else "", 'overlap="round"' if way.overlap else "",
              "one step late" if way.late else "", f"seed {way.seed}" if way.seed else ""]
     return ", ".join(filter(None, parts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
