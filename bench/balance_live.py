@@ -117,19 +117,19 @@ def _worker(*flags: object) -> list[str]:
     return [sys.executable, "-m", "bench.balance_worker", *map(str, flags)]
 
 
-def _iterations(told: Sequence[Mapping[str, Any]]) -> list[float]:
+def _iterations(replies: Sequence[Mapping[str, Any]]) -> list[float]:
     """For each step the time of the slowest rank."""
-    return [max(times) for times in zip(*(one["step_s"] for one in told), strict=True)]
+    return [max(times) for times in zip(*(one["step_s"] for one in replies), strict=True)]
 
 
 def _best_s(lines: Sequence[Line], total: int) -> float:
     return solve(list(lines), total).makespan_s
 
 
-def _moves(told: Sequence[Mapping[str, Any]]) -> int:
-    shares = list(zip(*(one["shares"] for one in told), strict=True))
+def _moves(replies: Sequence[Mapping[str, Any]]) -> int:
+    shares = list(zip(*(one["shares"] for one in replies), strict=True))
     return sum(a != b for a, b in itertools.pairwise(shares))
 
 
-def _final(told: Sequence[Mapping[str, Any]]) -> str:
-    return "/".join(str(one["shares"][-1]) for one in told)
+def _final(replies: Sequence[Mapping[str, Any]]) -> str:
+    return "/".join(str(one["shares"][-1]) for one in replies)

@@ -129,8 +129,8 @@ def rows(clusters: Sequence[PlayedCluster], policy: Policy, steps: int) -> list[
     return table
 
 
-def summary(made: Sequence[dict[str, Any]]) -> dict[str, float]:
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Minimum and maximum gain of the search over the links."""
-    pairs = zip(made[::2], made[1::2], strict=True)
+    pairs = zip(rows[::2], rows[1::2], strict=True)
     gains = [100 * (1 - searched["to_loss_ms"] / ours["to_loss_ms"]) for ours, searched in pairs]
     return {"search_gain_with_rate_pct_min": min(gains), "search_gain_with_rate_pct_max": max(gains)}

@@ -53,8 +53,8 @@ def run(quick: bool) -> Result:
     return {"rows": rows + rated, "summary": {**gains(rows), **balance_rate.summary(rated)}}
 
 
-def row(kind: str, name: str, made: Callable[[PlayedCluster], Mode], clusters: list[PlayedCluster]) -> dict[str, Any]:
-    runs = [run_mode(made(cluster), cluster, STEPS) for cluster in clusters]
+def row(kind: str, name: str, mode_of: Callable[[PlayedCluster], Mode], clusters: list[PlayedCluster]) -> dict[str, Any]:
+    runs = [run_mode(mode_of(cluster), cluster, STEPS) for cluster in clusters]
     whole_s, oracle_s = (mean(getattr(step, what) for one in runs for step in one) for what in ("iteration_s", "oracle_s"))
     return {
         "scenario": kind, "mode": name, "iteration_ms": whole_s * 1e3, "oracle_gap_pct": 100 * (whole_s / oracle_s - 1),

@@ -97,7 +97,7 @@ def published(model: Slept, truth: Truth, steps: int) -> Iterator[list[int]]:
         mode.observe(step, [float(one) for one in times])
 
 
-def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str, Any]) -> Iterator[list[int]]:
+def balanced(model: Slept, truth: Truth, steps: int, codec: str, result: dict[str, Any]) -> Iterator[list[int]]:
     """Our balancer: starts with equal shares, without a profile. Yields this rank's share after each step."""
     dist.init_process_group("gloo", timeout=DEADLINE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -114,7 +114,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, told: dict[str,
         optimizer.step()
         optimizer.zero_grad()
         yield [len(batch)]
-    told |= {"decisions": session.inspect.decisions(), "stats": session.stats(),
+    result |= {"decisions": session.inspect.decisions(), "stats": session.stats(),
              "sums": [sum(e.shares) for e in controller.events if hasattr(e, "shares")]}
     session.close()
 

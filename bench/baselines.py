@@ -89,7 +89,7 @@ def _free_port(lab: Lab | None) -> int:
 
 
 def _wait(
-    children: Sequence[subprocess.Popen[Any]], said: Sequence[tuple[IO[str], IO[str]]], deadline_s: float,
+    children: Sequence[subprocess.Popen[Any]], outputs: Sequence[tuple[IO[str], IO[str]]], deadline_s: float,
     watch: Callable[[Sequence[subprocess.Popen[Any]]], None] | None,
 ) -> None:
     until = time.monotonic() + deadline_s
@@ -103,11 +103,11 @@ def _wait(
                 continue
             del running[rank]
             if code:
-                raise RankFailed(f"rank {rank} of {len(children)} ended with code {code}:\n{_tail(said[rank][1])}")
+                raise RankFailed(f"rank {rank} of {len(children)} ended with code {code}:\n{_tail(outputs[rank][1])}")
         if running and time.monotonic() > until:
             rank = min(running)
             late = ", ".join(map(str, running))
-            raise RankFailed(f"rank {late}: no end within {deadline_s:g} s; rank {rank} said last:\n{_tail(said[rank][1])}")
+            raise RankFailed(f"rank {late}: no end within {deadline_s:g} s; rank {rank} said last:\n{_tail(outputs[rank][1])}")
         time.sleep(0.02)
 
 

@@ -34,10 +34,10 @@ def run(quick: bool) -> Result:
     return compared(ratios, json.loads(EXPECTED.read_text()))
 
 
-def compared(found: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
+def compared(ratios: dict[str, float], expected: dict[str, dict[str, float]]) -> Result:
     """Returns code 1 if a ratio exceeds its limit."""
     rows: list[dict[str, Any]] = []
-    for name, ratio in found.items():
+    for name, ratio in ratios.items():
         limit = expected[name]["ratio"] * (1 + expected[name]["tolerance"])
         rows.append({"ratio of": name, "measured": round(ratio, 3), "expected": expected[name]["ratio"],
                      "limit": round(limit, 3), "verdict": "ok" if ratio <= limit else "WORSE"})

@@ -42,14 +42,14 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     return fuzz(targets(), args.frames or (QUICK if quick else FRAMES), args.seed)
 
 
-def fuzz(found: list[Target], inputs: int, seed: int = 0) -> Result:
+def fuzz(targets: list[Target], inputs: int, seed: int = 0) -> Result:
     """Returns a row for each target and for each finding."""
     taken: Counter[str] = Counter()
     refused: Counter[str] = Counter()
     slowest: dict[str, float] = {}
     findings: list[dict[str, Any]] = []
     warm_nbytes, begin = 0, time.monotonic()
-    for number, (where, target, rng, data) in enumerate(_inputs(found, inputs, seed)):
+    for number, (where, target, rng, data) in enumerate(_inputs(targets, inputs, seed)):
         if number == int(WARM * inputs):
             warm_nbytes = _resident()
         if number % BLOCK == 0:
@@ -73,7 +73,7 @@ def fuzz(found: list[Target], inputs: int, seed: int = 0) -> Result:
     faulthandler.cancel_dump_traceback_later()
     growth = _resident() / warm_nbytes - 1
     rows = [{"target": t.name, "taken": taken[t.name], "refused": refused[t.name], "slowest_ms": 1e3 * slowest.get(t.name, 0.0)}
-            for t in found]
+            for t in targets]
     seconds = time.monotonic() - begin
     return {"rows": [*rows, *findings], "summary": {
         "inputs": inputs, "seeds": f"{seed} to {seed + (inputs - 1) // BLOCK}", "findings": len(findings),
@@ -81,11 +81,11 @@ def fuzz(found: list[Target], inputs: int, seed: int = 0) -> Result:
         "inputs_per_s": inputs / seconds, "seconds": seconds}}
 
 
-def _inputs(found: list[Target], inputs: int, seed: int) -> Iterator[tuple[int, Target, random.Random, bytes]]:
-    weights = [WEIGHTS.get(target.name, 1.0) for target in found]
+def _inputs(targets: list[Target], inputs: int, seed: int) -> Iterator[tuple[int, Target, random.Random, bytes]]:
+    weights = [WEIGHTS.get(target.name, 1.0) for target in targets]
     for block in range(-(-inputs // BLOCK)):
         rng = random.Random(seed + block)
-        for target in rng.choices(found, weights, k=min(BLOCK, inputs - block * BLOCK)):
+        for target in rng.choices(targets, weights, k=min(BLOCK, inputs - block * BLOCK)):
             data = mutated(rng, target.examples)
             yield seed + block, target, rng, resealed(data) if target.frames and rng.random() < 0.7 else data
 

@@ -31,20 +31,20 @@ def costs(curves: Mapping[Variant, Curve]) -> dict[Variant, Cost]:
         raise Unmeasurable(str(error)) from None
 
 
-def rows(found: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
+def rows(costs: Mapping[Variant, Cost]) -> tuple[LearningRow, ...]:
     """Rows of the table, for configurations measured on enough tasks."""
-    return convergence.rows_of(found, least_tasks=LEAST_TASKS)
+    return convergence.rows_of(costs, least_tasks=LEAST_TASKS)
 
 
-def with_outer(found: Mapping[Variant, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
+def with_outer(costs: Mapping[Variant, Cost], outer: str = "diloco") -> tuple[LearningRow, ...]:
     """As `rows`, for runs with that outer optimizer only. The planner's table cannot express these rows."""
-    return rows({structs.replace(way, outer=""): one for way, one in found.items() if way.outer == outer})
+    return rows({structs.replace(way, outer=""): one for way, one in costs.items() if way.outer == outer})
 
 
-def with_batches(found: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, ...]]:
+def with_batches(costs: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, ...]]:
     """As `rows`, by the multiple of a worker's batch. Only runs with 4 workers and the seeds of the larger batches."""
-    seeds = {way.seed for way in found if way.batches > 1}
-    mine = {way: one for way, one in found.items() if way.workers == WORKERS and way.seed in seeds}
+    seeds = {way.seed for way in costs if way.batches > 1}
+    mine = {way: one for way, one in costs.items() if way.workers == WORKERS and way.seed in seeds}
     return {times: rows({structs.replace(way, batches=1): one for way, one in mine.items() if way.batches == times})
             for times in sorted({way.batches for way in mine})}
 
@@ -86,13 +86,13 @@ class Foretold(NamedTuple):
     """Fraction of the configurations whose measured factor is at most the cautious one."""
 
 
-def held_out(found: Mapping[Variant, Cost]) -> list[Foretold]:
+def held_out(costs: Mapping[Variant, Cost]) -> list[Foretold]:
     """Predicts each task from the other tasks."""
-    told = []
-    for task in sorted({way.task for way in found}):
-        table = rows({way: one for way, one in found.items() if way.task != task})
+    predictions = []
+    for task in sorted({way.task for way in costs}):
+        table = rows({way: one for way, one in costs.items() if way.task != task})
         for optimizer in sorted({row.optimizer for row in table}):
-            mine = _of_task(found, task, optimizer)
+            mine = _of_task(costs, task, optimizer)
             known = {*map(_key, table)}
             mine = {way: steps for way, steps in mine.items() if key_of(way) in known}
             if len(mine) < LEAST_TASKS:
@@ -102,9 +102,9 @@ def held_out(found: Mapping[Variant, Cost]) -> list[Foretold]:
             measured = list(mine.values())
             errors = [abs(g - m) / m for g, m in zip(guessed, measured, strict=True)]
             covered = fmean(m <= high for m, high in zip(measured, cautious, strict=True))
-            told.append(Foretold(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
+            predictions.append(Foretold(task, optimizer, len(mine), _rank(guessed, measured), median(errors),
                                  _rank(cautious, measured), covered))
-    return told
+    return predictions
 
 
 def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
@@ -114,10 +114,10 @@ def _rank(guessed: Sequence[float], measured: Sequence[float]) -> float:
     return 0.0 if math.isnan(rank) else rank
 
 
-def _of_task(found: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
+def _of_task(costs: Mapping[Variant, Cost], task: str, optimizer: str) -> dict[Variant, float]:
     """Factors of one task, averaged over seeds; keys have seed 0."""
     by: dict[Variant, list[float]] = {}
-    for way, one in found.items():
+    for way, one in costs.items():
         if (way.task, way.optimizer) == (task, optimizer) and told(way) and way.workers > 1:
             by.setdefault(structs.replace(way, seed=0), []).append(one.steps)
     return {way: fmean(each) for way, each in by.items()}

@@ -46,29 +46,29 @@ def table(store: Store, date: str) -> LearningTable:
     ), rows)
 
 
-def errors(told: Sequence[Foretold]) -> dict[str, float]:
+def errors(predictions: Sequence[Foretold]) -> dict[str, float]:
     """Median prediction error of the factors over held-out tasks, by optimizer."""
-    return {optimizer: round(median(one.error for one in told if one.optimizer == optimizer), 3)
-            for optimizer in sorted({one.optimizer for one in told})}
+    return {optimizer: round(median(one.error for one in predictions if one.optimizer == optimizer), 3)
+            for optimizer in sorted({one.optimizer for one in predictions})}
 
 
-def page(text: str, made: LearningTable, store: Store) -> str:
+def page(text: str, table: LearningTable, store: Store) -> str:
     """The page's text with its tables updated."""
     try:
-        return between(text, BEGIN, END, _tables(made, learning.current(store)))
+        return between(text, BEGIN, END, _tables(table, learning.current(store)))
     except ValueError as error:
         raise Unmeasurable(f"{PAGE}: {error}") from None
 
 
-def _tables(made: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> str:
-    lines = [f"Of {made.provenance.runs} trainings, {made.provenance.date}, torch {made.provenance.torch}.", ""]
+def _tables(table: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> str:
+    lines = [f"Of {table.provenance.runs} trainings, {table.provenance.date}, torch {table.provenance.torch}.", ""]
     for optimizer, name in NAMES.items():
         lines += [f"**{name}**", "", "| way | steps | cautious | loss | cautious | tasks | runs |",
                   "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-        mine = [row for row in made.rows if row.optimizer == optimizer and row.workers != ALONE]
+        mine = [row for row in table.rows if row.optimizer == optimizer and row.workers != ALONE]
         mine.sort(key=lambda row: (row.late, row.overlap, row.every, row.codes, row.steps))
         lines += [*map(_figures, mine), ""]
-    for row in (row for row in made.rows if row.workers == ALONE):
+    for row in (row for row in table.rows if row.workers == ALONE):
         lines += [f"One worker alone, with {NAMES[row.optimizer]}: {row.steps:.2f} times as many steps, cautiously "
                   f"{row.steps_high:.2f}; the median of {row.tasks} tasks in {row.runs} trainings.", ""]
     cost_by_variant = learning_factors.costs(curves)
@@ -89,9 +89,9 @@ def _tables(made: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> st
     return "\n".join(lines)
 
 
-def _by_batch(found: Mapping[Variant, Cost]) -> list[str]:
+def _by_batch(costs: Mapping[Variant, Cost]) -> list[str]:
     larger = {times: {(row.optimizer, _way(row)): row.steps for row in rows}
-              for times, rows in learning_factors.with_batches(found).items()}
+              for times, rows in learning_factors.with_batches(costs).items()}
     everywhere = [way for way in larger.get(1, {}) if all(way in steps for steps in larger.values())]
     if not everywhere:
         return []

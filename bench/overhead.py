@@ -54,15 +54,15 @@ def answers(what: str, *arguments: str, env: dict[str, str] | None = None) -> li
     return replies
 
 
-def slowest(told: list[dict[str, Any]], way: str) -> list[float]:
+def slowest(replies: list[dict[str, Any]], way: str) -> list[float]:
     """Per step, the time of the slowest rank."""
-    return [max(times) for times in zip(*(t["ways"][way]["step_s"] for t in told), strict=True)]
+    return [max(times) for times in zip(*(t["ways"][way]["step_s"] for t in replies), strict=True)]
 
 
-def bucket_us(told: list[dict[str, Any]]) -> float:
+def bucket_us(replies: list[dict[str, Any]]) -> float:
     """CPU time of a worker per additional bucket, for the same total bytes. Counts all threads and kernel time."""
-    few, many = (statistics.median(c for t in told for c in t["ways"][way]["cpu_s"]) for way in ("few", "many"))
-    ways = told[0]["ways"]
+    few, many = (statistics.median(c for t in replies for c in t["ways"][way]["cpu_s"]) for way in ("few", "many"))
+    ways = replies[0]["ways"]
     spread: int = ways["many"]["buckets"] - ways["few"]["buckets"]
     return float((many - few) / spread * 1e6)
 

@@ -130,8 +130,8 @@ def _job(tensors: int) -> Job:
     return Job(infos, 32, Timing(ready, needed, whole_s * 2 / 3, whole_s / 3, 0.002), "random")
 
 
-def _above(made: Plan) -> float:
-    return 100 * (made.step_s / made.free_s - 1)
+def _above(chosen: Plan) -> float:
+    return 100 * (chosen.step_s / chosen.free_s - 1)
 
 
 def _gap(seed: int) -> tuple[float, float]:

@@ -89,8 +89,8 @@ def _auto(lab: Lab | None, net: Net, model: str) -> dict[str, Any]:
     }
 
 
-def _loopback(made: list[dict[str, Any]]) -> float:
-    """Plan "auto" against DDP on four nodes that share one machine, where only CPUs are scarce. Appends the row to `made`."""
+def _loopback(rows: list[dict[str, Any]]) -> float:
+    """Plan "auto" against DDP on four nodes that share one machine, where only CPUs are scarce. Appends the row to `rows`."""
     row = _auto(None, Net("loopback", 0.0, 0.0), MODELS[0])
-    made.append(row)
+    rows.append(row)
     return float(row["x_best_ddp"])

@@ -100,7 +100,7 @@ def row(link: str, way: str, run: Run, *, paced_s: float, goal: float, seconds: 
     return {
         "link": link, "way": way, "s_per_step": run.s_per_step, "x_paced": run.s_per_step / paced_s, "exposed_s": exposed_s,
         "exposed_pct": 100 * exposed_s / paced_s,
-        "waited_s": run.told["exposed_s"] / run.steps if "exposed_s" in run.told else "-",
+        "waited_s": run.reported["exposed_s"] / run.steps if "exposed_s" in run.reported else "-",
         "loss": at(run.curve, seconds), "s_to_goal": "-" if when is None else when, "up_kb": run.up_kb, "down_kb": run.down_kb,
         "late_pct": run.late_pct,
     }

@@ -99,8 +99,8 @@ class Campaign:
             return cluster.run(LIMIT_S, STRIKES[wanted.fault])
 
 
-def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
-    """The figures of a campaign; `asked` is the number of runs that were requested."""
+def summary(rows: Sequence[Row], requested: int) -> dict[str, Any]:
+    """The figures of a campaign; `requested` is the number of runs that were requested."""
     known = [row for row in rows if not math.isnan(row.verdict.recovery_s)]
     healed = [r.verdict.recovery_s for r in known if not FAULTS[r.trial.fault].ends and FAULTS[r.trial.fault].heals]
     restarted = [r.verdict.recovery_s for r in known if r.trial.fault in RESTARTED]
@@ -108,7 +108,7 @@ def summary(rows: Sequence[Row], asked: int) -> dict[str, Any]:
     watched = [row.evidence.contributions for row in rows if row.evidence.contributions is not None]
     right = [row.verdict.outcome for row in rows if row.right]
     return {
-        "asked": asked, "runs": len(rows), "violations": len(rows) - len(right),
+        "asked": requested, "runs": len(rows), "violations": len(rows) - len(right),
         "went_on": sum(outcome == "goes on" for outcome in right),
         "went_on_without": sum(outcome.startswith("goes on without") for outcome in right),
         "went_on_with": sum(outcome.startswith("goes on with worker") for outcome in right),

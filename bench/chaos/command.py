@@ -49,8 +49,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace) -> Result:
     _check(args)
-    request = schedules.Asked(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds, args.resume,
-                              args.members, args.agreement)
+    request = schedules.Options(args.schedules or (QUICK_SCHEDULES if quick else SCHEDULES), args.seed, args.seconds,
+                                args.resume, args.members, args.agreement)
     if args.soak:
         long = soak_homes.run if args.homes else soak.run
         return long(args.soak, args.seed, args.seconds)

@@ -47,7 +47,7 @@ class Done(msgspec.Struct):
     findings: list[dict[str, Any]] = []
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """What to run. `seconds`: time limit, 0 for none. `resume`: a file that keeps the progress, None for none."""
 
     schedules: int
@@ -67,19 +67,19 @@ class Asked(NamedTuple):
         return " ".join(filter(None, ("python -m bench chaos", self.of, "--schedules")))
 
 
-def run(asked: Asked) -> Result:
-    done = _taken_up(asked)
-    begin, until = time.monotonic(), time.monotonic() + (asked.seconds or float("inf"))
+def run(options: Options) -> Result:
+    done = _taken_up(options)
+    begin, until = time.monotonic(), time.monotonic() + (options.seconds or float("inf"))
     before_s, before = done.seconds, done.schedules
     try:
-        while done.schedules < asked.schedules and time.monotonic() < until:
-            one(asked, done.first + done.schedules, done)
+        while done.schedules < options.schedules and time.monotonic() < until:
+            one(options, done.first + done.schedules, done)
     finally:
         spent_s = time.monotonic() - begin
         done.seconds = before_s + spent_s
-        if asked.resume is not None:
-            write_whole({asked.resume: json.dumps(msgspec.to_builtins(done), indent=1).encode() + b"\n"})
-    left = asked.schedules - done.schedules
+        if options.resume is not None:
+            write_whole({options.resume: json.dumps(msgspec.to_builtins(done), indent=1).encode() + b"\n"})
+    left = options.schedules - done.schedules
     return {"rows": list(done.findings), "summary": {
         "schedules": done.schedules, "seeds": f"{done.first} to {done.first + done.schedules - 1}", "left": left,
         **{name.replace(" ", "_"): count for name, count in done.counts.items()}, "wrong_schedules": done.wrong,
@@ -87,8 +87,8 @@ def run(asked: Asked) -> Result:
         "code": int(done.wrong > 0)}
 
 
-def one(asked: Asked, seed: int, done: Done) -> None:
-    world: Schedule = Agreement(seed) if asked.agreement else Members(seed) if asked.members else World(seed)
+def one(options: Options, seed: int, done: Done) -> None:
+    world: Schedule = Agreement(seed) if options.agreement else Members(seed) if options.members else World(seed)
     try:
         problems = world.run()
     except Exception as error:  # any exception of the state machines is a finding
@@ -97,19 +97,19 @@ def one(asked: Asked, seed: int, done: Done) -> None:
     done.counts = dict(Counter(done.counts) + world.counts)
     done.wrong += bool(problems)
     if problems and len(done.findings) < MOST_FINDINGS:
-        done.findings.append({"seed": seed, "wrong": "; ".join(problems), "again": f"{asked.again} 1 --seed {seed}"})
+        done.findings.append({"seed": seed, "wrong": "; ".join(problems), "again": f"{options.again} 1 --seed {seed}"})
 
 
-def _taken_up(asked: Asked) -> Done:
-    if asked.resume is None or not asked.resume.exists():
-        return Done(first=asked.seed, members=asked.members, agreement=asked.agreement)
+def _taken_up(options: Options) -> Done:
+    if options.resume is None or not options.resume.exists():
+        return Done(first=options.seed, members=options.members, agreement=options.agreement)
     try:
-        done = msgspec.json.decode(asked.resume.read_bytes(), type=Done)
+        done = msgspec.json.decode(options.resume.read_bytes(), type=Done)
     except msgspec.MsgspecError as error:
-        raise Unmeasurable(f"--resume {asked.resume}: it is not what an earlier piece has written ({error})") from None
-    if (done.members, done.agreement) != (asked.members, asked.agreement):
+        raise Unmeasurable(f"--resume {options.resume}: it is not what an earlier piece has written ({error})") from None
+    if (done.members, done.agreement) != (options.members, options.agreement):
         of = "--agreement" if done.agreement else "--members" if done.members else "neither --members nor --agreement"
-        raise Unmeasurable(f"--resume {asked.resume}: its schedules are of {of}; name another file")
-    if done.first != asked.seed:
-        raise Unmeasurable(f"--resume {asked.resume}: begins with seed {done.first}, asked for: --seed {asked.seed}")
+        raise Unmeasurable(f"--resume {options.resume}: its schedules are of {of}; name another file")
+    if done.first != options.seed:
+        raise Unmeasurable(f"--resume {options.resume}: begins with seed {done.first}, asked for: --seed {options.seed}")
     return done

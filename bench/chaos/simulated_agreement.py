@@ -101,9 +101,9 @@ class Agreement:
         self.counts["calls lost"] += lost
         return lost
 
-    def late(self, asked: KvRequest) -> None:
+    def late(self, request: KvRequest) -> None:
         if self.chance.random() < 0.5:
-            self._late.append(asked)
+            self._late.append(request)
 
     def send(self, rank: int, server: int, header: Header, body: bytes) -> None:
         self._up[rank][server].append((header, body))

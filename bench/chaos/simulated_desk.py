@@ -76,13 +76,13 @@ class Desk:
 
     # ---- calls
 
-    def ask(self, asked: KvRequest) -> KvReply:
+    def ask(self, request: KvRequest) -> KvReply:
         """RendezvousService.handle for a request that does not wait."""
-        call = self._rendezvous.handle(asked)
+        call = self._rendezvous.handle(request)
         try:
             call.send(None)
         except StopIteration as done:
-            self.version += bool(asked.put)
+            self.version += bool(request.put)
             kept: KvReply = done.value
             return kept
         raise AssertionError("it waits, though nobody asked it to")

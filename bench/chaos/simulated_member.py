@@ -67,7 +67,7 @@ class Job(Protocol):
         """Whether a call or its reply is lost."""
         ...
 
-    def late(self, asked: KvRequest) -> None:
+    def late(self, request: KvRequest) -> None:
         """Delivers a lost request later."""
         ...
 
@@ -248,7 +248,7 @@ class Member:
         while True:
             version = self._job.desk.version
             kept = yield from self._calls(request, for_ever=True)
-            if None not in kept.found or kept.over:
+            if None not in kept.values or kept.over:
                 return
             while self._job.desk.version == version:
                 yield False
@@ -275,17 +275,17 @@ class Member:
             except Regroup:
                 continue
 
-    def _agrees(self, here: Callable[[], bool] = lambda: False) -> Doing[None]:
+    def _agrees(self, complete: Callable[[], bool] = lambda: False) -> Doing[None]:
         mine = Vote(self.step, 1.0)
         while True:
             view = self.newest
             stay = agreement.staying(self.view, view)
             try:
                 self.phase = "says where"
-                words = yield from self._hears(view, agreement.first(self._standing, view, mine), stay, here)
-                self._standing, says = agreement.second(self._standing, view, mine, words, complete=here())
+                words = yield from self._hears(view, agreement.first(self._standing, view, mine), stay, complete)
+                self._standing, says = agreement.second(self._standing, view, mine, words, complete=complete())
                 self.phase = "says for good"
-                sure = (yield from self._hears(view, says, stay, here)) if says is not None else []
+                sure = (yield from self._hears(view, says, stay, complete)) if says is not None else []
             except Newer:
                 self._job.counts["rounds broken off"] += 1
                 continue
@@ -332,13 +332,13 @@ class Member:
                 raise Ends(f"server {SERVER_BASE + server}: cannot go on with other members: {answer}")
             raise Newer
 
-    def _hears(self, view: View, says: Claims, among: Sequence[int], here: Callable[[], bool]) -> Doing[list[Vote]]:
+    def _hears(self, view: View, says: Claims, among: Sequence[int], complete: Callable[[], bool]) -> Doing[list[Vote]]:
         """Like EpochMessages.tell and read."""
         want = tuple((name_of(view, says.what, rank), rank) for rank in among)
         own = name_of(view, says.what, self.rank)
         put = () if own in self._said else ((own, msgspec.msgpack.encode(says.word)),)
         while True:
-            version, newer, is_here = self._job.desk.version, self.newest is not view, here()
+            version, newer, is_here = self._job.desk.version, self.newest is not view, complete()
             try:
                 kept = yield from self._calls(KvRequest(home_of(self.rank), put, want=want, view=view.generation))
             except Lost:
@@ -346,14 +346,14 @@ class Member:
                     raise
                 raise Newer from None
             put = ()
-            rows = [row for row in kept.found if row is not None]
-            if len(rows) == len(want) or (says.ends and here()):
+            rows = [row for row in kept.values if row is not None]
+            if len(rows) == len(want) or (says.ends and complete()):
                 self._said.add(own)
                 return [Vote(*msgspec.msgpack.decode(row, type=tuple[int, float])) for row in rows] \
                     if len(rows) == len(want) else []
             if newer:
                 raise Newer
-            while (self._job.desk.version, self.newest is not view, here()) == (version, newer, is_here):
+            while (self._job.desk.version, self.newest is not view, complete()) == (version, newer, is_here):
                 yield False
 
     def _hears_of(self, view: View) -> Doing[bool]:
@@ -366,14 +366,14 @@ class Member:
             yield True
         return True
 
-    def _calls(self, asked: KvRequest, *, for_ever: bool = False) -> Doing[KvReply]:
+    def _calls(self, request: KvRequest, *, for_ever: bool = False) -> Doing[KvReply]:
         """Sends a request until a reply arrives. Lost requests are sent again, and some arrive late."""
         while True:
             yield True
             if self._job.loses():
-                self._job.late(asked)
+                self._job.late(request)
             else:
-                kept = self._job.desk.ask(asked)
+                kept = self._job.desk.ask(request)
                 yield True
                 if not self._job.loses():
                     if kept.error:

@@ -34,7 +34,8 @@ LIMIT_S = 3600.0
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
     """`seconds`: time limit; 0 for an hour."""
-    return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
+    return soaked(SETTING, TOLD_EVERY, steps,
+                  lambda cluster: _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run())
 
 
 def soaked(setting: Setting, told_every: int, steps: int, train: Callable[[Cluster], Result]) -> Result:

@@ -41,7 +41,8 @@ AWAY_S = 0.5
 
 def run(steps: int, seed: int, seconds: float = 0.0) -> Result:
     """`seconds`: time limit; 0 for an hour."""
-    return soaked(SETTING, TOLD_EVERY, steps, lambda made: _Soak(made, steps, random.Random(seed), seconds or LIMIT_S).run())
+    return soaked(SETTING, TOLD_EVERY, steps,
+                  lambda cluster: _Soak(cluster, steps, random.Random(seed), seconds or LIMIT_S).run())
 
 
 class _Soak:

@@ -32,72 +32,72 @@ class Verdict(NamedTuple):
         return tuple(finding.line for finding in self.findings)
 
 
-def judge(trial: Trial, found: Evidence, plain: Evidence) -> Verdict:
+def judge(trial: Trial, evidence: Evidence, plain: Evidence) -> Verdict:
     """`plain`: the evidence of the same job without a fault."""
-    others = [rank for rank in range(len(found.ended)) if not _struck(trial, rank)]
-    outcome = _outcome(trial, found, others)
+    others = [rank for rank in range(len(evidence.ended)) if not _struck(trial, rank)]
+    outcome = _outcome(trial, evidence, others)
     findings = []
-    if not found.shots:
+    if not evidence.shots:
         findings.append(Finding("never fired", f"the fault {trial.fault} never fired"))
     if outcome.how == "hangs":
-        hanging = [f"worker {rank}" for rank in others if found.ended[rank] is None]
-        findings.append(Finding("hangs", f"{', '.join(hanging)} did not end within {found.wall_s:.1f} s"))
+        hanging = [f"worker {rank}" for rank in others if evidence.ended[rank] is None]
+        findings.append(Finding("hangs", f"{', '.join(hanging)} did not end within {evidence.wall_s:.1f} s"))
     findings += [Finding("bug", f"worker {rank}: {ended.bug}")
-                 for rank, ended in enumerate(found.ended) if ended is not None and ended.bug]
+                 for rank, ended in enumerate(evidence.ended) if ended is not None and ended.bug]
     allowed = oracle.allowed(trial)
     if not any(_is(outcome, one) for one in allowed):
         findings.append(Finding("outcome", f"the job {outcome}; allowed: {'; or '.join(map(str, allowed))}"))
-    findings += _victim(trial, found)
+    findings += _victim(trial, evidence)
     ranks = others if outcome != GOES_ON else list(range(trial.setting.workers))
-    findings += _digests(found, plain, ranks) if not trial.setting.least else _as_replayed(found, others)
-    if lost := _lost_samples(trial, found, ranks) if not trial.setting.least else _astray(trial, found, others):
+    findings += _digests(evidence, plain, ranks) if not trial.setting.least else _as_replayed(evidence, others)
+    if lost := _lost_samples(trial, evidence, ranks) if not trial.setting.least else _astray(trial, evidence, others):
         findings.append(Finding("samples", f"{lost} samples were lost or used twice"))
-    findings += found.faults
+    findings += evidence.faults
     if outcome == GOES_ON:
-        findings += _at_the_end(trial, found, plain)
+        findings += _at_the_end(trial, evidence, plain)
     elif outcome.how == "goes on without":
-        findings += _left_behind(trial, found)
-        findings += [Finding("outcome", f"worker {rank} took {len(found.stepped[rank])} steps of {STEPS}")
-                     for rank in others if len(found.stepped[rank]) != STEPS]
+        findings += _left_behind(trial, evidence)
+        findings += [Finding("outcome", f"worker {rank} took {len(evidence.stepped[rank])} steps of {STEPS}")
+                     for rank in others if len(evidence.stepped[rank]) != STEPS]
     elif outcome.how == "goes on with":
-        findings += _left_behind(trial, found) + _come_again(trial, found, others)
-    return Verdict(str(outcome), tuple(findings), _recovery_s(found, others), _steps(found, others), lost)
+        findings += _left_behind(trial, evidence) + _come_again(trial, evidence, others)
+    return Verdict(str(outcome), tuple(findings), _recovery_s(evidence, others), _steps(evidence, others), lost)
 
 
-def _at_the_end(trial: Trial, found: Evidence, plain: Evidence) -> list[Finding]:
+def _at_the_end(trial: Trial, evidence: Evidence, plain: Evidence) -> list[Finding]:
     """Checks after a job that finished: no gradient is lost, all contributions were in sums, and nothing is left."""
     findings = []
-    if not found.off <= ROUNDING:
-        line = f"what was applied is off what was put in by {found.off:.2e}, allowed {ROUNDING:.0e}"
+    if not evidence.off <= ROUNDING:
+        line = f"what was applied is off what was put in by {evidence.off:.2e}, allowed {ROUNDING:.0e}"
         findings.append(Finding("accounts", line))
-    if found.contributions is not None and found.contributions != plain.contributions:
-        line = f"{found.contributions} contributions were in sums, {plain.contributions} in the undisturbed run"
+    if evidence.contributions is not None and evidence.contributions != plain.contributions:
+        line = f"{evidence.contributions} contributions were in sums, {plain.contributions} in the undisturbed run"
         findings.append(Finding("contributions", line))
-    return findings + _left_behind(trial, found)
+    return findings + _left_behind(trial, evidence)
 
 
-def _left_behind(trial: Trial, found: Evidence) -> list[Finding]:
-    files = [file for file in found.left_files if file.partition(".")[0] not in oracle.leaves(trial)]
-    return [Finding("left", f"{name} did not end behind the job") for name in found.servers_left] + \
+def _left_behind(trial: Trial, evidence: Evidence) -> list[Finding]:
+    files = [file for file in evidence.left_files if file.partition(".")[0] not in oracle.leaves(trial)]
+    return [Finding("left", f"{name} did not end behind the job") for name in evidence.servers_left] + \
         [Finding("left", f"{name} was left behind the job") for name in files]
 
 
-def _come_again(trial: Trial, found: Evidence, others: list[int]) -> list[Finding]:
+def _come_again(trial: Trial, evidence: Evidence, others: list[int]) -> list[Finding]:
     """All must end after the same step, and the home that joined again must have had samples."""
-    findings = [Finding("outcome", f"worker {rank} ended behind step {found.stepped[rank][-1].step}, worker {others[0]} behind "
-                                   f"{found.stepped[others[0]][-1].step}")
-                for rank in others if found.stepped[rank][-1].step != found.stepped[others[0]][-1].step]
-    idle = not any(step.samples for step in found.stepped[-1])
+    last = {rank: evidence.stepped[rank][-1].step for rank in others}
+    findings = [Finding("outcome", f"worker {rank} ended after step {last[rank]}, worker {others[0]} after {last[others[0]]}")
+                for rank in others if last[rank] != last[others[0]]]
+    idle = not any(step.samples for step in evidence.stepped[-1])
     return findings + [Finding("samples", f"worker {trial.setting.workers} came again and was given none")] * idle
 
 
-def _victim(trial: Trial, found: Evidence) -> list[Finding]:
+def _victim(trial: Trial, evidence: Evidence) -> list[Finding]:
     """A victim that is alive but cut off must end by itself."""
     if not (names := oracle.alone(trial)):
         return []
-    ended = found.ended[trial.number]
+    ended = evidence.ended[trial.number]
     if ended is None:
-        return [Finding("hangs", f"{trial.victim}, which is cut off, did not end within {found.wall_s:.1f} s")]
+        return [Finding("hangs", f"{trial.victim}, which is cut off, did not end within {evidence.wall_s:.1f} s")]
     if not any(ended.peer == name or ended.peer.startswith(f"{name} ") for name in names):
         how = f"stops, naming {ended.peer}" if ended.what else "ends as if nothing were"
         return [Finding("outcome", f"{trial.victim}, which is cut off, {how}; allowed: stops, naming {' or '.join(names)}")]
@@ -109,18 +109,18 @@ def _struck(trial: Trial, rank: int) -> bool:
     return FAULTS[trial.fault].loses and rank in trial.victims
 
 
-def _outcome(trial: Trial, found: Evidence, others: list[int]) -> Outcome:
-    ends = [found.ended[rank] for rank in others]
+def _outcome(trial: Trial, evidence: Evidence, others: list[int]) -> Outcome:
+    ends = [evidence.ended[rank] for rank in others]
     if any(end is None for end in ends):
         return Outcome("hangs")
     known = [end for end in ends if end is not None]
     if all(not end.what and not end.bug for end in known):
         if FAULTS[trial.fault].joins:
-            came = len(known) == trial.setting.workers and all(found.stepped[rank] for rank in others)
+            came = len(known) == trial.setting.workers and all(evidence.stepped[rank] for rank in others)
             return Outcome("goes on with", (f"worker {trial.setting.workers}",)) if came else \
                 Outcome("goes on without", (trial.victim,))
         complete = len(known) == trial.setting.workers or all(
-            end is not None and not end.what and not end.bug for end in found.ended)
+            end is not None and not end.what and not end.bug for end in evidence.ended)
         return GOES_ON if complete else Outcome("goes on without", (trial.victim,))
     return Outcome("stops, naming", tuple(sorted({end.peer for end in known if end.what})))
 
@@ -129,26 +129,26 @@ def _is(outcome: Outcome, allowed: Outcome) -> bool:
     return outcome.how == allowed.how and set(outcome.peers) <= set(allowed.peers)
 
 
-def _digests(found: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding]:
+def _digests(evidence: Evidence, plain: Evidence, ranks: list[int]) -> list[Finding]:
     """Compares each worker's weights after each step with the undisturbed run."""
     right = {step.step: step.digest for step in plain.stepped[0]}
     for rank in ranks:
-        for step in found.stepped[rank]:
+        for step in evidence.stepped[rank]:
             if step.digest != right.get(step.step):
                 line = f"worker {rank} has other weights than in the undisturbed run from step {step.step} on"
                 return [Finding("weights", line)]
     return []
 
 
-def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
+def _lost_samples(trial: Trial, evidence: Evidence, ranks: list[int]) -> int:
     """Counts samples that were lost or used twice in an epoch, up to the last step that all workers took."""
-    last, lost = min((len(found.stepped[rank]) for rank in ranks), default=0), 0
+    last, lost = min((len(evidence.stepped[rank]) for rank in ranks), default=0), 0
     epoch = STEPS_PER_EPOCH * sum(weights(trial.setting.workers))
     complete = len(ranks) == trial.setting.workers
     for first in range(0, last, STEPS_PER_EPOCH):
         used: Counter[int] = Counter()
         for rank in ranks:
-            for step in found.stepped[rank][first : min(last, first + STEPS_PER_EPOCH)]:
+            for step in evidence.stepped[rank][first : min(last, first + STEPS_PER_EPOCH)]:
                 used.update(step.samples)
         twice = sum(count - 1 for count in used.values())
         missed = epoch - len(used) if complete and first + STEPS_PER_EPOCH <= last else 0
@@ -156,19 +156,19 @@ def _lost_samples(trial: Trial, found: Evidence, ranks: list[int]) -> int:
     return lost
 
 
-def _as_replayed(found: Evidence, ranks: list[int]) -> list[Finding]:
+def _as_replayed(evidence: Evidence, ranks: list[int]) -> list[Finding]:
     """Like _digests for jobs whose members may leave: compares with plain means over the members of each step."""
     for rank in ranks:
-        for step in found.stepped[rank]:
-            if found.replayed[step.step - 1 : step.step] != [step.digest]:
+        for step in evidence.stepped[rank]:
+            if evidence.replayed[step.step - 1 : step.step] != [step.digest]:
                 return [Finding("weights", f"worker {rank} has other weights than plain means give, from step {step.step} on")]
     return []
 
 
-def _astray(trial: Trial, found: Evidence, ranks: list[int]) -> int:
+def _astray(trial: Trial, evidence: Evidence, ranks: list[int]) -> int:
     """Like _lost_samples, counting only the samples that the members of a completed step used in it."""
-    longest = max((found.stepped[rank] for rank in ranks), key=len, default=[])
-    used = [{start.step: start for start in row} for row in found.began]
+    longest = max((evidence.stepped[rank] for rank in ranks), key=len, default=[])
+    used = [{start.step: start for start in row} for row in evidence.began]
     epochs: dict[int, Counter[int]] = {}
     for step in longest:
         for rank in step.members:
@@ -180,26 +180,26 @@ def _astray(trial: Trial, found: Evidence, ranks: list[int]) -> int:
                for epoch, counts in epochs.items())
 
 
-def _recovery_s(found: Evidence, others: list[int]) -> float:
+def _recovery_s(evidence: Evidence, others: list[int]) -> float:
     """nan if the fault did not strike."""
-    if not found.struck_s:
+    if not evidence.struck_s:
         return math.nan
     times = []
     for rank in others:
-        steps = found.stepped[rank]
-        before = max((s.step for s in steps if s.at_s <= found.struck_s), default=0)
+        steps = evidence.stepped[rank]
+        before = max((s.step for s in steps if s.at_s <= evidence.struck_s), default=0)
         first = next((s.at_s for s in steps if s.step > before + 1), None)
-        end: Any = found.ended[rank]
+        end: Any = evidence.ended[rank]
         times.append(end.at_s if isinstance(end, Ended) and (first is None or end.what) else first or math.nan)
-    return max(times, default=math.nan) - found.struck_s
+    return max(times, default=math.nan) - evidence.struck_s
 
 
-def _steps(found: Evidence, others: list[int]) -> int:
-    return min((found.stepped[rank][-1].step if found.stepped[rank] else 0 for rank in others), default=0)
+def _steps(evidence: Evidence, others: list[int]) -> int:
+    return min((evidence.stepped[rank][-1].step if evidence.stepped[rank] else 0 for rank in others), default=0)
 
 
-def whole(found: Evidence) -> bool:
+def whole(evidence: Evidence) -> bool:
     """Whether an undisturbed run is fit for comparison: complete, without faults and without missing contributions."""
-    workers = len(found.stepped)
-    seen = found.contributions is None or found.contributions >= workers * (STEPS + SETTLING)
-    return seen and not found.faults and all(len(steps) == STEPS for steps in found.stepped) and found.off <= ROUNDING
+    workers = len(evidence.stepped)
+    seen = evidence.contributions is None or evidence.contributions >= workers * (STEPS + SETTLING)
+    return seen and not evidence.faults and all(len(steps) == STEPS for steps in evidence.stepped) and evidence.off <= ROUNDING

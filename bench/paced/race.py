@@ -23,6 +23,7 @@ from bench.tasks import TASKS, Task
 
 Curve = Sequence[tuple[int, float, float]]
 """(steps, seconds, validation loss) at the evaluation points, in order."""
+REPORTED = ("decisions", "plan", "exposed_s", "exchanges", "seconds")
 OVERHEAD_S = 180.0
 """Time for starting and ending, including one slow step."""
 LATE_PCT = 5.0
@@ -47,7 +48,7 @@ class Run(NamedTuple):
     down_kb: float = 0.0
     sound: bool = True
     """Whether the lab met its limits during the run."""
-    told: Mapping[str, Any] = MappingProxyType({})
+    reported: Mapping[str, Any] = MappingProxyType({})
     """Further results that rank 0 reports."""
 
 
@@ -76,7 +77,7 @@ def trained(
     late, passes = (sum(answer[key] for answer in rows) for key in ("late", "passes"))
     run = Run(curve, _s_per_step(curve, rows), steps, 100 * late / max(1, passes),
               watch.cpu_s, max(watch.peak_nbytes.values(), default=0) / 1e6,
-              told={key: rows[0][key] for key in ("decisions", "plan", "exposed_s", "exchanges", "seconds") if key in rows[0]})
+              reported={key: rows[0][key] for key in REPORTED if key in rows[0]})
     if before is None or after is None:
         return run
     return run._replace(up_kb=_most(before, after, "sent_nbytes") / steps / 1e3,
@@ -117,16 +118,16 @@ def _first(points: Sequence[tuple[float, float]], goal: float) -> float | None:
     return None
 
 
-def _curve(task: Task, folder: Path, told: Sequence[dict[str, Any]], way: dict[str, Any]) -> Curve:
+def _curve(task: Task, folder: Path, replies: Sequence[dict[str, Any]], way: dict[str, Any]) -> Curve:
     seed = int(way.get("seed", 0))
     curve = [(0, 0.0, task.validation(task.model(seed)))]
-    for step in told[0]["looks"]:
-        if all(step in answer["looks"] for answer in told):
-            states = [torch.load(folder / f"{step}.{answer['rank']}.pt") for answer in told]
+    for step in replies[0]["looks"]:
+        if all(step in answer["looks"] for answer in replies):
+            states = [torch.load(folder / f"{step}.{answer['rank']}.pt") for answer in replies]
             if way["system"]["kind"] != "alone":
                 states = [[torch.stack(values).mean(0) if values[0].is_floating_point() else values[0]
                            for values in zip(*states, strict=True)]]
-            when = max(answer["looks"][step] for answer in told)
+            when = max(answer["looks"][step] for answer in replies)
             curve.append((int(step), when, statistics.mean(_loss(task, seed, state) for state in states)))
     return curve
 
@@ -137,10 +138,10 @@ def _loss(task: Task, seed: int, state: list[torch.Tensor]) -> float:
     return task.validation(model)
 
 
-def _s_per_step(curve: Curve, told: Sequence[dict[str, Any]]) -> float:
+def _s_per_step(curve: Curve, replies: Sequence[dict[str, Any]]) -> float:
     looks = curve[1:]
     if len(looks) < 2:  # so slow that there is at most one evaluation
-        return max(float(answer["seconds"]) / int(answer["steps"]) for answer in told)
+        return max(float(answer["seconds"]) / int(answer["steps"]) for answer in replies)
     return (looks[-1][1] - looks[0][1]) / (looks[-1][0] - looks[0][0])
 
 

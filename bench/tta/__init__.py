@@ -56,20 +56,20 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
 
 
-def run(quick: bool, asked: argparse.Namespace) -> Result:
-    """Measures the rows that the store lacks, and returns all chosen rows. `asked` has the parsed flags."""
-    if asked.stored:
-        return stored(asked)
-    seconds = asked.seconds or (QUICK_SECONDS if quick else SECONDS)
-    store = Store(asked.store, again=asked.again)
+def run(quick: bool, args: argparse.Namespace) -> Result:
+    """Measures the rows that the store lacks, and returns all chosen rows. `args` has the parsed flags."""
+    if args.stored:
+        return stored(args)
+    seconds = args.seconds or (QUICK_SECONDS if quick else SECONDS)
+    store = Store(args.store, again=args.again)
     data = {name: TASKS[name]().digest() for name in TASKS}
-    wanted = cells(quick, asked.task, asked.link, asked.system, asked.seeds)
+    wanted = cells(quick, args.task, args.link, args.system, args.seeds)
 
     def key(cell: Cell) -> tuple[Any, ...]:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
                        "data": data[cell.task]})
 
-    left = [cell for cell in wanted if asked.renew or key(cell) not in store]
+    left = [cell for cell in wanted if args.renew or key(cell) not in store]
     minutes = len(left) * (seconds + AROUND_S) / 60
     say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -87,18 +87,18 @@ def run(quick: bool, asked: argparse.Namespace) -> Result:
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
 
-def stored(asked: argparse.Namespace) -> Result:
+def stored(args: argparse.Namespace) -> Result:
     """Rows from the store with the tasks' current data, trained for at least `--seconds` or QUICK_SECONDS."""
-    if not (asked.store and asked.store.exists()):
+    if not (args.store and args.store.exists()):
         raise Unmeasurable("--stored shows what a store has: name one that exists with --store FILE")
-    seconds = asked.seconds or QUICK_SECONDS
+    seconds = args.seconds or QUICK_SECONDS
     data = {name: TASKS[name]().digest() for name in TASKS}
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
-        (row for row in longest(Store(asked.store).rows.values())
+        (row for row in longest(Store(args.store).rows.values())
          if row["seconds"] >= seconds and row["data"] == data.get(row["task"])
-         and row["system"] in (asked.system or SYSTEMS) and row["task"] in (asked.task or TASKS)
-         and row["link"] in (NO_LINK, *(asked.link or NETWORKS))),
+         and row["system"] in (args.system or SYSTEMS) and row["task"] in (args.task or TASKS)
+         and row["link"] in (NO_LINK, *(args.link or NETWORKS))),
         key=lambda row: (order[row["task"]], order[row["link"]], order[row["system"]], row["seed"]))
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
@@ -152,13 +152,13 @@ def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: st
     return row
 
 
-def void(passed: bool, found: Run) -> str:
+def void(passed: bool, result: Run) -> str:
     """Reason why a row is void; "" if it is valid."""
     if not passed:
         return "the lab's self-check failed"
-    if not found.sound:
+    if not result.sound:
         return "the lab did not keep its rates"
-    return f"{found.late_pct:.0f} % of passes late" if found.late_pct > LATE_PCT else ""
+    return f"{result.late_pct:.0f} % of passes late" if result.late_pct > LATE_PCT else ""
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:

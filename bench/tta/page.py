@@ -70,7 +70,7 @@ def table(rows: Sequence[Row]) -> str:
         left = sum(bool(row.get("void")) for row in group)
         seeds = f"{len(group) - left} ({left} void)" if 0 < left < len(group) else str(len(group))
         cells = [task, NAMES.get(link, link), name, seeds, f"{of(lambda r: r['s_per_step']):.3f}", f"{of(exposed_s):.3f}",
-                 *(_told(seconds(group, target)) for target in range(3)), f"{of(lambda r: r['curve'][-1][2]):.3f}",
+                 *(_text(seconds(group, target)) for target in range(3)), f"{of(lambda r: r['curve'][-1][2]):.3f}",
                  *(f"{of(operator.itemgetter(key)):.0f}" for key in ("up_kb", "down_kb", "cpu_s", "peak_mb")),
                  f"{of(lambda r: r['late_pct']):.1f}{', void' if void(group) else ''}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -102,16 +102,16 @@ def figures(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _figure(aim: Aim, found: Mapping[Place, float], times: Times) -> list[str]:
+def _figure(aim: Aim, values: Mapping[Place, float], times: Times) -> list[str]:
     wanted = f"{'>=' if aim.least else '<='} {aim.wanted:g}"
-    worst = aim.worst(found)
+    worst = aim.worst(values)
     if worst is None:
         return [aim.key, aim.what, wanted, "not measured", "0", ""]
-    value = found[worst]
+    value = values[worst]
     measured = f"{value:.1f}" if aim.key.endswith("_pct") else f"{value:.2f}"
     kept = value >= aim.wanted - EQUAL if aim.least else value <= aim.wanted + EQUAL
     return [aim.key, aim.what, wanted, f"{measured if math.isfinite(value) else 'never'}{'' if kept else ' (missed)'}",
-            str(len(found)), f"{_place(*worst)} ({_seeds(len(times.of(*worst, aim.system)))})"]
+            str(len(values)), f"{_place(*worst)} ({_seeds(len(times.of(*worst, aim.system)))})"]
 
 
 def _place(task: str, link: str) -> str:
@@ -144,16 +144,16 @@ def _best(measured: dict[str, list[Row]]) -> str:
         return ""
     name = min(measured, key=lambda name: (seconds(measured[name], 1), seconds(measured[name], 0)))
     group = measured[name]
-    text = " / ".join(_whole(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
+    text = " / ".join(_rounded(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
     return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({name})"
 
 
-def _told(found: float) -> str:
-    return f"{found:.1f}" if math.isfinite(found) else "-"
+def _text(values: float) -> str:
+    return f"{values:.1f}" if math.isfinite(values) else "-"
 
 
-def _whole(found: float, group: Group) -> str:
-    return f"{found:.0f}" if math.isfinite(found) else f"above {max(row['seconds'] for row in group):g}"
+def _rounded(values: float, group: Group) -> str:
+    return f"{values:.0f}" if math.isfinite(values) else f"above {max(row['seconds'] for row in group):g}"
 
 
 class Part(NamedTuple):
@@ -161,10 +161,10 @@ class Part(NamedTuple):
 
     page: Path
     name: str
-    made: Callable[[Sequence[Row]], str]
+    render: Callable[[Sequence[Row]], str]
 
     def within(self, text: str, rows: Sequence[Row]) -> str:
-        return between(text, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", self.made(rows))
+        return between(text, f"<!-- {self.name}: begin -->", f"<!-- {self.name}: end -->", self.render(rows))
 
 
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -80,8 +80,8 @@ class Aim(NamedTuple):
     system: str = "auto"
     """The system that the figure is about."""
 
-    def worst(self, found: Mapping[Place, float]) -> Place | None:
-        return (min if self.least else max)(found, key=found.__getitem__) if found else None
+    def worst(self, values: Mapping[Place, float]) -> Place | None:
+        return (min if self.least else max)(values, key=values.__getitem__) if values else None
 
 
 AIMS = (

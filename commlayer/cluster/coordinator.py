@@ -77,8 +77,8 @@ class Coordinator:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
         self._journal, self._made, self._again = journal, job_token, not embedded
-        if journal is not None and journal.found is not None:
-            self._state = resumed_state(journal.found, clock())
+        if journal is not None and journal.recovered is not None:
+            self._state = resumed_state(journal.recovered, clock())
             log.warning("journal: resumed a running job of %d workers; to begin another, remove %s",
                         self._state.workers, config.journal)
         else:

@@ -41,21 +41,21 @@ class CoordinatorRecord(Record, frozen=True):
 
 
 class CoordinatorJournal:
-    """`found`: what an earlier process recorded; None for nothing."""
+    """`recovered`: what an earlier process recorded; None for nothing."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
         self._lock = lock_folder(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
         self._failed = False
         self.meeting = KvJournal(folder)
-        self.found: CoordinatorRecord | None = None
+        self.recovered: CoordinatorRecord | None = None
         with contextlib.suppress(FileNotFoundError):
             data = self._path.read_bytes()
             try:
-                self.found = decode_record(data)
+                self.recovered = decode_record(data)
             except msgspec.MsgspecError as error:
                 log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
-        if self.found is None:
+        if self.recovered is None:
             self.meeting.forget()
 
     def write(self, kept: CoordinatorRecord) -> None:
@@ -138,7 +138,7 @@ class KvJournal:
         self._lock = threading.RLock()
         self._file, self._nbytes, self._most_nbytes = -1, 0, 0
         self._closed = False
-        self._whole: Callable[[], Iterable[SitesRecord | Change]] = tuple
+        self._snapshot: Callable[[], Iterable[SitesRecord | Change]] = tuple
 
     def read(self) -> Iterator[SitesRecord | Change]:
         """The intact records of an earlier process; none if there is no file."""
@@ -163,19 +163,19 @@ class KvJournal:
         except (OSError, *MALFORMED) as error:
             log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
 
-    def begin(self, whole: Callable[[], Iterable[SitesRecord | Change]]) -> None:
-        """Rewrites the file with the records of `whole`, now and whenever it has grown too much."""
+    def begin(self, snapshot: Callable[[], Iterable[SitesRecord | Change]]) -> None:
+        """Rewrites the file with the records of `snapshot`, now and whenever it has grown too much."""
         with self._lock:
             if self._closed:
                 return
-            self._whole, part = whole, self._path.with_name(f"{KV_NAME}.new")
+            self._snapshot, part = snapshot, self._path.with_name(f"{KV_NAME}.new")
             former, self._file, self._nbytes = self._file, -1, 0
             try:
                 with contextlib.suppress(FileNotFoundError):
                     part.unlink()  # left by an earlier process, possibly with another mode
                 self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 data = bytearray(KV_MAGIC)
-                for record in whole():
+                for record in snapshot():
                     data += _packed(record)
                     if len(data) >= CHUNK_NBYTES:
                         self._append(data)
@@ -200,7 +200,7 @@ class KvJournal:
                 self._fail(error)
                 return
             if self._nbytes > self._most_nbytes:
-                self.begin(self._whole)
+                self.begin(self._snapshot)
 
     def wait(self) -> None:
         """Returns after a pending write: a disk that blocks also delays calls, and sites must not count as silent then."""

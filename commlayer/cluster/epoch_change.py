@@ -50,7 +50,7 @@ def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[s
     return {token: p for token, p in places.items() if token not in over}
 
 
-def record_overdue(state: State, token: str, said: Overdue | None, now: float, patience_s: float) -> State:
+def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
     """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
 
     A worker is blamed only if it is missing in the earliest step for which any server waits: without that step's sums it cannot
@@ -62,9 +62,9 @@ def record_overdue(state: State, token: str, said: Overdue | None, now: float, p
     if place is None or not place.present or place.join.kind != "server":
         return state
     before = place.overdue
-    repeated = () if said is None or before is None or said.step != before.step else \
-        tuple(rank for rank in said.missing if rank in before.missing)
-    place = msgspec.structs.replace(place, overdue=said, hung=repeated)
+    repeated = () if report is None or before is None or report.step != before.step else \
+        tuple(rank for rank in report.missing if rank in before.missing)
+    place = msgspec.structs.replace(place, overdue=report, hung=repeated)
     state = msgspec.structs.replace(state, registrations={**state.registrations, token: place})
     state = msgspec.structs.replace(state, held=_hold_back(state, now))
     workers = _workers(state)
@@ -78,7 +78,7 @@ class _Late(NamedTuple):
 
     step: int
     ranks: set[int]
-    said: list[tuple[Registration, Overdue]]
+    reports: list[tuple[Registration, Overdue]]
 
 
 def _late(state: State) -> _Late | None:
@@ -120,7 +120,7 @@ def _hung_in_step(state: State, until: float) -> dict[int, str]:
         return {}
     return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, reported by "
                   f"{p.peer}): it hangs, or its machine is too slow for deadline_s"
-            for p, overdue in reversed(late.said) for rank in p.hung if rank in ranks}
+            for p, overdue in reversed(late.reports) for rank in p.hung if rank in ranks}
 
 
 def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
@@ -184,7 +184,7 @@ def _wait(state: State, seated: Sequence[Registration], noticed: float, patience
     return ""
 
 
-def _closed(state: State, view: View, there: int) -> AdmissionState:
+def _closed(state: State, view: View, present: int) -> AdmissionState:
     """Why the job admits no site, if it does not."""
     shut, full = "", False
     if over(state):
@@ -194,9 +194,9 @@ def _closed(state: State, view: View, there: int) -> AdmissionState:
     elif inelastic_workers(state):
         shut = "the job has begun and admits no new members: " \
                f"{', '.join(inelastic_workers(state))} cannot continue without others"
-    elif there < len(view.members):
-        shut = f"the job is ending: {there} workers are left, and fewer than {state.min_workers} do not go on (min_workers)"
-    elif there >= state.workers:
+    elif present < len(view.members):
+        shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
+    elif present >= state.workers:
         shut, full = f"the job runs and has its {state.workers} workers; it admits another when one is gone", True
     return AdmissionState(shut, full=full)
 

@@ -124,30 +124,30 @@ def join(state: State, request: Join, now: float) -> MembershipDecision:
     return MembershipDecision(state, _seat(state, place))
 
 
-def heartbeat(state: State, token: str, now: float, said: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
-    """Records a heartbeat and returns which peers are gone. `said`: the report in the heartbeat; None for none."""
+def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
+    """Records a heartbeat and returns which peers are gone. `report`: the report in the heartbeat; None for none."""
     place = state.registrations.get(token)
     if place is None:
         return state, HeartbeatReply(unknown_token=True)
-    parent = said.parent if said is not None else ""
+    parent = report.parent if report is not None else ""
     if place.present and parent == "ended" and state.view is not None:
         place = msgspec.structs.replace(place, dead=f"{_silent(state, place, now)}; its machine reports that it has ended")
         state = _with(state, place)
     elif place.present:
-        active_generation = max(place.active_generation, 0 if said is None or parent else said.active_generation)
+        active_generation = max(place.active_generation, 0 if report is None or parent else report.active_generation)
         place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, active_generation=active_generation)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
-    if said is not None and not parent:
-        state = _missed(state, token, said.missed)
+    if report is not None and not parent:
+        state = _missed(state, token, report.missed)
         if place.join.kind == "server":
-            state = _parted(state, said.ended)
-            state = _dropped(state, place, said.dropped) if place.present else state
+            state = _parted(state, report.ended)
+            state = _dropped(state, place, report.dropped) if place.present else state
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
-    generation = said.generation if said is not None and place.join.kind == "server" else place.active_generation
+    generation = report.generation if report is not None and place.join.kind == "server" else place.active_generation
     others = [p for t, p in sorted(state.registrations.items()) if t != token and not 0 < p.removed_in <= generation]
     failures = tuple(PeerExit(p.peer, p.dead) for p in others if p.dead and in_view(state, p))
     departures = tuple(PeerExit(p.peer, p.left, p.exchanges) for p in others if p.left and not verdict_pending(state, p))
-    newer = state.view is not None and said is not None and 0 < said.generation < state.view.generation
+    newer = state.view is not None and report is not None and 0 < report.generation < state.view.generation
     return state, HeartbeatReply(dead=place.dead, failed=failures, departed=departures, job_done=over(state),
                                  job_failed=bool(failure(state)),
                         view=state.view if newer else None)

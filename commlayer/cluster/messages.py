@@ -232,7 +232,7 @@ class KvRequest(Record, frozen=True):
 class KvReply(Record, frozen=True):
     """Reply to KvRequest: the values found. `error`: why some of them will never be written."""
 
-    found: tuple[bytes | None, ...] = ()
+    values: tuple[bytes | None, ...] = ()
     error: str = ""
     sum: int = 0
     over: bool = False
@@ -320,13 +320,15 @@ def version() -> str:
         return "source"
 
 
-def incompatible(asked: Join | RegisterSite, version: str) -> str:
+def incompatible(registration: Join | RegisterSite, version: str) -> str:
     """Why a process with this software cannot take part; "" if it can. `version`: the job's; empty if not known."""
-    if asked.protocol != PROTOCOL:
-        return coded("E-VERSION", f"speaks control protocol {asked.protocol}, the coordinator {PROTOCOL}: install the same "
+    if registration.protocol != PROTOCOL:
+        return coded("E-VERSION", f"speaks control protocol {registration.protocol}, the coordinator {PROTOCOL}: install the "
+                     "same "
                      "commlayer everywhere")
-    if version and asked.version != version:
-        return coded("E-VERSION", f"runs commlayer {asked.version}, the job {version}: install the same version everywhere")
+    if version and registration.version != version:
+        return coded("E-VERSION",
+                     f"runs commlayer {registration.version}, the job {version}: install the same version everywhere")
     return ""
 
 

@@ -43,7 +43,7 @@ class ServerIdentity(Record, frozen=True):
 
 
 class ServerJournal:
-    """`found`: what an earlier process recorded; None for nothing."""
+    """`recovered`: what an earlier process recorded; None for nothing."""
 
     def __init__(self, path: str, *, required: bool) -> None:
         """`required`: without space for the journal the server refuses to run; if not, it continues without one."""
@@ -52,11 +52,11 @@ class ServerJournal:
         self._journal: Journal | None = None
         self._next: Journal | None = None
         """The new journal until `publish`."""
-        self.found: ServerIdentity | None = None
+        self.recovered: ServerIdentity | None = None
         self.entries: Mapping[int, JournalEntry] = {}
         try:
             if (former := self._folder.find()) is not None:
-                self.found, self.entries = _identity(former), former.entries
+                self.recovered, self.entries = _identity(former), former.entries
         except CorruptFrame as error:
             log.warning("%s: nothing of it is used", without_code(error))
 
@@ -98,7 +98,7 @@ class ServerJournal:
 
     def ignore(self, why: str) -> None:
         log.warning("journal %s: %s; nothing of it is used", self._path, why)
-        self.found, self.entries = None, {}
+        self.recovered, self.entries = None, {}
 
     def close(self, *, over: bool) -> None:
         """`over`: the job is over, so the journal is removed; if not, it stays for a restart."""
@@ -119,9 +119,9 @@ class ServerJournal:
             journal.close()
 
 
-def _identity(found: StoredJournal) -> ServerIdentity:
+def _identity(journal: StoredJournal) -> ServerIdentity:
     try:
-        return msgspec.msgpack.decode(found.about, type=ServerIdentity)
+        return msgspec.msgpack.decode(journal.about, type=ServerIdentity)
     except msgspec.MsgspecError as error:
         raise CorruptFrame(f"the journal's metadata is malformed: {error}") from None
 

@@ -100,9 +100,9 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             journal = CoordinatorJournal(config.journal) if config.journal else None
             if journal is not None:
                 stack.callback(journal.close)
-            if journal is not None and journal.found is not None:  # keep the address and the secret that workers use
-                port = config.port or host_port(journal.found.address)[1]
-                part = part._replace(job_token=journal.found.token)
+            if journal is not None and journal.recovered is not None:  # keep the address and the secret that workers use
+                port = config.port or host_port(journal.recovered.address)[1]
+                part = part._replace(job_token=journal.recovered.token)
                 config = msgspec.structs.replace(config, port=port, token=part.job_token or config.token)
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
                                       job_token=part.job_token, embedded=part.parent > 0)
@@ -132,7 +132,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:
                 request = msgspec.structs.replace(request, restartable=True)
-                if (former := serving.journal.found) is not None:  # use its former registration
+                if (former := serving.journal.recovered) is not None:  # use its former registration
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
                 member = client.join(near, request, config, _log_failure, deadline_s=math.inf, ended=end,

@@ -75,7 +75,7 @@ class KvClient:
                 raise PeerLost(reply.error, peer=reply.lost)
             if reply.error:
                 raise CommError(reply.error, peer=f"coordinator {self.address}")
-            if None not in reply.found or reply.over or not wait or left_s <= 0:
+            if None not in reply.values or reply.over or not wait or left_s <= 0:
                 return reply
             request = msgspec.structs.replace(request, put=(), drop=())  # these are done
 

@@ -189,15 +189,15 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- the one collective
 
     def _start_collective(
-        self, what: str, outputs: list[torch.Tensor], made: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
+        self, what: str, outputs: list[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, successor_sends: bool = False, every: bool = False,
     ) -> RelayWork:
-        """Starts the collective; `made` computes the `outputs` from all members' bytes. `only`: the one member that
+        """Starts the collective; `compute` computes the `outputs` from all members' bytes. `only`: the one member that
         contributes. `successor_sends`: if that member is gone, the first remaining one contributes instead. `every`: fails on
         all remaining ranks if a member's bytes are missing."""
         work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
         if self.paused_reason and self.local_only:
-            for output, value in zip(outputs, made([_bytes(x)] * self.size()) if outputs else (), strict=True):
+            for output, value in zip(outputs, compute([_bytes(x)] * self.size()) if outputs else (), strict=True):
                 output.detach().copy_(value.view(output.shape))
             work.outputs = list(outputs)
         if self.paused_reason:
@@ -216,7 +216,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                 if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
                     rows[only] = self._exchanged(_bytes(x) if heir == self._mine else b"", nbytes)[heir]
-                for output, value in zip(outputs, made(rows) if outputs else (), strict=True):
+                for output, value in zip(outputs, compute(rows) if outputs else (), strict=True):
                     output.detach().copy_(value.view(output.shape))
                     if output.is_cuda:
                         torch.cuda.current_stream(output.device).synchronize()
@@ -269,11 +269,11 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         reply = self._kv.request(until, put=[(self._key(at, self._mine), piece)], drop=drop, without=self.skip_lost,
                                  want=[(self._key(at, member), self._ranks[member]) for member in others],
                                  rank=self._ranks[self._mine], limit_s=limit_s)
-        if None in reply.found and not reply.over:
-            missing = [self._ranks[member] for member, value in zip(others, reply.found, strict=True) if value is None]
+        if None in reply.values and not reply.over:
+            missing = [self._ranks[member] for member, value in zip(others, reply.values, strict=True) if value is None]
             raise CommError(f"no data within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
                             "which has not reached this collective", code="E-DEADLINE")
-        rows = list(reply.found)
+        rows = list(reply.values)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
     def _key(self, part: int, member: int) -> str:
@@ -519,7 +519,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         return int(self._call(lambda until: self.kv.request(until, add=(key, value))).sum)
 
     def check(self, keys: list[str]) -> bool:
-        values = self._call(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).found
+        values = self._call(lambda until: self.kv.request(until, want=[(key, ANY) for key in keys], wait=False)).values
         return None not in values
 
     def delete_key(self, key: str) -> bool:
@@ -537,7 +537,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         until = time.monotonic() + timeout_s
         want = [(key, ANY) for key in keys]  # torch does not say which rank writes a key
         values: tuple[bytes | None, ...] = self._call(
-            lambda _: self.kv.request(until, want=want, rank=self._rank, limit_s=timeout_s)).found
+            lambda _: self.kv.request(until, want=want, rank=self._rank, limit_s=timeout_s)).values
         if None in values:
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             raise InvalidState("E-DEADLINE", f"wait timed out after {timeout_s:g} s, waiting for keys {', '.join(missing[:4])}")

@@ -238,7 +238,7 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
     if not 1 <= request.workers <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
-                     f"brings {request.workers} workers, and {free_seats} of the job's {state.workers} are missing (here: "
+                     f"brings {request.workers} workers, and {free_seats} of the job's {state.workers} are missing (present: "
                      f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
     if request.place != ANY and not 0 <= request.place < state.workers:
         return coded("E-RANK", f"requests --node-rank {request.place}, allowed: 0 to {state.workers - 1}")
@@ -281,12 +281,12 @@ def _met(state: Sites) -> Sites:
     return msgspec.structs.replace(state, present=placed, ranks_assigned=True)
 
 
-def _in_order(here: Mapping[str, Site]) -> list[str]:
+def _in_order(present: Mapping[str, Site]) -> list[str]:
     """Sites with a requested index get it if there are enough sites; the others fill the gaps in order of arrival."""
-    wished = dict(sorted((h.request.place, token) for token, h in here.items() if h.request.place != ANY))
-    others = [token for token, h in here.items() if h.request.place == ANY]
+    wished = dict(sorted((h.request.place, token) for token, h in present.items() if h.request.place != ANY))
+    others = [token for token, h in present.items() if h.request.place == ANY]
     order = []
-    for place in range(len(here)):
+    for place in range(len(present)):
         if place in wished:
             order.append(wished.pop(place))
         elif others:

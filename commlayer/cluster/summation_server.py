@@ -89,15 +89,15 @@ def stalled_key(generation: int) -> Key:
     return key(Header(Kind.STALLED, generation))
 
 
-def follow_stalls(transport: Transport, server: int, generation: int, told: Callable[[Stalled], None]) -> None:
-    """On a member: calls told() with each stall report of that server, on the transport's thread."""
+def follow_stalls(transport: Transport, server: int, generation: int, notify: Callable[[Stalled], None]) -> None:
+    """On a member: calls notify() with each stall report of that server, on the transport's thread."""
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
             try:
-                told(read_stalled(handle.message()))
-            finally:  # also after a malformed report; after told(), so that reports stay in order
-                follow_stalls(transport, server, generation, told)
+                notify(read_stalled(handle.message()))
+            finally:  # also after a malformed report; after notify(), so that reports stay in order
+                follow_stalls(transport, server, generation, notify)
 
     transport.recv(server, stalled_key(generation)).on_done(arrived)
 
@@ -422,7 +422,7 @@ class DataServer:
         self._view: View | None = None
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
-        if (former := None if self.journal is None else self.journal.found) is not None:  # where workers look for it
+        if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers look for it
             port = port or host_port(former.address)[1]
             streams_port = streams_port or (host_port(former.streams)[1] if former.streams else 0)
         self.streams = ""
@@ -493,7 +493,7 @@ class DataServer:
 
     def _former(self, view: View, server: int) -> ServerIdentity | None:
         """What the journal says about an earlier process of this server in this job; None if there was none."""
-        former = None if self.journal is None else self.journal.found
+        former = None if self.journal is None else self.journal.recovered
         if former is None or (_is_same_job(former.view, view) and former.number == server):
             return former
         assert self.journal is not None

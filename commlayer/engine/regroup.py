@@ -107,7 +107,7 @@ class EpochMessages:
                 newer = self.newest is not view
                 rows = site_process_group.kv_client().request(min(until, time.monotonic() + LOOK_S), put=put, want=want,
                                                               wait=not newer, view=view.generation, rank=waits[0],
-                                                              limit_s=waits[1]).found
+                                                              limit_s=waits[1]).values
             except CommError as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + self._away_s)

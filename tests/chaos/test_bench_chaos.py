@@ -19,7 +19,7 @@ from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
 from bench.chaos.campaign import Campaign, Row
 from bench.chaos.cluster import Evidence
 from bench.chaos.reports import Finding
-from bench.chaos.schedules import Asked, Done
+from bench.chaos.schedules import Done, Options
 from bench.chaos.simulated import Sums
 from bench.chaos.trials import Setting, Trial
 from bench.chaos.verdict import Verdict
@@ -28,28 +28,28 @@ from commlayer.errors import CommError
 
 @pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
 def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path: Path) -> None:
-    whole = schedules.run(Asked(30, 5, 0.0, None, members, agreement))["summary"]
+    whole = schedules.run(Options(30, 5, 0.0, None, members, agreement))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
-        pieces = schedules.run(Asked(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
+        pieces = schedules.run(Options(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
     timed = {"seconds", "schedules_per_s"}
     assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
     assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < whole.keys()
     assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
-    assert schedules.run(Asked(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
+    assert schedules.run(Options(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
-        schedules.run(Asked(60, 6, 0.0, file, members, agreement))
+        schedules.run(Options(60, 6, 0.0, file, members, agreement))
     with pytest.raises(Unmeasurable, match="its schedules are of .*; name another file"):
-        schedules.run(Asked(60, 5, 0.0, file, members, not agreement))
+        schedules.run(Options(60, 5, 0.0, file, members, not agreement))
     file.write_text("{}x")
     with pytest.raises(Unmeasurable, match="not what an earlier piece has written"):
-        schedules.run(Asked(60, 5, 0.0, file, members, agreement))
+        schedules.run(Options(60, 5, 0.0, file, members, agreement))
 
 
 def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     done = Done()
-    schedules.one(Asked(1, 41, 0.0, None), 41, done)
+    schedules.one(Options(1, 41, 0.0, None), 41, done)
     assert done.wrong == 1
     (finding,) = done.findings
     assert finding["again"] == "python -m bench chaos --schedules 1 --seed 41"
@@ -123,7 +123,7 @@ def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
     assert main(["chaos", "--schedules", "3"]) == 0
     made = schedules.one
 
-    def broken_off(asked: Asked, seed: int, done: Done) -> None:
+    def broken_off(asked: Options, seed: int, done: Done) -> None:
         if seed == 2:
             raise KeyboardInterrupt
         made(asked, seed, done)

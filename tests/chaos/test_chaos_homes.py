@@ -85,7 +85,7 @@ def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -
     said = verdict.judge(came, there, there)
     assert (said.outcome, said.wrong) == ("goes on with worker 3", ())
     short = there._replace(stepped=[*stepped[:3], stepped[3][:-1]])
-    assert wrong(short) == ("worker 3 ended behind step 39, worker 0 behind 40",)
+    assert wrong(short) == ("worker 3 ended after step 39, worker 0 after 40",)
     idle = there._replace(stepped=[*stepped[:3], [step._replace(samples=()) for step in stepped[3]]])
     assert wrong(idle) == ("worker 3 came again and was given none",)
     never = there._replace(stepped=[*stepped[:3], []])

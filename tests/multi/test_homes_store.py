@@ -43,7 +43,7 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def there(desk: KvClient, *names: str) -> list[bool]:
-    found = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).found
+    found = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).values
     return [value is not None for value in found]
 
 

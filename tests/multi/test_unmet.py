@@ -209,7 +209,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
 
 def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
-    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).found == (None,)
+    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
     assert coordinator._rendezvous.pending_waits() == []
 
 

@@ -170,13 +170,13 @@ def test_a_way_that_a_link_does_not_have_is_refused_before_anything_trains(
 
 def test_what_a_step_takes_beyond_its_pace_is_told_in_seconds_and_per_cent() -> None:
     curve = [(0, 0.0, 4.0), (10, 4.0, 3.0), (20, 8.0, 2.0)]
-    run = Run(curve, 0.42, 20, 0.0, 1.0, 1.0, told={"exposed_s": 1.0})
+    run = Run(curve, 0.42, 20, 0.0, 1.0, 1.0, reported={"exposed_s": 1.0})
     told = ways.row("10m", "int4, overlap=forward", run, paced_s=0.3, goal=2.5, seconds=6.0)
     assert told["exposed_s"] == pytest.approx(0.12)
     assert told["exposed_pct"] == pytest.approx(40)
     assert told["waited_s"] == pytest.approx(0.05)
     assert told["s_to_goal"] == pytest.approx(6.0)
-    other = ways.row("none", "each host alone", run._replace(told={}), paced_s=0.3, goal=0.0, seconds=6.0)
+    other = ways.row("none", "each host alone", run._replace(reported={}), paced_s=0.3, goal=0.0, seconds=6.0)
     assert (other["waited_s"], other["s_to_goal"]) == ("-", "-")
     found = ways.summary([told, other, told | {"void": True}])
     assert found == {

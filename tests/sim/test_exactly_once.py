@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bench.chaos import schedules
-from bench.chaos.schedules import Asked, Done
+from bench.chaos.schedules import Done, Options
 from bench.chaos.simulated import Sums, World
 from commlayer.transport.reconnect import InFlightRequests
 
@@ -39,7 +39,7 @@ def test_what_must_not_be_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(World, "_arrive_at_server", _killing(World._arrive_at_server))
     done = Done()
     for seed in range(20):
-        schedules.one(Asked(1, seed, 0.0, None), seed, done)
+        schedules.one(Options(1, seed, 0.0, None), seed, done)
     assert done.wrong > 0
 
 

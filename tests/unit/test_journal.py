@@ -311,7 +311,7 @@ def test_one_that_cannot_be_put_in_force_is_one_line(required: bool, tmp_path: P
 def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "server.journal").write_bytes(b"something else, and long enough for a header")
     journal = ServerJournal(str(tmp_path), required=False)
-    assert (journal.found, journal.entries) == (None, {})
+    assert (journal.recovered, journal.entries) == (None, {})
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("nothing of it is used")
     journal.close(over=True)

@@ -224,7 +224,7 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
         assert meeting.gathering.register(known) == before[0]
         assert meeting.ask("b", add=("count", 2, "again")).sum == meeting.ask("a", add=("count", 5, "once")).sum == 7
         wanted = tuple((name, messages.ANY) for name in ("ahead of the job", "key", "gone", "count"))
-        assert meeting.ask("b", want=wanted).found == (b"1", b"value", None, b"7")
+        assert meeting.ask("b", want=wanted).values == (b"1", b"value", None, b"7")
     meeting.now += 10.0
     assert not meeting.gathering.staying(())
 
@@ -258,10 +258,10 @@ def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeti
     meeting.again()
     meeting.ask("a", put=(("late", b""),), view=2)
     wanted = tuple((name, messages.ANY) for name in ("of 2", "of 3", "late"))
-    assert meeting.ask("a", want=wanted).found == (b"", b"", None)
+    assert meeting.ask("a", want=wanted).values == (b"", b"", None)
     meeting.gathering.forget(3)
     meeting.again()
-    assert meeting.ask("a", want=wanted).found == (None, b"", None)
+    assert meeting.ask("a", want=wanted).values == (None, b"", None)
     assert meeting.gathering._store.nbytes < 600
 
 
