@@ -350,7 +350,7 @@ def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch
             said.append((asked.get("rank", -1), asked.get("limit_s", 0.0)))
             rows = {"state": msgspec.msgpack.encode(4), "part0": b"data"}
             word = msgspec.msgpack.encode((1, 1.0))
-            return SimpleNamespace(found=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
+            return SimpleNamespace(values=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
 
     monkeypatch.setattr(site_process_group, "kv_client", Desk)
     view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
