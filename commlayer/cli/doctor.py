@@ -12,7 +12,7 @@ from commlayer.config import Config, host_port, launcher_says, master, read_conf
 from commlayer.errors import InvalidInput, RecordError
 
 if TYPE_CHECKING:
-    from commlayer.doctor.checks import Doctor, Options
+    from commlayer.doctor.checks import Options
     from commlayer.doctor.report import Finding
 
 PAGE = 80
@@ -32,15 +32,16 @@ def doctor(
     journal: Annotated[str, typer.Option(help="The folder for the journal of a server here.", metavar="DIR")] = "",
     insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     no_bandwidth: Annotated[bool, typer.Option("--no-bandwidth", help="Skip measuring the link (2 s).")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write findings and facts there.", metavar="FILE")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write findings and values there.", metavar="FILE")] = None,
 ) -> None:
     """Check this machine, its network and the server before a run. Exit code 2 if a check fails."""
-    from commlayer.cli.plan_inputs import check_json
+    from commlayer.cli.plan_inputs import check_json, write_json
 
     check_json(json)
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     options = _options({name: value for name, value in settings.items() if value}, master_, nodes, plan, save)
     # Imported late: checks load numpy, which --help does not need.
+    import msgspec
     from rich.console import Console
 
     from commlayer.doctor import report
@@ -58,20 +59,18 @@ def doctor(
     if options.problem:
         show(of_error("settings", options.problem))
     examination = Doctor(options)
-    for finding in run_checks([*examination.checks()]):
-        show(finding)
-    if not no_bandwidth and (link := examination.link_check()) is not None:
-        for finding in run_checks([link]):
+    for checks in (examination.checks, lambda: [] if no_bandwidth else examination.link_check(),
+                   lambda: [examination.node_check()] if nodes > 1 else []):
+        for finding in run_checks(checks()):
             show(finding)
-    if nodes > 1:
-        for finding in run_checks([examination.node_check()]):
-            show(finding)
-        if examination.pairs:
-            from commlayer.doctor.nodes import table
+    if examination.pairs:
+        from commlayer.doctor.nodes import table
 
-            console.print("\n".join(table(examination.nodes, examination.pairs)))
+        console.print("\n".join(table(examination.nodes, examination.pairs)))
     console.print(report.summary(findings))
-    _write(json, findings, examination)
+    data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "nodes": examination.nodes,
+            "links": examination.pairs}
+    write_json(json, msgspec.json.encode(data).decode())
     if not usable(findings):
         raise typer.Exit(2)
 
@@ -102,14 +101,3 @@ def _without_checks(given: dict[str, Any]) -> Config:
         except RecordError:
             continue
     return Config()
-
-
-def _write(json: Path | None, findings: list[Finding], examination: Doctor) -> None:
-    import msgspec
-
-    from commlayer.cli.plan_inputs import write_json
-    from commlayer.doctor.report import usable
-
-    data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "facts": examination.facts,
-            "nodes": examination.nodes, "links": examination.pairs}
-    write_json(json, msgspec.json.encode(data).decode())

@@ -1,29 +1,28 @@
-"""The list of checks for given settings, and the deadline of each."""
+"""The table of checks for given settings, with the deadline of each."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from commlayer.cluster import messages
-from commlayer.config import Config, check_plain_text, host_port, is_loopback, launcher_says, read_launch
+from commlayer.config import Config, check_plain_text, host_port, is_loopback, join_host, launcher_says, read_launch
 from commlayer.doctor import machine, network, nodes, security, server
 from commlayer.doctor.nodes import NodeFacts, Pair
-from commlayer.doctor.report import Check, Finding, of_error, warn
-from commlayer.errors import CommError, InvalidInput, RecordError
-from commlayer.transport import framing, own_address, tls
-from commlayer.transport.key_folder import Keys
+from commlayer.doctor.report import Check, Finding, of_error
+from commlayer.errors import CommError, InvalidInput
+from commlayer.transport import own_address
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
 ALONE_S = 30.0
 """Every check of one machine ends by then. The link check runs last, in the time that the slowest other check leaves."""
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+BUSY = "the machine is overloaded: check its load"
 SLOW_NAMES = "a name service does not answer: check /etc/resolv.conf, or use addresses"
 SLOW_DISK = "the disk does not answer: check network file systems"
-F = TypeVar("F")
+SLOW_SERVER = "the server is overloaded, or large packets are lost: try an MTU of 1280"
+Run = Callable[[], Iterable[Finding]]
 
 
 class Options(NamedTuple):
@@ -43,127 +42,91 @@ class Options(NamedTuple):
 
 
 class Doctor:
-    """The checks for given options. `facts`, by the name of the check, are for the JSON report and for later checks."""
+    """The checks for given options. `nodes` and `pairs` are the results of the comparison of nodes."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.facts: dict[str, list[Any]] = {}
+        self.server = server.ServerCheck(options.config)
         self.nodes: list[NodeFacts] = []
         self.pairs: list[Pair] = []
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> list[Check]:
         """The checks of this machine in the order of display, the slowest last."""
-        options, config = self.options, self.options.config
-        yield self._check("version", machine.read_software, machine.check_software)
-        yield self._check("cpu", machine.read_processor, machine.check_processor)
-        yield self._check("files", machine.read_file_limits, machine.check_file_limits)
-        yield self._check("shm", machine.read_shared_memory, machine.check_shared_memory)
-        folders = [("checkpoints in", options.save)]
-        if config.audit:
-            folders.append(("the audit log in", Path(config.audit).absolute().parent))
-        for role, path in folders:
-            yield self._check("disk", functools.partial(machine.read_folder, role, path), machine.check_folder,
-                              remedy=SLOW_DISK)
-        if config.journal:
-            yield self._check("journal", lambda: machine.read_journal(Path(config.journal)),
-                              lambda f: machine.check_journal(f, required=config.journal_required), remedy=SLOW_DISK)
-        yield from self._network_checks()
-        if config.keys:
-            yield self._check("keys", lambda: security.read_keys(Path(config.keys), time.time()),
-                              lambda f: security.check_keys(f, serves=not config.join))
-        yield Check("secure", lambda: security.check_settings(config), QUICK_S, "")
-        if options.plan is not None:
-            path = options.plan
-            yield self._check("plan", lambda: security.read_plan(path), lambda f: security.check_plan(f, nodes=options.nodes))
-        if config.join:
-            yield self._check("server", lambda: server.query_server(config, messages.version(), framing.VERSION),
-                              lambda f: [*server.check_server(f, keys=bool(config.keys)),
-                                         *server.check_same_plan(self._first("plan"), f)],
-                              SERVER_S, "the server is overloaded, or large packets are lost: try an MTU of 1280")
-        yield self._check("torch", machine.read_torch, machine.check_torch, machine.CHILD_S + 2)
+        options, config, master = self.options, self.options.config, self.options.master[0]
+        joined = host_port(config.join)[0] if config.join else ""
+        peer, audit, journal, plan = joined or master, config.audit, Path(config.journal), options.plan
+        names = [(role, name) for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise))
+                 if name]
+        rows: list[tuple[object, str, Run, float, str]] = [
+            (True, "version", lambda: machine.check_versions(*machine.own_versions()), QUICK_S, BUSY),
+            (True, "cpu", lambda: machine.check_processor(*machine.own_processor()), QUICK_S, BUSY),
+            (True, "files", lambda: machine.check_file_limits(*machine.own_file_limits()), QUICK_S, BUSY),
+            (True, "shm", machine.check_shared_memory, QUICK_S, BUSY),
+            (True, "disk", lambda: _folder("checkpoints in", options.save), QUICK_S, SLOW_DISK),
+            (audit, "disk", lambda: _folder("the audit log in", Path(audit).absolute().parent), QUICK_S, SLOW_DISK),
+            (config.journal, "journal", lambda: machine.check_journal(journal, *machine.own_journal(journal),
+                                                                      required=config.journal_required), QUICK_S, SLOW_DISK),
+            (True, "address", lambda: self._addresses(peer), NAMES_S, SLOW_NAMES),
+            *((True, "dns", lambda role=role, name=name: network.check_name(role, name, *network.resolve(name)), NAMES_S,
+               SLOW_NAMES) for role, name in names),
+            (joined, "port", lambda: network.check_reachable("server", config.join, server.dial_coordinator(config)), NAMES_S,
+             SLOW_NAMES),
+            (not joined and options.master[1], "port", self._master, NAMES_S, SLOW_NAMES),
+            (not joined, "port", lambda: network.check_listening(self._own_ports()), NAMES_S, SLOW_NAMES),
+            (peer, "mtu", lambda: network.check_mtu(peer, network.own_addresses(peer).interface, network.path_mtu(peer)),
+             NAMES_S, SLOW_NAMES),
+            (config.keys, "keys", lambda: security.check_keys(Path(config.keys), time.time(), serves=not joined), QUICK_S,
+             BUSY),
+            (True, "secure", lambda: security.check_settings(config), QUICK_S, BUSY),
+            (plan, "plan", lambda: security.check_plan(plan or Path(), security.own_plan(plan), options.nodes), QUICK_S, BUSY),
+            (joined, "server", lambda: self.server.run(security.own_digest(plan)), SERVER_S, SLOW_SERVER),
+            (True, "torch", lambda: machine.check_torch(machine.own_torch()), machine.CHILD_S + 2, BUSY),
+        ]
+        return [Check(*row[1:]) for row in rows if row[0]]
 
-    def link_check(self) -> Check | None:
+    def link_check(self) -> list[Check]:
         """The check of the link, to run after the others, since they would slow each other. None without a usable server."""
-        facts = self._first("server")
-        if facts is None or facts.error:
-            return None
-        if facts.status.begun:
-            findings = [warn("link", "not measured: a job is running there", "measure before the job starts")]
-            return Check("link", lambda: findings, QUICK_S, "")
-        config = self.options.config
-        return self._check("link", lambda: server.measure_link(config, facts.round_trip_s, LINK_S),
-                           server.check_link, ALONE_S - SERVER_S, "the link is too slow, or other traffic fills it")
+        remedy = "the link is too slow, or other traffic fills it"
+        check = Check("link", lambda: self.server.link(LINK_S), ALONE_S - SERVER_S, remedy)
+        return [] if self.server.status is None else [check]
 
     def node_check(self) -> Check:
-        """Compares nodes that run this command at the same time, and measures links between them. Failures become findings."""
+        """Compares nodes that run this command at the same time, and measures links between them."""
         options = self.options
 
-        def run() -> Iterable[Finding]:
+        def run() -> Iterator[Finding]:
             try:
                 self.nodes, self.pairs = self._compare_nodes()
             except (CommError, ValueError, OSError) as error:
-                return [of_error("nodes", error)]
-            return [*nodes.check_alike(self.nodes), *nodes.check_clocks(self.nodes, keys=bool(options.config.keys)),
-                    *nodes.check_links(self.nodes, self.pairs)]
+                yield of_error("nodes", error)
+                return
+            yield from nodes.check_alike(self.nodes)
+            yield from nodes.check_clocks(self.nodes, keys=bool(options.config.keys))
+            yield from nodes.check_links(self.nodes, self.pairs)
 
         count = read_launch().world if options.launched else options.nodes
         slack_s = NAMES_S  # for name lookups, and for loading torch
-        deadline_s = nodes.limit_s(count, options.config.join_deadline_s) + slack_s
-        return Check("nodes", run, deadline_s, "a node or the rendezvous store does not answer: see the other nodes' output")
+        return Check("nodes", run, nodes.limit_s(count, options.config.join_deadline_s) + slack_s,
+                     "a node or the rendezvous store does not answer: see the other nodes' output")
 
-    def _first(self, check: str) -> Any:
-        """The first fact of a check; None if there is none, or not yet."""
-        return next(iter(self.facts.get(check, ())), None)
-
-    def _check(self, name: str, read: Callable[[], F], judge: Callable[[F], Iterable[Finding]], deadline_s: float = QUICK_S,
-               remedy: str = "the machine is overloaded: check its load") -> Check:
-        def run() -> Iterable[Finding]:
-            facts = read()
-            self.facts.setdefault(name, []).append(facts)
-            return judge(facts)
-
-        return Check(name, run, deadline_s, remedy)
-
-    def _network_checks(self) -> Iterator[Check]:
-        config, master = self.options.config, self.options.master[0]
-        joined = host_port(config.join)[0] if config.join else ""
-        peer = joined or master
-        overrides = [(name, value) for name in INTERFACES if (value := launcher_says(name))]
+    def _addresses(self, peer: str) -> Iterator[Finding]:
+        variables = {name: value for name in INTERFACES if (value := launcher_says(name))}
         # A worker that joins a server has no process group across machines.
-        alone = bool(joined) or (self.options.nodes < 2 and (not peer or is_loopback(peer)))
-        yield self._check("address", lambda: network.read_addresses(peer, config.bind, overrides, alone=alone),
-                          network.check_addresses, NAMES_S, SLOW_NAMES)
-        for role, name in (("server", joined), ("master", master), ("advertised name", config.advertise)):
-            if name:
-                yield self._check("dns", functools.partial(network.resolve_name, role, name), network.check_name, NAMES_S,
-                                  SLOW_NAMES)
-        if joined:
-            yield self._check("port", self._dial_coordinator, network.check_reachable, NAMES_S, SLOW_NAMES)
-        elif master:
-            yield Check("port", self._check_master, NAMES_S, SLOW_NAMES)
-        if not joined:
-            ports = [("coordinator", config.port), *([("server", config.port + 1)] if config.port < 65535 else [])]
-            for role, number in ports if config.port else [("a port of", 0)]:
-                yield self._check("port", functools.partial(network.probe_port, role, config.bind, number), network.check_port,
-                                  NAMES_S, SLOW_NAMES)
-        if peer:
-            yield Check("mtu", lambda: _check_mtu(peer), NAMES_S, SLOW_NAMES)
+        alone = bool(self.options.config.join) or (self.options.nodes < 2 and (not peer or is_loopback(peer)))
+        return network.check_addresses(network.own_addresses(peer), self.options.config.bind, variables, alone=alone)
 
-    def _dial_coordinator(self) -> network.Reached:
+    def _own_ports(self) -> list[tuple[str, str, int]]:
         config = self.options.config
-        try:
-            keys = Keys(config.keys) if config.keys else None
-        except RecordError:
-            keys = None  # the check of keys reports it; the port can be checked without
-        return server.dial_tls(config.join, keys, tls.CONTROL)
+        if not config.port:
+            return [("a port of", config.bind, 0)]
+        data = [("server", config.bind, config.port + 1)] if config.port < 65535 else []
+        return [("coordinator", config.bind, config.port), *data]
 
-    def _check_master(self) -> Iterable[Finding]:
+    def _master(self) -> Iterable[Finding]:
         host, number = self.options.master
-        if not number:
-            return []
-        if not network.resolve_name("", host).own:
-            return network.check_reachable(network.dial("master", host, number), expected=False)
-        return [] if self.options.launched else network.check_port(network.probe_port("master", host, number))
+        if not network.is_own(host):
+            return network.check_reachable("master", join_host(host, number), network.dial(host, number), expected=False)
+        return [] if self.options.launched else network.check_listening([("master", host, number)])
 
     def _compare_nodes(self) -> tuple[list[NodeFacts], list[Pair]]:
         options = self.options
@@ -175,18 +138,14 @@ class Doctor:
             raise InvalidInput("E-DOCTOR", "comparing nodes needs a rendezvous: start with torchrun, or use --master HOST:PORT")
         address = network.address_towards(host) or own_address.default_address()
         check_plain_text("address of this node", address, options.config)
+        launch, count = read_launch(), options.nodes
         if options.launched:
-            launch = read_launch()
             rendezvous, count = nodes.launched_store(launch.rank, launch.world, limit_s), launch.world
         else:
-            own, count = network.resolve_name("", host).own, options.nodes
-            rendezvous = nodes.store_at(host, number, count, own, limit_s)
-        plan = self._first("plan")
-        node = nodes.describe_this_node(address, plan.digest if plan else "")
+            rendezvous = nodes.store_at(host, number, count, network.is_own(host), limit_s)
+        node = nodes.own_facts(address, security.own_digest(options.plan))
         return nodes.compare_nodes(rendezvous, count, node, options.config, deadline)
 
 
-def _check_mtu(host: str) -> Iterable[Finding]:
-    local = network.read_addresses(host, "", (), alone=True)
-    interface = next((one for one in local.interfaces if one.address == local.chosen), None)
-    return network.check_mtu(host, interface, network.path_mtu(host))
+def _folder(what: str, path: Path) -> Iterator[Finding]:
+    return machine.check_folder(what, path, machine.free_space(path))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -21,24 +23,34 @@ ALLOWED = ", allowed"
 
 
 class Finding(Record, frozen=True):
-    """`fail`: a run would not start or would stop. `warn`: it would run, but slower, or only for now. Both have a remedy."""
+    """`fail`: a run would not start or would stop. `warn`: it would run, but slower, or only for now. Both have a remedy.
+    `values`: what was measured, for programs."""
 
     check: str
     verdict: Verdict
     seen: str
     remedy: str = ""
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-def ok(check: str, seen: str) -> Finding:
-    return Finding(check, "ok", seen)
+def ok(check: str, seen: str, **values: Any) -> Finding:
+    return Finding(check, "ok", seen, "", values)
 
 
-def warn(check: str, seen: str, remedy: str) -> Finding:
-    return Finding(check, "warn", seen, remedy)
+def warn(check: str, seen: str, remedy: str, **values: Any) -> Finding:
+    return Finding(check, "warn", seen, remedy, values)
 
 
-def fail(check: str, seen: str, remedy: str) -> Finding:
-    return Finding(check, "fail", seen, remedy)
+def fail(check: str, seen: str, remedy: str, **values: Any) -> Finding:
+    return Finding(check, "fail", seen, remedy, values)
+
+
+def at_least(
+    check: str, seen: str, remedy: str, value: float, warn_below: float, fail_below: float = -math.inf, **values: Any,
+) -> Finding:
+    """Judges a value by two limits."""
+    verdict: Verdict = "fail" if value < fail_below else "warn" if value < warn_below else "ok"
+    return Finding(check, verdict, seen, "" if verdict == "ok" else remedy, values)
 
 
 def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
@@ -86,36 +98,27 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
 
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-CHECK = 10
-"""Column width of a check's name."""
-INDENT = 5 + CHECK
-ARROW = "-> "
-WIDEST = 120
+INDENT, WIDEST = 15, 120
+"""Columns of verdict and check, and the longest line."""
 
 
-def finding_lines(found: Finding, width: int) -> list[str]:
-    """A finding as lines: what was seen after verdict and check, and the remedy below.
-
+def finding_lines(finding: Finding, width: int) -> list[str]:
+    """
     >>> for line in finding_lines(Finding("dns", "fail", "node-7 does not resolve", "check its spelling"), 60): print(line)
     fail dns       node-7 does not resolve
                    -> check its spelling
     """
-    room = max(20, min(width, WIDEST) - INDENT)
-    wrapped = textwrap.wrap(found.seen, room, break_long_words=True, break_on_hyphens=False) or [""]
-    rows = [f"{found.verdict:5}{found.check:{CHECK}}{wrapped[0]}", *(" " * INDENT + line for line in wrapped[1:])]
-    if found.remedy:
-        rest = textwrap.wrap(found.remedy, room - len(ARROW), break_long_words=True, break_on_hyphens=False)
-        rows += [" " * INDENT + (ARROW if i == 0 else " " * len(ARROW)) + line for i, line in enumerate(rest)]
-    return rows
+    width = max(20 + INDENT, min(width, WIDEST))
+    rows = textwrap.wrap(finding.seen, width, initial_indent=f"{finding.verdict:5}{finding.check:10}",
+                         subsequent_indent=" " * INDENT, break_on_hyphens=False)
+    return rows + textwrap.wrap(finding.remedy, width, initial_indent=" " * INDENT + "-> ",
+                                subsequent_indent=" " * (INDENT + 3), break_on_hyphens=False)
 
 
-def show(console: Console, found: Finding) -> None:
-    first, *rest = finding_lines(found, console.width)
-    text = Text(first)
-    text.stylize(COLOURS[found.verdict], 0, len(found.verdict))
+def show(console: Console, finding: Finding) -> None:
+    text = Text("\n".join(finding_lines(finding, console.width)))
+    text.stylize(COLOURS[finding.verdict], 0, len(finding.verdict))
     console.print(text, soft_wrap=True)
-    for line in rest:
-        console.print(Text(line), soft_wrap=True)
 
 
 def summary(findings: Iterable[Finding]) -> str:
@@ -124,9 +127,6 @@ def summary(findings: Iterable[Finding]) -> str:
     'usable: 1 ok, 2 warnings'
     """
     counts = Counter(finding.verdict for finding in findings)
-    parts = [f"{counts['ok']} ok"]
-    if counts["warn"]:
-        parts.append(f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}")
-    if counts["fail"]:
-        return ", ".join([f"not usable: {counts['fail']} failed", *parts[1:], parts[0]])
-    return ", ".join([f"usable: {parts[0]}", *parts[1:]])
+    good, failed = f"{counts['ok']} ok", f"{counts['fail']} failed"
+    warnings = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
+    return ", ".join([f"not usable: {failed}", *warnings, good] if counts["fail"] else [f"usable: {good}", *warnings])

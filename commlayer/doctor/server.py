@@ -10,124 +10,243 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from msgspec import structs
-
 from commlayer.autotune.measure import link_rates
 from commlayer.cluster import messages, uplink
 from commlayer.cluster.client import CoordinatorChannel, diagnose
 from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.config import Config, host_port
-from commlayer.doctor import network
-from commlayer.doctor.network import Reached, dial
-from commlayer.doctor.report import Finding, fail, of_error, ok, warn
-from commlayer.doctor.security import PlanFile
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost
-from commlayer.records import Record, ServerInfo
-from commlayer.transport import tls
+from commlayer.doctor.network import check_reachable, dial
+from commlayer.doctor.report import Finding, at_least, fail, of_error, ok, warn
+from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
+from commlayer.records import ServerInfo
+from commlayer.transport import framing, tls
 from commlayer.transport.key_folder import Keys
 
 CLOCK_S, CLOCK_FAIL_S = 5.0, 3000.0
 """Certificates are valid from an hour before they are made: a clock that lags nearly as much fails with the next one."""
 FAR_S = 0.3
 SLOW_BPS = 2e6
+CALL_S = 3.0
+PINGS = 4
+FULL_NBYTES = 16 << 10
+"""Several packets at any MTU, and a second at 128 kb/s."""
+MOST_SERVERS = 8
+"""The most servers to which connections are checked."""
+WORKERS = 12
+"""Concurrent calls while the link is measured."""
 
 
-def check_server(f: ServerFacts, *, keys: bool) -> Iterator[Finding]:
-    if f.silent:
-        yield fail("server", f"{f.address} does not answer as a coordinator",
-                   "start `commlayer serve` there (it prints this address), then run this again")
-        return
-    if f.error or f.status is None:
-        yield of_error("server", f"{f.address}: {f.error.removeprefix(f'coordinator {f.address}: ')}")
-        return
-    info = f.status
-    intro = f"{f.address} coordinates, with commlayer {info.version}"
-    both = (("version", f.version, info.version), ("control protocol", f.protocol, info.protocol),
-            ("wire format", f.wire, info.wire))
-    differ = [what for what, mine, its in both if mine != its]
-    if differ:
-        yield fail("server", f"{intro}; here it is {f.version}: other {' and '.join(differ)}",
-                   "install the same version on all machines")
-    elif info.begun and info.free_seats:
-        yield ok("server",
-                 f"{intro}: its job is running; {info.free_seats} of its {info.workers} places are free (commlayer launch)")
-    elif info.begun and info.full:
-        yield warn("server", f"{intro}: its job is running with all {info.workers} workers",
-                   "wait until a worker has left; a lost worker keeps its place for reconnect_s")
-    elif info.begun:
-        yield warn("server", f"{intro}: its job is running with {info.workers} workers",
-                   f"it admits no more workers ({info.closed_reason}): wait for its end, or start another job")
-    else:
-        of = f"{info.seated} of {info.workers} workers" if info.workers else f"{info.seated} workers"
-        yield ok("server", f"{intro}: {of} and {len(info.servers)} server{'s' if len(info.servers) != 1 else ''} are connected")
-    yield from _carriers(f)
-    yield _clock(f, keys)
-    yield _round_trip(f)
-    yield _full(f)
+class ServerCheck:
+    """`status` is the coordinator's reply to `run`; None until it has answered."""
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.status: StatusReply | None = None
+        self.round_trip_s = 0.0
 
-def _carriers(f: ServerFacts) -> Iterator[Finding]:
-    """Checks the transport that gradients would use to each server."""
-    for path in f.paths:
-        if path.tcp is not None and path.tcp.answer == "open":
-            yield ok("carrier", f"TCP to {path.tcp.what} {path.address}")
-        elif path.streams == "open" and path.tcp is None:
-            yield ok("carrier", f"gRPC streams at {path.streams_at}")
-        elif path.streams == "open":
-            yield warn("carrier", f"gRPC streams at {path.streams_at}, since TCP to server {path.address} is blocked",
-                       "open that port: TCP costs less, and the start waits 5 s for it")
-        elif path.tcp is not None:
-            yield from network.check_reachable(path.tcp)
-        elif path.streams:
-            yield of_error("carrier", path.streams)
+    def run(self, plan: str) -> Iterator[Finding]:
+        """`plan`: the digest of the local plan file, empty for none."""
+        config = self._config
+        try:
+            with contextlib.closing(open_channel(config)) as channel:
+                status, round_trip_s, ahead_s = _query(channel)
+                blocked = _blocked_directions(channel, status)
+                keys = channel.keys
+        except (PeerLost, DeadlineExceeded) as error:
+            yield fail("server", f"{config.join} does not answer as a coordinator: {error.what}",
+                       "start `commlayer serve` there (it prints this address), then run this again")
+            return
+        except (CommError, ValueError) as error:
+            yield of_error("server", f"{config.join}: {str(error).removeprefix(f'coordinator {config.join}: ')}")
+            return
+        self.status, self.round_trip_s = status, round_trip_s
+        yield check_status(config.join, status)
+        with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
+            for findings in pool.map(lambda one: [*check_connection(one, config, keys)], status.servers[:MOST_SERVERS]):
+                yield from findings
+        yield check_clock(ahead_s, round_trip_s / 2, keys=bool(config.keys))
+        yield at_least("latency", f"{1e3 * round_trip_s:.3g} ms round trip to the server",
+                       "use a server nearer to all workers: each step waits for at least one round trip", -round_trip_s, -FAR_S,
+                       round_trip_s=round_trip_s)
+        if blocked:
+            yield fail("packets", f"small packets pass, full-size packets {' and '.join(blocked)} the server do not",
+                       "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both"
+                       " ends")
         else:
-            takes = "accepts gRPC streams only" if path.streams_at else "accepts no gRPC streams"
-            yield fail("carrier", f"server {path.address} {takes}, and carrier is \"{f.carrier}\" here",
-                       "use the same carrier setting on server and workers, or leave it out")
+            yield ok("packets", f"full-size packets pass {'to the server' if status.begun else 'both ways'}")
+        if plan and status.plan and status.plan != plan:
+            yield fail("plan", f"hash {plan} here, {status.plan} at the server", "give all workers the same plan file")
+
+    def link(self, budget_s: float) -> Iterator[Finding]:
+        """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as the
+        data's."""
+        if self.status is not None and self.status.begun:
+            yield warn("link", "not measured: a job is running there", "measure before the job starts")
+            return
+        try:
+            with contextlib.closing(open_channel(self._config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
+                network = link_rates.RequestNetwork(lambda _, up, down, done: _probe(channel, pool, up, down, done))
+                round_trip_s, each_s = self.round_trip_s, budget_s / 2
+                up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, each_s, CALL_S)
+                down_bps = link_rates.rate(network, link_rates.DOWN, [0], round_trip_s, each_s, CALL_S, expected_bps=up_bps)
+        except (CommError, ValueError) as error:
+            yield warn("link", f"not measured: {error}", "start the job later, or use --no-bandwidth")
+            return
+        yield at_least("link", f"{rate_text(up_bps)} up, {rate_text(down_bps)} down",
+                       "stop other traffic; `commlayer plan whatif` shows what this link allows", min(up_bps, down_bps),
+                       SLOW_BPS, up_bps=up_bps, down_bps=down_bps)
 
 
-def _clock(f: ServerFacts, keys: bool) -> Finding:
-    off = abs(f.clock_s)
-    side = "ahead of" if f.clock_s > 0 else "behind"
-    if off - f.clock_error_s < CLOCK_S:
-        return ok("clock", f"within {max(off, f.clock_error_s, 0.001):.3g} s of the server's")
-    line = f"{duration_text(off)} {side} the server's"
+def check_status(address: str, status: StatusReply) -> Finding:
+    intro, workers = f"{address} coordinates, with commlayer {status.version}", status.workers
+    versions = (("version", messages.version(), status.version), ("control protocol", messages.PROTOCOL, status.protocol),
+                ("wire format", framing.VERSION, status.wire))
+    differ = [what for what, own, other in versions if own != other]
+    if differ:
+        return fail("server", f"{intro}; here it is {messages.version()}: other {' and '.join(differ)}",
+                    "install the same version on all machines")
+    if not status.begun:
+        count = f"{status.seated} of {workers}" if workers else f"{status.seated}"
+        servers = f"{len(status.servers)} server{'s' if len(status.servers) != 1 else ''}"
+        return ok("server", f"{intro}: {count} workers and {servers} are connected")
+    if status.free_seats:
+        return ok("server",
+                  f"{intro}: its job is running; {status.free_seats} of its {workers} places are free (commlayer launch)")
+    if status.full:
+        return warn("server", f"{intro}: its job is running with all {workers} workers",
+                    "wait until a worker has left; a lost worker keeps its place for reconnect_s")
+    return warn("server", f"{intro}: its job is running with {workers} workers",
+                f"it admits no more workers ({status.closed_reason}): wait for its end, or start another job")
+
+
+def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
+    """`ahead_s`: how far this clock is ahead of the server's. `keys`: certificates depend on the clock."""
+    off_s = abs(ahead_s)
+    line = f"{duration_text(off_s)} {'ahead of' if ahead_s > 0 else 'behind'} the server's"
     remedy = "synchronize it with a time server: timedatectl set-ntp true"
-    if keys and off > CLOCK_FAIL_S:
+    if off_s - error_s < CLOCK_S:
+        return ok("clock", f"within {max(off_s, error_s, 0.001):.3g} s of the server's")
+    if keys and off_s > CLOCK_FAIL_S:
         return fail("clock", f"{line}; certificates depend on the clock", remedy)
     return warn("clock", f"{line}; log times will not match", remedy)
 
 
-def _round_trip(f: ServerFacts) -> Finding:
-    line = f"{1e3 * f.round_trip_s:.3g} ms round trip to the server"
-    if f.round_trip_s > FAR_S:
-        return warn("latency", line, "use a server nearer to all workers: each step waits for at least one round trip")
-    return ok("latency", line)
-
-
-def _full(f: ServerFacts) -> Finding:
-    directions = [side for side, why in (("to", f.full_up), ("from", f.full_down)) if why]
-    if not directions:
-        return ok("packets", "full-size packets pass both ways" if f.status and not f.status.begun
-                  else "full-size packets pass to the server")
-    return fail("packets", f"small packets pass, full-size packets {' and '.join(directions)} the server do not",
-                "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both ends")
-
-
-def check_link(f: LinkFacts) -> Iterator[Finding]:
-    if f.error:
-        yield warn("link", f"not measured: {f.error}", "start the job later, or use --no-bandwidth")
-    elif min(f.up_bps, f.down_bps) < SLOW_BPS:
-        yield warn("link", f"{rate_text(f.up_bps)} up, {rate_text(f.down_bps)} down",
-                   "stop other traffic; `commlayer plan whatif` shows what this link allows")
+def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Iterator[Finding]:
+    """Checks the transport that gradients would use to a summation server: it connects as a worker does."""
+    streams = uplink.streams_at(server, config.join)
+    answer = ""
+    if config.carrier != "grpc" and not uplink.only_streams(server, config.join):
+        answer = dial_tls(server.address, keys, tls.DATA)
+    if answer == "open":
+        yield ok("carrier", f"TCP to server {server.address}")
+    elif streams and config.carrier != "tcp":
+        error = dial_streams(streams, keys)
+        if error and answer:
+            yield from check_reachable("server", server.address, answer)
+        elif error:
+            yield of_error("carrier", error)
+        elif answer:
+            yield warn("carrier", f"gRPC streams at {streams}, since TCP to server {server.address} is blocked",
+                       "open that port: TCP costs less, and the start waits 5 s for it")
+        else:
+            yield ok("carrier", f"gRPC streams at {streams}")
+    elif answer:
+        yield from check_reachable("server", server.address, answer)
     else:
-        yield ok("link", f"{rate_text(f.up_bps)} up, {rate_text(f.down_bps)} down")
+        takes = "accepts gRPC streams only" if streams else "accepts no gRPC streams"
+        yield fail("carrier", f"server {server.address} {takes}, and carrier is \"{config.carrier}\" here",
+                   "use the same carrier setting on server and workers, or leave it out")
 
 
-def check_same_plan(mine: PlanFile | None, f: ServerFacts) -> Iterator[Finding]:
-    """Checks that the local plan file equals the job's."""
-    if mine and mine.digest and f.status and f.status.plan and f.status.plan != mine.digest:
-        yield fail("plan", f"hash {mine.digest} here, {f.status.plan} at the server", "give all workers the same plan file")
+def dial_streams(address: str, keys: Keys | None) -> str:
+    """The error of a gRPC stream; empty without one."""
+    deadline = time.monotonic() + CALL_S
+    try:
+        if keys is not None:
+            diagnose(address, keys, deadline, f"server {address}")
+        uplink.open_stream(host_port(address), keys, deadline).close()
+    except CommError as error:
+        return error.what
+    return ""
+
+
+def dial_tls(address: str, keys: Keys | None, protocol: str) -> str:
+    """Dials an address, with a TLS handshake if there are keys. A coordinator that refuses the handshake counts as open:
+    the check of the server reports why."""
+
+    def greet(sock: socket.socket) -> None:
+        if keys is not None:
+            with tls.TlsSocket(sock, keys, protocol, server=False) as channel:
+                channel.handshake(time.monotonic() + CALL_S)
+
+    try:
+        return dial(*host_port(address), CALL_S, greet)
+    except CommError as error:
+        return "open" if protocol == tls.CONTROL else str(error)
+
+
+def dial_coordinator(config: Config) -> str:
+    try:
+        keys = Keys(config.keys) if config.keys else None
+    except RecordError:
+        keys = None  # the check of keys reports it; the port can be checked without
+    return dial_tls(config.join, keys, tls.CONTROL)
+
+
+def open_channel(config: Config) -> CoordinatorChannel:
+    """Raises CommError or RecordError if the coordinator cannot be reached or refuses."""
+    keys = Keys(config.keys) if config.keys else None
+    diagnose(config.join, keys, time.monotonic() + CALL_S)
+    return CoordinatorChannel(config.join, config.token, keys)
+
+
+def _query(channel: CoordinatorChannel) -> tuple[StatusReply, float, float]:
+    """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
+    status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
+    best = (float("inf"), 0.0)
+    for _ in range(PINGS):
+        begin_s, begin = time.time(), time.monotonic()
+        status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)
+        elapsed_s = time.monotonic() - begin
+        best = min(best, (elapsed_s, begin_s + elapsed_s / 2 - status.time_s))
+    return status, *best
+
+
+def _blocked_directions(channel: CoordinatorChannel, status: StatusReply) -> list[str]:
+    """Directions in which full-size packets do not pass. A running job sends nothing down but its own data."""
+    requests = {"to": StatusRequest(data=secrets.token_bytes(FULL_NBYTES))}
+    if not status.begun:
+        requests["from"] = StatusRequest(wanted=FULL_NBYTES)
+    blocked = []
+    for direction, request in requests.items():
+        try:
+            channel.call("Status", request, StatusReply, CALL_S)
+        except CommError:
+            blocked.append(direction)
+    return blocked
+
+
+def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,
+           done: Callable[[Exception | None], None]) -> None:
+    """Sends a probe, split into as many calls as needed."""
+    calls = max(1, -(-max(up, down) // MAX_STATUS_NBYTES))
+    left, lock = [calls], threading.Lock()
+    request = StatusRequest(secrets.token_bytes(-(-up // calls)), -(-down // calls) if down > 1 else 0)
+
+    def call() -> None:
+        error: Exception | None = None
+        try:
+            channel.call("Status", request, StatusReply, CALL_S)
+        except CommError as failure:
+            error = failure
+        with lock:
+            left[0] -= 1
+            last = left[0] == 0
+        if last or error is not None:
+            done(error)
+
+    for _ in range(calls):
+        pool.submit(call)
 
 
 def rate_text(bps: float) -> str:
@@ -135,9 +254,7 @@ def rate_text(bps: float) -> str:
     >>> rate_text(94.1e6), rate_text(3.2e9), rate_text(800e3)
     ('94 Mb/s', '3.2 Gb/s', '0.8 Mb/s')
     """
-    if bps >= 1e9:
-        return f"{bps / 1e9:.2g} Gb/s"
-    return f"{bps / 1e6:.0f} Mb/s" if bps >= 10e6 else f"{bps / 1e6:.1f} Mb/s"
+    return f"{bps / 1e9:.2g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:.{0 if bps >= 10e6 else 1}f} Mb/s"
 
 
 def duration_text(seconds: float) -> str:
@@ -149,172 +266,3 @@ def duration_text(seconds: float) -> str:
         if seconds >= 1.5 * of:
             return f"{seconds / of:.{digits}f} {unit}"
     return f"{seconds:.0f} s"
-
-
-CALL_S = 3.0
-PINGS = 4
-FULL_NBYTES = 16 << 10
-"""Several packets at any MTU, and a second at 128 kb/s."""
-MOST_SERVERS = 8
-"""The most servers to which connections are checked."""
-WORKERS = 12
-"""Concurrent calls while the link is measured."""
-
-
-class DialedServer(Record, frozen=True):
-    """The connection to one summation server, as a worker would make it."""
-
-    address: str
-    tcp: Reached | None = None
-    """The result of dialling TCP; None if the server takes gRPC streams only, or the local `carrier` setting excludes TCP."""
-    streams_at: str = ""
-    """The address for gRPC streams; empty if the server takes none."""
-    streams: str = ""
-    """Checked only if a worker would need gRPC streams: "open", or why they fail."""
-
-
-class ServerFacts(Record, frozen=True):
-    """`error`: why the query failed (`silent`: no answer at all); other fields are then unset. `clock_s`: seconds by which this
-    machine's clock exceeds the server's, with error `clock_error_s`."""
-
-    address: str
-    error: str = ""
-    status: StatusReply | None = None
-    version: str = ""
-    protocol: int = 0
-    wire: int = 0
-    round_trip_s: float = 0.0
-    clock_s: float = 0.0
-    clock_error_s: float = 0.0
-    full_up: str = ""
-    full_down: str = ""
-    """Why full-size packets do not pass in that direction; empty if they do."""
-    paths: tuple[DialedServer, ...] = ()
-    """The connections to its summation servers."""
-    carrier: str = "auto"
-    """The local setting."""
-    silent: bool = False
-
-
-class LinkFacts(Record, frozen=True):
-    """The link of this machine to the server. `error`: why it was not measured."""
-
-    up_bps: float = 0.0
-    down_bps: float = 0.0
-    error: str = ""
-
-
-def open_channel(config: Config) -> CoordinatorChannel:
-    """Raises CommError or RecordError if the coordinator cannot be reached or refuses."""
-    keys = Keys(config.keys) if config.keys else None
-    diagnose(config.join, keys, time.monotonic() + CALL_S)
-    return CoordinatorChannel(config.join, config.token, keys)
-
-
-def query_server(config: Config, version: str, wire: int) -> ServerFacts:
-    """`version` and `wire` are those of this machine."""
-    mine = ServerFacts(config.join, version=version, protocol=messages.PROTOCOL, wire=wire)
-    try:
-        link = open_channel(config)
-    except (CommError, ValueError) as error:
-        return structs.replace(mine, error=str(error))
-    try:
-        status, round_trip_s, clock_s = _query_status(link)
-        up = _passes(link, StatusRequest(data=secrets.token_bytes(FULL_NBYTES)))
-        # A running job sends nothing down but its own data.
-        down = "" if status.begun else _passes(link, StatusRequest(wanted=FULL_NBYTES))
-    except CommError as error:
-        return structs.replace(mine, error=str(error), silent=isinstance(error, PeerLost | DeadlineExceeded))
-    finally:
-        link.close()
-    with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
-        paths = tuple(pool.map(lambda one: _path(one, config, link.keys), status.servers[:MOST_SERVERS]))
-    return structs.replace(mine, status=status, round_trip_s=round_trip_s, clock_s=clock_s, clock_error_s=round_trip_s / 2,
-                           full_up=up, full_down=down, paths=paths, carrier=config.carrier)
-
-
-def _path(one: ServerInfo, config: Config, keys: Keys | None) -> DialedServer:
-    where, alone = uplink.streams_at(one, config.join), uplink.only_streams(one, config.join)
-    tcp = None if alone or config.carrier == "grpc" else dial_tls(one.address, keys, tls.DATA)
-    needed = where and config.carrier != "tcp" and (tcp is None or tcp.answer != "open")
-    return DialedServer(one.address, tcp, where, _streams(where, keys) if needed else "")
-
-
-def _streams(address: str, keys: Keys | None) -> str:
-    deadline = time.monotonic() + CALL_S
-    try:
-        if keys is not None:
-            diagnose(address, keys, deadline, f"server {address}")
-        uplink.open_stream(host_port(address), keys, deadline).close()
-    except CommError as error:
-        return error.what
-    return "open"
-
-
-def _query_status(link: CoordinatorChannel) -> tuple[StatusReply, float, float]:
-    """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
-    status = link.call("Status", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
-    best = (float("inf"), 0.0)
-    for _ in range(PINGS):
-        begin_s, begin = time.time(), time.monotonic()
-        status = link.call("Status", StatusRequest(), StatusReply, CALL_S)
-        took_s = time.monotonic() - begin
-        best = min(best, (took_s, begin_s + took_s / 2 - status.time_s))
-    return status, *best
-
-
-def _passes(link: CoordinatorChannel, request: StatusRequest) -> str:
-    try:
-        link.call("Status", request, StatusReply, CALL_S)
-    except CommError as error:
-        return error.what
-    return ""
-
-
-def dial_tls(address: str, keys: Keys | None, protocol: str) -> Reached:
-    """Dials an address, with a TLS handshake if there are keys. For a coordinator, `server` reports who it is."""
-
-    def greet(sock: socket.socket) -> None:
-        if keys is not None:
-            with tls.TlsSocket(sock, keys, protocol, server=False) as channel:
-                channel.handshake(time.monotonic() + CALL_S)
-
-    try:
-        return dial("server", *host_port(address), CALL_S, greet)
-    except CommError as error:
-        return Reached("server", address, "open" if protocol == tls.CONTROL else str(error))
-
-
-def measure_link(config: Config, round_trip_s: float, budget_s: float) -> LinkFacts:
-    """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as the data's."""
-    try:
-        with contextlib.closing(open_channel(config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
-            network = link_rates.RequestNetwork(lambda _, up, down, done: _probe(channel, pool, up, down, done))
-            up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, budget_s / 2, CALL_S)
-            down_bps = link_rates.rate(network, link_rates.DOWN, [0], round_trip_s, budget_s / 2, CALL_S, expected_bps=up_bps)
-    except (CommError, ValueError) as error:
-        return LinkFacts(error=str(error))
-    return LinkFacts(up_bps, down_bps)
-
-
-def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,
-         done: Callable[[Exception | None], None]) -> None:
-    """Sends a probe, split into as many calls as needed."""
-    each = max(1, -(-max(up, down) // MAX_STATUS_NBYTES))
-    left, lock = [each], threading.Lock()
-
-    def call() -> None:
-        error: Exception | None = None
-        try:
-            channel.call("Status", StatusRequest(secrets.token_bytes(-(-up // each)), -(-down // each) if down > 1 else 0),
-                         StatusReply, CALL_S)
-        except CommError as failure:
-            error = failure
-        with lock:
-            left[0] -= 1
-            last = left[0] == 0
-        if last or error is not None:
-            done(error)
-
-    for _ in range(each):
-        pool.submit(call)

@@ -16,13 +16,12 @@ import pytest
 from support.coordinators import WAIT_S, quick, until
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 
-from commlayer.cluster import messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
 from commlayer.errors import Unsaid
-from commlayer.transport import framing, tls
+from commlayer.transport import tls
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello, PendingHandshakes, SilentConnection
 from commlayer.transport.key_folder import Keys
@@ -60,10 +59,10 @@ def made_job(request: pytest.FixtureRequest, folders: Folders, tmp_path: Path) -
 def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     keys = Keys(job.mine.keys) if job.mine.keys else None
     with caplog.at_level(logging.INFO, "commlayer"):
-        server.query_server(job.mine, messages.version(), framing.VERSION)
-        assert server.dial_tls(job.mine.join, keys, tls.CONTROL).answer == "open"
-        assert server.dial_tls(job.serving.address, keys, tls.DATA).answer == "open"
-        assert server._streams(job.serving.streams, keys) == "open"
+        assert [*server.ServerCheck(job.mine).run("")]
+        assert server.dial_tls(job.mine.join, keys, tls.CONTROL) == "open"
+        assert server.dial_tls(job.serving.address, keys, tls.DATA) == "open"
+        assert server.dial_streams(job.serving.streams, keys) == ""
         until(lambda: len(job.lines()) >= 2, "both ways to the server are noted")
     where = "gpu-1 at 127.0.0.1:" if job.mine.keys else ("127.0.0.1:", "ipv4:127.0.0.1:")
     noted = [line for line in job.lines() if line["event"] != "started"]
