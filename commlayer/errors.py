@@ -95,7 +95,6 @@ CODES: dict[str, tuple[str, str]] = {
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
     "E-JOIN-MISSED": ("The job did not take a home in before something changed.", "Start the home again."),
-    "E-MEMBERS-FIXED": ("Members of this job cannot change.", "Start `commlayer serve` with --min-workers."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
     "E-DDP-LOCAL-STEPS": ("This use of DistributedDataParallel does not work with local steps.",
                           "The message names the argument to drop."),

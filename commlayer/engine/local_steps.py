@@ -31,7 +31,6 @@ from torch import nn
 from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
-from commlayer.errors import InvalidState
 from commlayer.observe import Recorder
 from commlayer.optim import Outer
 from commlayer.planner.buckets import ranges_of
@@ -45,11 +44,6 @@ SPOILT = "some worker's weights are not finite: all go back to those of the last
 def _spoilt(_own: int, *, finite: bool) -> None:
     if not finite:
         log.warning("%s", SPOILT)
-
-
-def _stay() -> Worker:
-    """The default of `regroup`, for jobs with fixed members."""
-    raise InvalidState("E-MEMBERS-FIXED", "members of the job cannot change")
 
 
 class StepWeights:
@@ -116,7 +110,7 @@ class LocalSteps:
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
-        overlap: bool = False, regroup: Callable[[], Worker] = _stay, lengths: Lengths | None = None,
+        overlap: bool = False, regroup: Callable[[], Worker] | None = None, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` as Worker.not_finite.
@@ -415,6 +409,8 @@ class LocalSteps:
                 worker.wait(deadline_s, sent.turn)
                 return worker
             except EpochChanged:
+                if self._regroup is None:
+                    raise
                 worker, again = self._regroup(), True
                 worker.scale = worker.rate = 1.0
 
