@@ -1,4 +1,4 @@
-"""Benchmark of load balancing: the paper's four GPUs and other clusters, ours against LBB and related methods.
+"""Benchmark of load balancing: the paper's four GPUs and other clusters, ours against LBB and equal shares.
 
 Emulated workers are linear time models with noise (bench.reference.balance_cluster), so runs are reproducible; only solve times
 are measured. All modes see the same noise. The oracle knows the true times of each step. Communication counts only in the rows
@@ -16,11 +16,9 @@ from typing import Any
 
 from bench import balance_live, balance_unmodelled, relink
 from bench.balance_plot import Band, Timeline, write_png
-from bench.reference.balance_barrier import Dlb, Equal, LbBsp, Proportional
 from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, PlayedStep, moves, slow_after
 from bench.reference.balance_cluster import run as run_mode
-from bench.reference.balance_default import Ours
-from bench.reference.balance_relaxed import Relaxed, local_steps, majority, n_soft, stale_synchronous
+from bench.reference.balance_default import Equal, Ours
 from bench.report import Result
 from commlayer.balance import Communication, Line, shares, solve
 from commlayer.balance.lbb import Lbb
@@ -70,31 +68,17 @@ def cubics(cluster: PlayedCluster) -> list[Cubic]:
         draw = random.Random(worker)
         line = cluster.lines[worker]
         points = profile(lambda batch, line=line, draw=draw: line.time_s(batch) * (1 + NOISE * draw.gauss(0, 1)), cluster.total)  # type: ignore[misc]
-        fitted.append(fit_cubic(points.points).model)
+        fitted.append(fit_cubic(points.points))
     return fitted
 
 
 MODES: Mapping[str, Callable[[PlayedCluster], Mode]] = {
-    "equal (SSGD)": lambda c: Equal(len(c.lines), c.total),
-    "DLB, per epoch of 98": lambda c: Dlb(len(c.lines), c.total),
-    "LB-BSP-like": lambda c: LbBsp(len(c.lines), c.total),
-    "OmniLearn-like": lambda c: Proportional(len(c.lines), c.total),
+    "equal (SSGD)": Equal,
     "LBB as published": lambda c: Lbb(cubics(c), c.total),
     "ours": Ours,
 }
 
 DRAWN = ("equal (SSGD)", "LBB as published", "ours")
-
-RELAXED: Mapping[str, Callable[[PlayedCluster, int], Relaxed]] = {
-    "Local SGD H=8": lambda c, steps: local_steps(c, steps, 8),
-    "one-shot averaging": lambda c, steps: local_steps(c, steps, steps),
-    "1-soft": lambda c, steps: n_soft(c, steps, 1),
-    "2-soft": lambda c, steps: n_soft(c, steps, 2),
-    "4-soft (async)": lambda c, steps: n_soft(c, steps, 4),
-    "SSP slack 3": lambda c, steps: stale_synchronous(c, steps, 3),
-    "EagerSGD-like majority": majority,
-}
-
 
 def run(quick: bool) -> Result:
     unmodelled = balance_unmodelled.run(quick)
@@ -111,7 +95,6 @@ def emulated(quick: bool) -> Result:
         for name, build in MODES.items():
             done[scenario, name] = run_mode(build(cluster), cluster, steps)
             rows.append(_row(scenario, name, done[scenario, name], cluster.total))
-    rows += [_relaxed_row(name, call) for name, call in RELAXED.items()]
     comm_rows, vs_lbb = _with_communication()
     many_row, many = _thousand(10 if quick else 40)
     ours = [steps for (_, name), steps in done.items() if name == "ours"]
@@ -133,7 +116,6 @@ def emulated(quick: bool) -> Result:
             "solve_us_4": _solve_us(lambda: shares(PAPER, BATCH), 200),
             "solve_us_1000": _solve_us(lambda: shares(_many_lines(), MANY_TOTAL), 10),
             "solve_us_1000_caps": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, MANY_CAPS), 10),
-            "solve_us_1000_links": _solve_us(lambda: solve(_many_lines(), MANY_TOTAL, communication=MANY_LINKS), 2),
         },
     }
 
@@ -171,15 +153,6 @@ def _row(scenario: str, name: str, steps: list[PlayedStep], total: int) -> dict[
     }  # fmt: skip
 
 
-def _relaxed_row(name: str, call: Callable[[PlayedCluster, int], Relaxed]) -> dict[str, Any]:
-    result = call(SCENARIOS["paper, static"][0], 98)
-    return {
-        "scenario": "paper, static", "mode": name, "iteration_ms": BATCH / result.samples_per_s * 1e3,
-        "samples_per_s": result.samples_per_s, "updates": result.updates, "staleness": result.staleness_mean,
-        "staleness_max": result.staleness_max, "rate_scale": result.rate_scale,
-    }  # fmt: skip
-
-
 def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The authors' 100 ms of blocking all-reduce, the same all-reduce overlapped, and overlapped with a tenth of the bytes."""
     cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
@@ -206,8 +179,6 @@ def _recovery(seed: int) -> list[int]:
 MANY_TOTAL = 64_000
 MANY_CAPS = [40 if worker % 2 else None for worker in range(1000)]
 """Memory limits in samples for every second worker, below the mean share of 64."""
-MANY_LINKS = Communication(lambda active: max(0.0 if worker % 50 else 3.0 for worker in active) + 1e-5 * len(active))
-"""Twenty workers are behind slow links, which the solver has to find."""
 
 
 @lru_cache

@@ -1,8 +1,8 @@
-"""Balancing where compute time is not linear: GPUs whose time rises in steps, and memory that spills; also the codec's ratio.
+"""Balancing where compute time is not linear: GPUs whose time rises in steps, and memory that spills.
 
 Compares the default, which always fits linear models, with Nelder-Mead, which fits none. Runs in virtual time. As in a job,
-decisions are announced two steps in advance and no worker is excluded. The last scenario checks for false alarms: its workers
-are linear and their speed changes.
+decisions are announced two steps in advance. The last scenario checks for false alarms: its workers are linear and their speed
+changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from bench import balance_rate
 from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, Unevenness, moves
 from bench.reference.balance_cluster import run as run_mode
 from bench.reference.balance_default import Ours
@@ -32,7 +31,7 @@ KINDS = {
 }
 HEAT = (Disturbance(0, 60, 600, factor=1.6, ramp=60), Disturbance(1, 160, 600, factor=1.4, ramp=20))
 STEPS, LAST = 600, 50
-POLICY = Policy(exclude_gain=1.0, lead=2)
+POLICY = Policy(lead=2)
 MODES: dict[str, Callable[[PlayedCluster], Mode]] = {
     "ours": lambda c: Ours(c, POLICY),
     "ours, Nelder-Mead from step 40": lambda c: OursThenSearch(c, POLICY, at_step=40),
@@ -49,8 +48,7 @@ def run(quick: bool) -> Result:
         return [PlayedCluster(LINES, BATCH, disturbances=heat, noise=NOISE, seed=seed, uneven=KINDS[kind]) for seed in seeds]
 
     rows = [row(kind, name, build, played(kind)) for kind in KINDS for name, build in MODES.items()]
-    rated = balance_rate.rows(played("stairs of 32 samples"), POLICY, STEPS)
-    return {"rows": rows + rated, "summary": {**gains(rows), **balance_rate.summary(rated)}}
+    return {"rows": rows, "summary": gains(rows)}
 
 
 def row(kind: str, name: str, mode_of: Callable[[PlayedCluster], Mode], clusters: list[PlayedCluster]) -> dict[str, Any]:

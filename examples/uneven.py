@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import commlayer
-from commlayer.balance import Sampler, balancer
+from commlayer.balance import Note, Sampler
+from commlayer.balance.balancer import describe
 from commlayer.demo.problem import accuracy, digits, mlp
 
 SPEED_MS = [(3.0, 0.4), (3.0, 0.4), (3.0, 0.8), (6.0, 2.4)]  # to begin a step, for each sample
@@ -36,7 +37,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
     data, model = digits(seed), mlp(48, seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with commlayer.attach(model, optimizer) as session:
-        first, world = dist.get_rank() == 0, dist.get_world_size()
+        first = dist.get_rank() == 0
         begin_ms, sample_ms = SPEED_MS[dist.get_rank() % len(SPEED_MS)]
         slower = 1.0
 
@@ -48,11 +49,11 @@ def train(mode: str, seed: int) -> tuple[float, float]:
         sampler = Sampler(len(data.train[0]), args.batch, seed=seed)
         loader = DataLoader(TensorDataset(*data.train), batch_sampler=sampler)
         controller = commlayer.Controller(session, sampler, mode="lbb" if mode == "lbb" else "makespan")
-        told, begin = 0, time.perf_counter()
+        shown, begin = 0, time.perf_counter()
         if mode != "equal":
             controller.profile(model, loss_of, loader, limit_s=2.0)
             if first:
-                print(f"profiled in {time.perf_counter() - begin:.1f} s\n{balancer.heading(world)}", flush=True)
+                print(f"profiled in {time.perf_counter() - begin:.1f} s", flush=True)
         begin = time.perf_counter()
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)
@@ -65,10 +66,10 @@ def train(mode: str, seed: int) -> tuple[float, float]:
                 if sampler.last:
                     optimizer.step()
                     optimizer.zero_grad()
-                while first and told < len(controller.events):
-                    if line := balancer.line(controller.events[told], world):
-                        print(line, flush=True)
-                    told += 1
+                for event in controller.events[shown:] if first else []:
+                    if not isinstance(event, Note):
+                        print(describe(event), flush=True)
+                shown = len(controller.events)
             if first:
                 shares = " ".join(f"{share:3d}" for _, share in sorted(controller.shares.items()))
                 rate = sampler.length / (time.perf_counter() - mark)

@@ -10,12 +10,12 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import Line, ModelLike
+from commlayer.balance.time_models import Line
 from commlayer.records import Record
 
 
@@ -56,21 +56,16 @@ class Unevenness(Record, frozen=True):
 
 
 class PlayedCluster(Record, frozen=True):
-    """Workers with their time models, lifetimes and disturbances."""
+    """Workers with their time models and disturbances."""
 
     lines: tuple[Line, ...]
     total: int
     caps: tuple[int | None, ...] = ()
     disturbances: tuple[Disturbance, ...] = ()
-    lives: tuple[tuple[int, int], ...] = ()
-    """Per worker, the steps [from, to) in which it is alive; empty means all workers always are."""
     noise: float = 0.0
     seed: int = 0
     uneven: tuple[Unevenness, ...] = ()
     """Per worker; empty means that times are linear."""
-
-    def there(self, worker: int, step: int) -> bool:
-        return not self.lives or self.lives[worker][0] <= step < self.lives[worker][1]
 
     def truth(self, worker: int, step: int) -> Line:
         line = self.lines[worker]
@@ -98,12 +93,12 @@ def _noise(seed: int, step: int, workers: int) -> np.ndarray:
 
 
 class Mode(Protocol):
-    """A load balancer. Modes that know of a departure give the worker share 0."""
+    """A load balancer."""
 
     def shares(self, step: int) -> Sequence[int]: ...
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
-        """Compute seconds of the step by worker: 0 for share 0, infinite for a dead worker."""
+        """Compute seconds of the step by worker: 0 for share 0."""
 
 
 class PlayedStep(Record, frozen=True):
@@ -133,40 +128,34 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
     done = []
     for step in range(steps):
         shares = tuple(mode.shares(step))
-        usable = [cluster.there(worker, step) for worker in range(len(cluster.lines))]
-        # No worker waits for a dead worker's share: its peers detect the death in this step.
-        times = [cluster.compute_s(w, share, step) if usable[w] else math.inf for w, share in enumerate(shares)]
-        makespan = max(t for t in times if t < math.inf)
-        active = tuple(w for w, share in enumerate(shares) if share and usable[w])
-        iteration_s = makespan + communication.exposed_s(active, makespan)
+        times = [cluster.compute_s(worker, share, step) for worker, share in enumerate(shares)]
+        iteration_s = max(times) + communication.exposed_s(tuple(w for w, share in enumerate(shares) if share), max(times))
         done.append(PlayedStep(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
         mode.observe(step, times)
     return done
 
 
 def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = FREE) -> float:
-    """The best possible iteration time of a step."""
-    alive = tuple(worker for worker in range(len(cluster.lines)) if cluster.there(worker, step))
-    caps = tuple(cluster.caps[worker] for worker in alive) if cluster.caps else None
-    truth = tuple(cluster.truth(worker, step) for worker in alive)
-    if cluster.uneven:
-        return _uneven_s(truth, tuple(cluster.uneven[worker] for worker in alive), cluster.total)
-    if communication is FREE:
-        return _solved_s(truth, cluster.total, caps)
-    named = Communication(lambda at: communication.seconds(tuple(alive[p] for p in at)), communication.overlap)
-    return solve(truth, cluster.total, caps, communication=named).iteration_s
+    """The best iteration time of a step in which every worker takes part."""
+    workers = tuple(range(len(cluster.lines)))
+    makespan_s = _best_s(tuple(cluster.truth(worker, step) for worker in workers), cluster.uneven, cluster.total, cluster.caps)
+    return makespan_s + communication.exposed_s(workers, makespan_s)
+
+
+class _Bent(NamedTuple):
+    """A line with an unevenness."""
+
+    line: Line
+    uneven: Unevenness
+
+    def time_s(self, batch: float) -> float:
+        return self.line.time_s(self.uneven.worth(math.ceil(batch)))
 
 
 @lru_cache(maxsize=512)
-def _solved_s(truth: tuple[Line, ...], total: int, caps: tuple[int | None, ...] | None) -> float:
-    return solve(truth, total, caps).iteration_s
-
-
-@lru_cache(maxsize=512)
-def _uneven_s(truth: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: int) -> float:
-    curves: list[ModelLike] = [lambda batch, line=line, one=one: line.time_s(one.worth(math.ceil(batch)))  # type: ignore[misc]
-                           for line, one in zip(truth, uneven, strict=True)]
-    return solve(curves, total).iteration_s
+def _best_s(lines: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: int, caps: tuple[int | None, ...]) -> float:
+    models = [_Bent(*one) for one in zip(lines, uneven, strict=True)] if uneven else lines
+    return solve(models, total, caps).makespan_s
 
 
 def slow_after(run: Sequence[PlayedStep], start: int, stop: int) -> int:

@@ -1,13 +1,12 @@
 """Nelder-Mead search (scipy's) over the split of a batch, as a mode of the simulated cluster.
 
-The search runs alone, after the balancer, or also over a compression ratio. It sees only shares and measured times and has no
-time model, so it learns nothing about single workers.
+The search runs after the balancer. It sees only shares and measured times and has no time model, so it learns nothing about
+single workers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import minimize
@@ -126,19 +125,3 @@ class OursThenSearch:
         assert self.simplex is not None
         self._took_s = []
         self._coming = [(step + self._lead, self.simplex.ask())]
-
-
-def split_and_rate(
-    cost_s: Callable[[Sequence[int], float], float], start: Sequence[int], rate: float, rates: tuple[float, float], most: int,
-) -> None:
-    """Nelder-Mead over the shares and the logarithm of a rate. `cost_s` runs a step and is called at most `most` times."""
-    total, (low, high) = sum(start), map(math.log, rates)
-    scale = 10.0
-    """Scale of the rate's logarithm: the first move multiplies the rate by about 1.6."""
-
-    def at(point: np.ndarray) -> float:
-        return cost_s(split_at(point[:-1], total), math.exp(min(max(point[-1] * scale, low), high)))
-
-    begin = np.array([*(share / total for share in start[:-1]), math.log(rate) / scale])
-    moved = [begin, *(begin + FIRST_MOVE * one for one in np.eye(len(begin)))]
-    minimize(at, begin, method="Nelder-Mead", options={"maxfev": most, "initial_simplex": moved})

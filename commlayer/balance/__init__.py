@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from commlayer.balance.balancer import Note as Note
     from commlayer.balance.balancer import Outcome as Outcome
     from commlayer.balance.balancer import Policy as Policy
-    from commlayer.balance.balancer import Vanished as Vanished
-    from commlayer.balance.dispatcher import Dispatcher as Dispatcher
     from commlayer.balance.sampler import Sampler as Sampler
     from commlayer.balance.share_solver import Communication as Communication
     from commlayer.balance.share_solver import Solution as Solution
@@ -28,8 +26,7 @@ if TYPE_CHECKING:
     from commlayer.balance.time_models import Piecewise as Piecewise
 
 _MODULES = {
-    "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "Policy", "Vanished"),
-    "dispatcher": ("Dispatcher",),
+    "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "Policy"),
     "sampler": ("Sampler",),
     "share_solver": ("Communication", "Solution", "shares", "solve"),
     "time_models": ("Cubic", "Line", "Piecewise"),
@@ -41,7 +38,6 @@ __all__ = [
     "Communication",
     "Cubic",
     "Decision",
-    "Dispatcher",
     "Joined",
     "Line",
     "Measurement",
@@ -51,7 +47,6 @@ __all__ = [
     "Policy",
     "Sampler",
     "Solution",
-    "Vanished",
     "shares",
     "solve",
 ]

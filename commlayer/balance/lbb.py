@@ -10,25 +10,13 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import minimize
 
-from commlayer.balance.balancer import (
-    EVENTS_KEPT,
-    OUTCOME_AFTER,
-    Decision,
-    Event,
-    Measurement,
-    Note,
-    Outcome,
-    Policy,
-    straggler_effect,
-)
-from commlayer.balance.time_models import Cubic, checked_time
+from commlayer.balance.balancer import Balancer, Decision, Joined, Policy, straggler_effect
+from commlayer.balance.time_models import Cubic
 from commlayer.records import Record
 
 
@@ -125,27 +113,22 @@ class Lbb:
         self._shares = list(shares)
 
 
-class LbbBalancer:
-    """Has the default balancer's decide()."""
+class LbbBalancer(Balancer):
+    """LBB in place of the default decisions, with shares that can be assigned. Communication does not count."""
 
     def __init__(
         self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: Policy,
         settings: LbbSettings | None = None,
     ) -> None:
         """`curves` are the cubic profile models. `first`: the current or announced shares."""
+        super().__init__([Joined(worker, cap) for worker, cap in enumerate(caps)], total, policy, shares=first)
         self._lbb = Lbb(curves, total, caps, settings)
-        self._total, self._caps = total, [cap or total for cap in caps]
-        self.policy = policy
-        self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
-        self.latest = first
-        self._under: list[float] = []
         self._lbb.take(first.shares)
 
     def copy(self) -> LbbBalancer:
-        """Independent: decisions of one copy do not affect the other."""
-        clone = copy.copy(self)
-        clone._lbb, clone._under = self._lbb.copy(), list(self._under)
-        clone.events = deque(self.events, maxlen=EVENTS_KEPT)
+        clone = super().copy()
+        assert isinstance(clone, LbbBalancer)
+        clone._lbb = self._lbb.copy()
         return clone
 
     @staticmethod
@@ -154,52 +137,35 @@ class LbbBalancer:
         wanted = list(Lbb(curves, total, caps).shares(0))
         return adjusted_to_total(wanted, total, minimum, order=sorted(range(len(wanted)), key=lambda i: -wanted[i]))
 
-    def decide(self, step: int, inputs: Sequence[Measurement]) -> Decision | None:
-        """Algorithm 2 of the paper with the measurements of `step`; the new shares are for step + lead."""
-        if step < self.latest.from_step:
-            return None
+    def _follow(self, step: int, worker: int, batch: int, compute_s: float) -> None:
+        pass  # LBB reads the latest times only
+
+    def _iteration_s(self, shares: Sequence[int], makespan_s: float) -> float:
+        return makespan_s
+
+    def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:
+        """Algorithm 2 of the paper, once all workers with a share have measured it."""
         shares = self.latest.shares
-        times = [0.0] * len(shares)
-        for one in inputs:
-            try:
-                checked_time(one.worker, one.compute_s)
-            except ValueError as error:
-                self.events.append(Note(step, str(error)))
-                return None
-            if one.batch == shares[one.worker]:
-                times[one.worker] = one.compute_s
-        if any(share and not time_s for share, time_s in zip(shares, times, strict=True)):
+        if any(share and worker not in times_s for worker, share in enumerate(shares)):
             return None
-        at = [time_s for time_s in times if time_s]
-        effect, rapid = straggler_effect(at), len(self._lbb.rapid_steps)
-        self._compare(step, max(at), effect)
+        times = [times_s.get(worker, 0.0) for worker in range(len(shares))]
+        rapid = len(self._lbb.rapid_steps)
         self._lbb.observe(step, times)
         order = sorted(range(len(times)), key=lambda worker: -times[worker])
-        adjusted = adjusted_to_total(self._lbb.shares(step + 1), self._total, self.policy.minimum, order)
+        adjusted = adjusted_to_total(self._lbb.shares(step + 1), self.total, self.policy.minimum, order)
         self._lbb.take(adjusted)
         if tuple(adjusted) == shares:
             return None
         reason = "LBB, rapid tuning" if len(self._lbb.rapid_steps) > rapid else "LBB, fine tuning"
-        expected = [self._expected_s(worker, share, times[worker]) for worker, share in enumerate(adjusted)]
-        pieces = tuple(-(-share // cap) for share, cap in zip(adjusted, self._caps, strict=True))
-        self.latest = Decision(
-            step, step + self.policy.lead, self.latest.workers, tuple(adjusted), pieces, reason, max(at), max(expected), effect)
-        self._under = []
-        self.events.append(self.latest)
-        return self.latest
+        after_s = max(self._predicted_s(worker, share, times[worker]) for worker, share in enumerate(adjusted))
+        return self._decision(step, step + self.policy.lead, adjusted, reason, max(times), after_s)
 
-    def _expected_s(self, worker: int, share: int, time_s: float) -> float:
+    def _predicted_s(self, worker: int, share: int, time_s: float) -> float:
         """Prediction by the worker's own model: the line through the profile's launch cost and the measured point."""
-        launch_s, before = self._lbb.curves[worker].a0_s, self.latest.shares[worker]
+        curve, before = self._lbb.curves[worker], self.latest.shares[worker]
         if not share:
             return 0.0
-        return launch_s + (time_s - launch_s) / before * share if before else self._lbb.curves[worker].time_s(share)
-
-    def _compare(self, step: int, slowest_s: float, effect: float) -> None:
-        self._under.append(slowest_s)
-        if len(self._under) == OUTCOME_AFTER and self.latest.after_s < math.inf:
-            promised, measured_s = self.latest, statistics.median(self._under)
-            self.events.append(Outcome(step, promised.step, promised.after_s, measured_s, promised.reason, effect))
+        return curve.a0_s + (time_s - curve.a0_s) / before * share if before else curve.time_s(share)
 
 
 def adjusted_to_total(wanted: Sequence[int], total: int, minimum: int, order: Sequence[int]) -> list[int]:

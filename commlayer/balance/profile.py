@@ -12,12 +12,20 @@ from itertools import pairwise
 
 from commlayer.balance.balancer import Decision, Note, straggler_effect
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import Cubic, Line, Piecewise, checked_time, fit_cubic, fit_line, fit_piecewise, in_pieces_s
+from commlayer.balance.time_models import (
+    Cubic,
+    Line,
+    Points,
+    TimeModel,
+    checked_time,
+    fit_cubic,
+    fit_line,
+    fit_piecewise,
+    in_pieces_s,
+)
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
-Points = Sequence[tuple[int, float]]
-"""(batch, seconds)."""
 Run = Callable[[int], float]
 """Runs forward and backward of a batch and returns its seconds. Raises MemoryError if memory ends (the caller converts
 torch's error)."""
@@ -119,7 +127,7 @@ class InitialShares(Record, frozen=True):
 
 def initial_shares(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
-    exclude: bool = False, communication: Communication = FREE, shares_of: SharesOf | None = None,
+    communication: Communication = FREE, shares_of: SharesOf | None = None,
 ) -> InitialShares:
     """Shares from `step` on that replace `before`. `shares_of` replaces the default solver. ValueError if a worker has no
     room."""
@@ -131,25 +139,26 @@ def initial_shares(
                                "free memory, take a smaller model, or start without it")
     invalid: list[Note] = []
     points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
-    models = [_model(measured) for measured in points]
+    models: list[TimeModel] = [fit_piecewise(one) if len(one) > 1 else _local_line(one, 1) for one in points]
+    cubics = tuple(fit_cubic(one) if len(one) > 1 else Cubic(0.0, 0.0, _local_line(one, 1).slope_s, 0.0) for one in points)
     caps = [profile.cap if profile.ended else None for profile in profiles]
-    cubics = tuple(_cubic(measured) for measured in points)
     if shares_of is None:
-        shares = list(solve(models, total, caps, minimum=minimum, exclude=exclude, communication=communication).shares)
+        shares = list(solve(models, total, caps, minimum=minimum).shares)
     else:
         shares = shares_of(cubics, total, caps, minimum)
+    room = [cap or total for cap in caps]
 
-    def times(of: Sequence[int]) -> list[float]:
-        return [_time_s(models[worker], caps[worker], share) for worker, share in enumerate(of) if share]
+    def times_s(of: Sequence[int]) -> list[float]:
+        return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
 
     def step_s(of: Sequence[int]) -> float:
-        makespan_s = max(times(of), default=math.inf)
+        makespan_s = max(times_s(of), default=math.inf)
         return makespan_s + communication.exposed_s(tuple(worker for worker, share in enumerate(of) if share), makespan_s)
 
     now = [before.get(worker, 0) for worker in range(len(profiles))]
-    pieces = [-(-share // (cap or total)) for share, cap in zip(shares, caps, strict=True)]
+    pieces = [-(-share // cap) for share, cap in zip(shares, room, strict=True)]
     decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile", step_s(now),
-                        step_s(shares), straggler_effect(times(now)))
+                        step_s(shares), straggler_effect(times_s(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
     return InitialShares(decision, lines, cubics, tuple(invalid))
@@ -165,10 +174,6 @@ def _valid_points(worker: int, points: Points, step: int, invalid: list[Note]) -
     return sound
 
 
-def _model(points: Points) -> Line | Piecewise:
-    return fit_piecewise(points).model if len(points) > 1 else _local_line(points, 1)
-
-
 def _local_line(points: Points, batch: int) -> Line:
     """The line through the points on both sides of a batch. A worker without points is assumed slow, so that it begins
     with little."""
@@ -179,16 +184,6 @@ def _local_line(points: Points, batch: int) -> Line:
     slope_s = (high[1] - low[1]) / (high[0] - low[0])
     now_s = low[1] + slope_s * (batch - low[0])
     if slope_s < 0 or now_s <= 0:
-        return fit_line((low, high)).model
+        return fit_line((low, high))
     # A convex curve's line may start below zero: then use the line through zero that is exact at this batch.
     return Line(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else Line(now_s / batch)
-
-
-def _cubic(points: Points) -> Cubic:
-    if len(points) > 1:
-        return fit_cubic(points).model
-    return Cubic(0.0, 0.0, _local_line(points, 1).slope_s, 0.0)
-
-
-def _time_s(model: Line | Piecewise, cap: int | None, share: int) -> float:
-    return in_pieces_s(model, share, cap) if cap and share > cap else model.time_s(share)

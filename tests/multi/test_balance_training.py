@@ -12,7 +12,7 @@ from support.rank_pool import pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from commlayer.balance import Dispatcher, Sampler
+from commlayer.balance import Sampler
 
 WORLD = 3
 EPOCHS = 2
@@ -89,26 +89,6 @@ def tokens(run: Run) -> dict[str, Any]:
     return weights(model)
 
 
-def dealt(run: Run) -> dict[str, Any]:
-    """The same from a stream that has no indices."""
-    model = mlp()
-    wrapped = run.wrap(model)
-    shares, rank = ([BATCH], 0) if run.alone else (SHARES, run.rank)
-
-    def collate(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
-
-    dealer = Dispatcher(dataset(), BATCH, shares=shares, rank=rank, collate=collate)
-    if not run.alone:
-        dealer.announce(2, LATER[2])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in dealer.follow(None if run.alone else run.sessions[0]):
-        nn.functional.mse_loss(wrapped(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
 def batch_norm(run: Run) -> dict[str, Any]:
     """Statistics are each batch's own, so it is not as alone; it must run, with at least two samples everywhere, and agree."""
     torch.manual_seed(0)
@@ -131,7 +111,7 @@ def run_all(script: Callable[[Run], dict[str, Any]], how: str) -> list[dict[str,
 @pytest.mark.commit(3)
 @pytest.mark.parametrize(("script", "how"), [
     (changing_shares, "module"), (changing_shares, "ddp"), (micro_batches, "module"), (micro_batches, "ddp"),
-    (loader_workers, "module"), (tokens, "module"), (dealt, "module"),
+    (loader_workers, "module"), (tokens, "module"),
 ], ids=lambda value: getattr(value, "__name__", value))
 def test_as_alone_on_the_union(script: Callable[[Run], dict[str, Any]], how: str) -> None:
     results = run_all(script, how)

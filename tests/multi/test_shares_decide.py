@@ -21,7 +21,6 @@ from commlayer.errors import CommError
 WORLD, BATCH = 3, 24
 LINES = [Line(0.001, 0.002), Line(0.002, 0.002), Line(0.006, 0.002)]
 EVEN = {0: 8, 1: 8, 2: 8}
-TOGETHER = Policy(exclude_gain=1.0)
 
 
 def start(place: int, **fields: float) -> RankStart:
@@ -30,7 +29,7 @@ def start(place: int, **fields: float) -> RankStart:
 
 
 def begun(rows: list[RankStart] | None = None, **fields: Any) -> SharesState:
-    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": TOGETHER} | fields)
+    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": Policy()} | fields)
 
 
 def rows_of(state: SharesState, lines: list[Line] = LINES, **fields: float) -> list[WorkerTime]:
@@ -80,7 +79,7 @@ def test_the_loader_that_draws_farthest_ahead_counts() -> None:
 def test_what_is_balanced_stays() -> None:
     best = dict(enumerate(shares(LINES, BATCH)))
     state = policy.begin([start(r, known=1, slope_s=LINES[r].slope_s, intercept_s=LINES[r].intercept_s) for r in range(WORLD)],
-                         best, -1, policy=TOGETHER)
+                         best, -1, policy=Policy())
     for step in range(6):
         state, actions = heard(state, step)
         assert announced(actions) == []
@@ -223,9 +222,9 @@ def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
     profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
     first = initial_shares(profiles, BATCH, EVEN, step=3)
-    state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=TOGETHER, opening=first)
+    state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=Policy(), opening=first)
     assert state.balancer.latest == first.decision
-    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=TOGETHER, opening=first)
+    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=Policy(), opening=first)
     assert later.balancer.latest.by_worker == EVEN, "shares that somebody announced since go before those of the profile"
 
 

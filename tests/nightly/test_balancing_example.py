@@ -14,7 +14,7 @@ def test_the_example_prints_shares_moving_and_learns() -> None:
     done = subprocess.run([*launch, "examples/uneven.py", "--epochs", "3"], cwd=ROOT, env=clean_environment(), text=True,
                           stdin=subprocess.DEVNULL, capture_output=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    row = r"^ +\d+ +\d+ +(\d+) +(\d+) +(\d+) +(\d+) +[\d.]+ +[\d.?]+ -> +[\d.]+  (.+)$"
+    row = r"^new shares from step \d+: worker 0 (\d+), worker 1 (\d+), worker 2 (\d+), worker 3 (\d+); ([^(]+) \("
     decided = re.findall(row, done.stdout, re.MULTILINE)
     assert decided
     assert decided[0][4] == "the profile"

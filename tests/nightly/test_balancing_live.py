@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import Controller
 from commlayer.autotune.shares.policy import latest
-from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Policy, Sampler, shares
+from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Sampler, shares
 from commlayer.engine.spacing import row_spacing
 from commlayer.engine.step import StepTiming
 from commlayer.errors import InvalidInput
@@ -90,14 +90,6 @@ def left_and_taken_up(run: Run) -> dict[str, Any]:
     return train(run, leave=True, workers=1)
 
 
-def idle(run: Run) -> dict[str, Any]:
-    """Rank 2 takes so long to begin that it is left out, until it has become the fastest."""
-    def seconds(rank: int, step: int, samples: int) -> float:
-        return (LINES[rank] if rank < 2 else Line(0.0002, 1.0) if step < 9 else FAST).time_s(samples)
-
-    return train(run, policy=Policy(readmit_after=100), seconds=seconds)
-
-
 def bad_times(run: Run) -> dict[str, Any]:
     """Rank 1 measures nonsense in two steps."""
     odd = {4: math.nan, 7: -1.0}
@@ -148,14 +140,6 @@ def test_shares_move_and_the_training_stays_the_same(script: Any, how: str) -> N
     assert sizes[0] > sizes[1] > sizes[2]
     assert any(isinstance(event, Outcome) for event in results[0]["events"])
     assert "new shares from step" in results[0]["lines"][0]
-
-
-def test_a_rank_that_was_left_out_keeps_company_and_comes_back() -> None:
-    results = play_all(idle)
-    check(results, idle)
-    assert [d.by_worker.get(2, 0) for d in decisions(results[0])].count(0) >= 1
-    assert results[0]["shares"][2] > results[0]["shares"][0]
-    assert any("faster without worker" in line for line in results[0]["lines"])
 
 
 def test_bad_times_are_said_and_left_out() -> None:

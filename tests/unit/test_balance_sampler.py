@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.samplers import Left, Noted
 from torch.utils.data import DataLoader, Dataset
 
-from commlayer.balance import Dispatcher, Sampler
+from commlayer.balance import Sampler
 from commlayer.balance.sampler import CHANGE_DELAY_STEPS
 
 
@@ -321,7 +320,6 @@ def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
     (lambda: Sampler(50, 8, rank=0, shares=[8]).load_state_dict(Sampler(50, 8, rank=0, shares=[8], seed=1).state_dict()),
      r"seed is 1\b.*\b0\b.*E-SAMPLER-STATE"),
     (lambda: list(Sampler(50, 8, rank=0, shares=[8]).follow([[1]])), "batch_sampler=sampler.*E-SAMPLER-FOLLOW"),
-    (lambda: Dispatcher([], 8, shares=[3], rank=0, collate=list), r"shares\b.*\[3\].*\b8\b.*E-SHARES-ARGUMENT"),
 ])
 def test_misuse_is_one_line(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text) as caught:
@@ -364,42 +362,3 @@ def test_what_cannot_be_handed_out_again_is_refused_before_training(
     with pytest.raises(ValueError, match=said):
         next(iter(sampler.follow(loader, Left(members))))
     assert (sampler.drawn, sampler.step) == (0, 0)
-
-
-# ---- The dealer: a stream's items, each once on whichever worker, whatever is announced or resumed
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_stream_is_dealt_once(data: st.DataObject) -> None:
-    items = list(range(data.draw(st.integers(0, 60))))
-    batch = data.draw(st.integers(2, 10))
-
-    def make(rank: int) -> Dispatcher:
-        return Dispatcher(iter(items), batch, shares=[batch, 0], rank=rank, collate=tuple)
-
-    dealers = [make(0), make(1)]
-    sessions = [Noted(), Noted()]
-    loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
-    seen: list[int] = []
-    while (batches := [next(loop, None) for loop in loops])[0] is not None:
-        seen += [i for own, session in zip(batches, sessions, strict=True) if session.n for i in own]
-        event = data.draw(st.sampled_from(["none", "shares", "resume"]))
-        if event == "shares":
-            cut = data.draw(st.integers(0, batch))
-            for dealer in dealers:
-                dealer.announce(dealer.step + 2, [cut, batch - cut])
-        elif event == "resume":
-            states = [dealer.state_dict() for dealer in dealers]
-            assert states[0] == states[1]
-            dealers = [make(0), make(1)]
-            for dealer in dealers:
-                dealer.load_state_dict(states[0])
-            loops = [d.follow(s) for d, s in zip(dealers, sessions, strict=True)]
-    assert batches == [None, None]
-    assert seen == items
-
-
-def test_a_stream_of_tensors_collates() -> None:
-    dealer = Dispatcher((torch.tensor([float(i)]) for i in range(10)), 4, shares=[3, 1], rank=0, collate=torch.stack, cap=2)
-    seen = [(batch.flatten().tolist(), dealer.last) for batch in dealer.follow()]
-    assert seen == [([0, 1], False), ([2], True), ([4, 5], False), ([6], True), ([8, 9], True)]

@@ -7,7 +7,6 @@ from support.planner import PROFILE, flat, home
 
 from commlayer import planner
 from commlayer.autotune.shares.comm_cost import communication
-from commlayer.balance import solve
 from commlayer.planner.model import Cluster, Link, Policy
 from commlayer.planner.tables import published
 from commlayer.records import Job, Plan
@@ -33,13 +32,9 @@ def test_for_all_workers_it_says_what_the_simulator_says(link: Link) -> None:
     assert price.seconds((0, 1, 2)) >= line.exposed_s - 1e-9
 
 
-def test_without_the_slow_link_it_is_cheaper_and_the_balancer_leaves_that_worker_out() -> None:
-    """Equal speeds and so much communication that the fourth worker costs more than it computes."""
+def test_without_the_slow_link_it_is_cheaper() -> None:
     nodes = (*flat(3).nodes, *(n for n in flat(4, Link(2e6, 2e6, 0.05)).nodes[3:]))
     cluster = Cluster(nodes)
     plan, job = made(cluster)
     price = communication(plan, job, cluster, PROFILE, POLICY)
     assert price.seconds((0, 1, 2)) < 0.5 * price.seconds((0, 1, 2, 3))
-    lines = [(0.001, 0.01)] * 4
-    assert 3 not in solve(lines, 256, communication=price).active
-    assert solve(lines, 256).active == (0, 1, 2, 3)

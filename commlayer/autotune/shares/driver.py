@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from commlayer.balance.profile import InitialShares
 
 
-TOGETHER = Policy(exclude_gain=1.0)
-"""A rank without a share still takes part in each step and the others wait for it, so excluding a rank gains nothing."""
-
-
 Mode = Literal["makespan", "lbb"]
 """Which algorithm decides: the default, or LBB as published for comparison."""
 
@@ -50,7 +46,7 @@ class Controller:
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, *, policy: Policy = TOGETHER, communication: Communication = FREE,
+        self, session: Session, sampler: Sampler, *, policy: Policy | None = None, communication: Communication = FREE,
         line: Line | None = None, every: int | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
@@ -67,7 +63,7 @@ class Controller:
             raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
-        self._policy = structs.replace(policy, minimum=max(policy.minimum, sampler.least))
+        self._policy = structs.replace(policy or Policy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
         self._lookahead, self._every, self._mode = lookahead, every, mode
         self._rows: Rows | None = None

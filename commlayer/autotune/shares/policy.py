@@ -49,8 +49,7 @@ def begin(
               for rank, row in enumerate(rows)]
     first = opening.decision if opening and opening.decision.from_step == from_step else None
     total, step = int(rows[0].batch), int(rows[0].step)
-    balancer: Balancer | LbbBalancer = Balancer(joined, total, policy, communication, shares=first or shares,
-                                              from_step=max(0, from_step))
+    balancer = Balancer(joined, total, policy, communication, shares=first or shares, from_step=max(0, from_step))
     if lbb:
         balancer = _published(joined, total, balancer.latest, policy, opening)
     return SharesState(balancer, policy, communication, every, every or 1, row_step=step, next_row=step)
@@ -76,7 +75,7 @@ def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[Sh
     balancer = state.balancer.copy()
     lead = now + int(max(row.lookahead for row in rows)) - state.row_step
     balancer.policy = structs.replace(state.policy, lead=lead)
-    if isinstance(balancer, Balancer) and state.communication is FREE and rows[0].comm_s:
+    if state.communication is FREE and rows[0].comm_s:
         comm_s = rows[0].comm_s
         balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
     decision = balancer.decide(state.row_step, [
@@ -167,7 +166,7 @@ class WorkerTime(NamedTuple):
 class SharesState(NamedTuple):
     """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
 
-    balancer: Balancer | LbbBalancer
+    balancer: Balancer
     """Immutable here: decisions are made on a copy."""
     policy: Policy
     communication: Communication

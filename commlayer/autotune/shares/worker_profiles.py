@@ -54,7 +54,7 @@ def together(
             profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
     start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least,
-                           exclude=policy.exclude_gain < 1, communication=communication, shares_of=shares_of)
+                           communication=communication, shares_of=shares_of)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
     sampler.announce(first, start.decision.by_worker)

@@ -6,10 +6,9 @@ import pytest
 from support.balancing import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, run
-from commlayer.balance import Cubic, Line, solve
-from commlayer.balance.balancer import straggler_effect
-from commlayer.balance.lbb import Lbb, LbbSettings, round_halves, spread_s, spread_shares
-from commlayer.balance.share_solver import makespan_s
+from commlayer.balance import Cubic, Joined, Measurement, Policy
+from commlayer.balance.balancer import Balancer, straggler_effect
+from commlayer.balance.lbb import Lbb, LbbBalancer, LbbSettings, adjusted_to_total, round_halves, spread_s, spread_shares
 
 CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]
 PROFILE_A0_S = (0.01215, 0.01320, 0.01567, 0.04084)
@@ -75,11 +74,29 @@ def test_rounding_misses_the_sum() -> None:
 
 
 def test_max_minus_min_is_not_the_makespan() -> None:
-    """A worker without share counts with its launch of 100 s, one whose memory ends at 5 samples with 5: so the objective does
-    not see how the other two share the rest, and calls a step of 90 s as good as one of 37."""
+    """A worker without a share counts with its launch of 100 s and one with little memory with 5 s, so the objective does not
+    depend on how the other two share the rest."""
     curves = [Cubic(0.0, 0.0, slope, launch) for slope, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, 0.0), (1.0, 100.0))]
     poor, good = [10, 45, 5, 0], [37, 18, 5, 0]
     assert spread_s(curves, poor) == spread_s(curves, good) == 95
-    lines = [Line(curve.a1_s, curve.a0_s) for curve in curves]
-    assert (makespan_s(lines, poor), makespan_s(lines, good)) == (90, 37)
-    assert list(solve(lines, 60, [None, None, 5, None], accumulate="never").shares) == good
+    assert [max(curve.time_s(n) for curve, n in zip(curves, split, strict=True) if n) for split in (poor, good)] == [90, 37]
+
+
+@pytest.mark.parametrize(("wanted", "minimum", "order", "given"), [
+    ([166, 168, 159, 20], 1, [3, 0, 1, 2], [166, 168, 159, 19]), ([100, 100], 1, [0, 1], [100, 156]),
+    ([200, 56, 1], 2, [0, 1, 2], [198, 56, 2]), ([200, 56, 1], 4, [0, 1, 2], [200, 56, 0]), ([0, 0], 1, [0, 1], [0, 256]),
+])
+def test_shares_are_adjusted_to_the_total(wanted: list[int], minimum: int, order: list[int], given: list[int]) -> None:
+    total = 512 if len(wanted) == 4 else 256
+    assert adjusted_to_total(wanted, total, minimum, order) == given
+
+
+def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
+    first = Balancer([Joined(worker) for worker in range(4)], 512).latest
+    balancer = LbbBalancer(CURVES, 512, [None] * 4, first, Policy(lead=2))
+    times = [Measurement(worker, 128, time_s) for worker, time_s in enumerate(MEASURED_S)]
+    assert balancer.decide(0, times[:3]) is None
+    assert balancer.copy().decide(1, times) == (decision := balancer.decide(1, times))
+    assert decision is not None
+    assert (decision.reason, decision.from_step, sum(decision.shares)) == ("LBB, rapid tuning", 3, 512)
+    assert decision.shares[3] < 30
