@@ -44,7 +44,7 @@ def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
         if way != "forward":
             return ""
         if scaler is not None and scaler.is_enabled():
-            return "a GradScaler skips steps by all gradients, so backward() waits for them"
+            return "a GradScaler decides from all gradients whether to skip a step, so backward() waits for them"
         if clips:
             return "max_norm= clips by the norm of all gradients, so step() waits for them"
         if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
