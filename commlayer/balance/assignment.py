@@ -167,19 +167,3 @@ def _steps(session: TrainingSession | None, *, local: bool) -> float:
     if session is None:
         return 0.0
     return float(session.step if local else session.stats().get("exchanges", 0))
-
-
-class BatchSource:
-    """Properties that a loop's body reads from a Sampler or Dispatcher."""
-
-    _assignment: StepAssignment
-
-    @property
-    def fraction(self) -> float:
-        """Factor for the current batch's loss: its part of this worker's weight in the step."""
-        return self._assignment.fraction
-
-    @property
-    def last(self) -> bool:
-        """Whether the current batch is this worker's last of the step, after which the optimizer steps."""
-        return self._assignment.last

@@ -20,7 +20,7 @@ from typing import Any
 
 from msgspec import field, structs
 
-from commlayer.balance.assignment import BatchSource, DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
+from commlayer.balance.assignment import DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
 from commlayer.balance.consumed_log import ConsumedLog, EpochProgress, Permutation, text_of
 from commlayer.balance.schedule import (
     CHANGE_DELAY_STEPS,
@@ -38,7 +38,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.records import Record, decode
 
 
-class Sampler(BatchSource):
+class Sampler:
     """This worker's batches of indices. The samples of a step do not depend on how far each worker has drawn in advance."""
 
     def __init__(
@@ -95,6 +95,16 @@ class Sampler(BatchSource):
     def drawn(self) -> int:
         """The first step that this worker has not drawn yet. Shares may be announced for this step and later ones."""
         return self._ahead.step
+
+    @property
+    def fraction(self) -> float:
+        """Factor for the current batch's loss: its part of this worker's weight in the step."""
+        return self._assignment.fraction
+
+    @property
+    def last(self) -> bool:
+        """Whether the current batch is this worker's last of the step, after which the optimizer steps."""
+        return self._assignment.last
 
     @property
     def samples(self) -> int:
