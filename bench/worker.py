@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from bench.as_rank import as_rank
-from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.job_actions import JobActions
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 
@@ -92,7 +93,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session.inspect.connection
     assert connection.worker is not None
-    auto = AutoPlan(connection, connection.worker.job, keep=True)
+    auto = TuningController(connection, JobActions(connection), None, keep=True)
     auto.start()
 
     def after_step(*_: object) -> None:

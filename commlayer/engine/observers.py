@@ -23,17 +23,15 @@ from commlayer.records import Plan, Record
 class ObserverOrder(IntEnum):
     """The order: first those that may change the plan, then those that watch what runs under it."""
 
-    AUTO_PLAN = 0
-    """Measures, plans, and switches to a better plan (autotune/plan)."""
-    ACCURACY = 1
-    """Compares coded with exact gradients, and makes codecs finer or coarser (autotune/quality)."""
-    TRACE = 2
+    CONTROLLER = 0
+    """Measures, chooses plans, compares coded with exact gradients, and switches (autotune/)."""
+    TRACE = 1
     """Records the steps of a trace (trace.py)."""
-    STALE_PLAN = 3
+    STALE_PLAN = 2
     """Compares times of steps with predictions (observers.py)."""
-    PARAMETER_DRIFT = 4
+    PARAMETER_DRIFT = 3
     """Compares the ranks' parameters (parameter_drift.py)."""
-    OTHER = 5
+    OTHER = 4
 
 
 def _nothing() -> None:
@@ -88,7 +86,7 @@ class Observers:
 #
 # Never changes the plan.
 #
-# If commlayer chooses the plan, autotune/plan/ watches it and replans. A user's plan stays until the user changes it.
+# If commlayer chooses the plan, the controller (autotune/) watches it. A user's plan stays until the user changes it.
 
 REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
 

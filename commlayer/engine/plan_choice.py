@@ -205,12 +205,12 @@ def check_plan(
 #     optimizer, loss          start.py, once
 #     max_loss, learning       start.py, once
 #     auto                     start.py; a session, whose user asks for a plan
-#     suggested                autotune/plan
+#     suggested                autotune
 #     useless                  the drivers: module_driver.py, ddp_modes.py
-#     balanced                 autotune/shares
-#     floor, error_multiplier  autotune/quality
-#     basis                    start.py, switch.py; autotune/plan, for the plan that it has chosen
-#     price                    autotune/plan
+#     balanced                 autotune
+#     floor                    autotune
+#     basis                    start.py, switch.py; autotune, for the plan that it has chosen
+#     price                    autotune
 
 class PlanTerms:
     def __init__(self) -> None:
@@ -231,8 +231,6 @@ class PlanTerms:
         self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
         """`loss`: the loss model's file. `learning`: the file of the steps that sync modes cost; empty for the shipped table.
         `max_loss`: the budget, 0 for none. `floor`: the level (engine/codec_floor.py) below which the guard allows no codec."""
-        self.error_multiplier = 1.0
-        """Factor on the usual excess of steps under a codec, for this model, as measured by the guard."""
         self.basis: Basis | None = None
         """On rank 0: the inputs of the current plan, if known."""
         self.price: tuple[float, float] | None = None

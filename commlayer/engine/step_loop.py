@@ -4,7 +4,7 @@
     ready      each gradient that becomes final
     average    after the backward pass: finish, compare with exact gradients, commit
     written    averages are in `.grad`; the loop now watches what becomes of them
-    observe    planning, accuracy, trace, stale plan, drift, in the order of engine/observers.py
+    observe    controller, trace, stale plan, drift, in the order of engine/observers.py
 
 The callers (session.py, ddp.py) know where gradients come from and where averages go. Connection.passes counts the steps.
 """
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.autotune.plan.driver import auto_of
-from commlayer.autotune.quality.driver import guard_of
+from commlayer.autotune.job_actions import controller_of
 from commlayer.config import Config
 from commlayer.engine.averages import AverageUse, hand_out
 from commlayer.engine.connection import JobContext
@@ -68,21 +67,18 @@ class StepLoop:
             connection.after_regroup.append(self._look_again)
         self._config = config
         self._decide()
-        trace_once(connection, observers, config.trace, planning=bool(observers.at(ObserverOrder.AUTO_PLAN)))
+        trace_once(connection, observers, config.trace, planning=connection.terms.auto and self._controller is not None)
         if (drift := drift_of(connection, compared, optimizer, config, held)) is not None:
             observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
         """Adds the observers that make decisions during training."""
         connection, observers = self.connection, self.observers
-        if (auto := auto_of(connection)) is not None:
-            observers.add(Observer(ObserverOrder.AUTO_PLAN, auto, auto.after_step, after_exchange=auto.after_exchange,
-                                   after_drain=auto.after_drain))
-        self._guard = guard_of(connection, self._config)
-        if self._guard is not None:
-            observers.add(Observer(ObserverOrder.ACCURACY, self._guard, self._guard.after_step,
-                                   before_commit=self._guard.compare_if_due,
-                                   looks=self._guard.has_work))
+        self._controller = controller = controller_of(connection, self._config)
+        if controller is not None:
+            observers.add(Observer(
+                ObserverOrder.CONTROLLER, controller, controller.after_step, before_commit=controller.compare,
+                looks=controller.has_work, after_exchange=controller.after_exchange, after_drain=controller.after_drain))
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(ObserverOrder.STALE_PLAN, watch, watch))
 
@@ -230,10 +226,10 @@ class StepLoop:
 
     def _look_again(self) -> None:
         """The members have changed: restarts observers that measure, or that have exchanged messages with other ranks."""
-        for place in (ObserverOrder.AUTO_PLAN, ObserverOrder.ACCURACY, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
+        for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
             for observer in self.observers.at(place):
                 self.observers.remove(observer)
-                if place in (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE):
+                if place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE):
                     observer.end()
         for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.begin_again()
@@ -297,8 +293,8 @@ class StepLoop:
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
-        if self._guard is not None:
-            self._guard.report(loss)
+        if self._controller is not None:
+            self._controller.report(loss)
 
     def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
         """See Session.drain. `parameters` in the order of their numbers."""

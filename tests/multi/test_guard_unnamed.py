@@ -12,7 +12,7 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.quality import policy
+from commlayer.autotune import quality as policy
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 

@@ -71,8 +71,7 @@ ROOMS: dict[str, list[set[str]]] = {
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""
-DECIDING = {"engine.agreement", "autotune.plan.policy", "autotune.quality.policy",
-            "autotune.shares.policy"}
+DECIDING = {"engine.agreement", "autotune.plan_policy", "autotune.quality", "autotune.shares.policy"}
 """Pure modules, with all that they import from autotune/."""
 IMPURE = {"torch", "threading", "time", "datetime", "random", "os", "socket", "subprocess", "grpc", "queue", "asyncio",
           "concurrent", "multiprocessing"}
@@ -216,7 +215,7 @@ DECISIONS = reached_in("autotune", DECIDING)
 
 def test_what_decisions_import_is_read_too() -> None:
     names = {f"{file.parent.name}.{file.stem}" for file in DECISIONS}
-    assert {"plan.state", "quality.policy"} <= names, "the graph was read"
+    assert {"autotune.plan_policy", "autotune.quality"} <= names, "the graph was read"
 
 
 @pytest.mark.parametrize("file", DECISIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
@@ -249,7 +248,7 @@ def test_planning_loads_no_torch() -> None:
 
 def test_the_process_that_plans_loads_no_torch() -> None:
     """It starts beside the first steps of a job, which the import of torch would slow down: they are what it plans from."""
-    assert loaded("commlayer.autotune.plan.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
+    assert loaded("commlayer.autotune.planning_process", of={"torch", "grpc", "scipy"}) == "[]"
 
 
 def test_a_coordinator_loads_no_numpy() -> None:

@@ -10,9 +10,9 @@ from support import rank_pool
 from support.attached import Run, Setting, mlp, play
 from support.rank_pool import pool
 
+from commlayer.autotune import measuring
 from commlayer.autotune.measure import link_rates
-from commlayer.autotune.plan import measuring
-from commlayer.autotune.plan.measuring import (
+from commlayer.autotune.measuring import (
     BUSY,
     DRAINED,
     LONGEST_S,

@@ -13,7 +13,7 @@ import commlayer
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 
 WORLD = 2
-PLACES = (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE, ObserverOrder.OTHER)
+PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)
 
 
 def watched(run: Run) -> list[tuple[str, int, int]]:
@@ -73,7 +73,7 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
     def first() -> None:
         called.append("first")
         observers.remove(first)
-        observers.add(Observer(ObserverOrder.AUTO_PLAN, later, later))
+        observers.add(Observer(ObserverOrder.CONTROLLER, later, later))
 
     def later() -> None:
         called.append("later")
@@ -83,7 +83,7 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
         for observer in observers:
             observer.after_step()
     assert called == ["first", "later"]
-    assert [observers.at(place) for place in (ObserverOrder.AUTO_PLAN, ObserverOrder.TRACE)] == [[later], []]
+    assert [observers.at(place) for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE)] == [[later], []]
 
 
 def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:

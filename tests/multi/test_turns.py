@@ -19,7 +19,7 @@ from support.ways import WORLD, Training
 from support.ways import plan as plan_for
 
 import commlayer.engine.switch as by_itself
-from commlayer.autotune.plan import replanner, search
+from commlayer.autotune import replanner, search
 from commlayer.cli import plan_tables
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, stepping

@@ -61,7 +61,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
             gone.append(ways.pop(0))
             go_over(made, plan(made.worker.job, gone[-1]) if rank == 0 else None)
 
-    training.session._driver.observers.add(Observer(ObserverOrder.AUTO_PLAN, None, after_step=propose, after_exchange=propose))
+    training.session._driver.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=propose, after_exchange=propose))
     while training.step < STEPS:
         training.train(1)
         if training.step % 7 == 0:

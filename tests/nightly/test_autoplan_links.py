@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from support.attached import Run, Setting, coordinators, data, mlp, play
-from support.autotuning import whatever_steps_take
+from support.autotuning import any_step_time
 from support.rank_pool import pool
 from torch import nn
 
+from commlayer.autotune import measuring
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.plan import measuring
-from commlayer.autotune.plan.driver import StepReports
+from commlayer.autotune.report import Reports
 from commlayer.cluster.collectives import RowChannel
 from commlayer.cluster.process_groups import Members
 from commlayer.observe.link_monitor import PAYLOAD, SETTLED
@@ -63,7 +63,7 @@ class Line:
 def train(run: Run) -> dict[str, Any]:
     """Steps of 30 ms; once a plan is in force they take long on a slow line, until another is; then they are quick again."""
     line, sent, decided, digests = Line(HIGH_BPS), list[float](), list[int](), list[str]()
-    with pytest.MonkeyPatch.context() as patch, whatever_steps_take():
+    with pytest.MonkeyPatch.context() as patch, any_step_time():
         patch.setattr(measuring, "counters_of", lambda _interface: line.counters)
         patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(DEAR, DEAR))
         model = mlp()
@@ -127,15 +127,15 @@ def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_
 def tell_in_turn(rank: int, world: int, slow: list[list[bool]]) -> list[list[float]]:
     """Of each step, the words that are acted upon after it: (step of the row, step of the act)."""
     channel = RowChannel(Members(), 20.0)
-    looks, acted = StepReports(channel.rows()), list[list[float]]()
+    looks, acted = Reports(channel.rows()), list[list[float]]()
     try:
         for step, flags in enumerate(slow):
             looks.step(10.0, 1.0)
-            if rows := looks.heard():
-                acted.append([rows[0].word, step])
-            if looks.due and (rows := looks.tell(step, 0.0, 5.0 if flags[rank] else 20.0)):
-                acted.append([rows[0].word, step])
-        looks.heard()
+            if rows := looks.read():
+                acted.append([rows[0].request, step])
+            if looks.due and (rows := looks.send(step, 5.0 if flags[rank] else 20.0)):
+                acted.append([rows[0].request, step])
+        looks.read()
         return acted
     finally:
         channel.close()

@@ -11,9 +11,8 @@ from support.rank_pool import pool
 from torch import nn
 from torch.utils.data import DataLoader
 
-from commlayer.autotune.plan import policy
-from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.autotune.plan.policy import MEASURED_STEPS, WARM_STEPS
+from commlayer.autotune import plan_policy
+from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
 from commlayer.engine.observers import ObserverOrder
@@ -36,7 +35,7 @@ def longest_s(decision: Decision) -> float:
 def train(run: Run) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         # What steps take, and links carry, on a loaded machine is no part of this.
-        patch.setattr(policy, "STALE", math.inf)
+        patch.setattr(plan_policy, "STALE", math.inf)
         patch.setattr(link_monitor, "FACTOR", math.inf)
         return balanced(run)
 
@@ -56,8 +55,8 @@ def balanced(run: Run) -> dict[str, Any]:
     for batch in controller.follow(loader):
         x, y = data(run.rank, sampler.step, n=len(batch))
         nn.functional.mse_loss(wrapped(x), y).backward()
-        auto: AutoPlan
-        (auto,) = session.inspect.observers.at(ObserverOrder.AUTO_PLAN)
+        auto: TuningController
+        (auto,) = session.inspect.observers.at(ObserverOrder.CONTROLLER)
         if sampler.step in (planned, SLOW_FROM - 1, STEPS - 1):
             verdicts.append(len(auto.settle(30.0)))
         if sampler.step == SLOW_FROM - 1:

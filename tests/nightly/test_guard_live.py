@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +16,14 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.plan import replanner
-from commlayer.autotune.quality import policy
-from commlayer.autotune.quality.policy import SETTLE
+from commlayer.autotune import quality as policy
+from commlayer.autotune import replanner
+from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import JobContext
-from commlayer.engine.observers import ObserverOrder
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner import default_plan
@@ -80,9 +78,6 @@ def test_a_codec_that_loses_too_much_is_made_finer_at_one_step(how: str, codec: 
     changes = [step for step in range(1, LATEST) if levels[step] != levels[step - 1]]
     assert all(levels[step] > levels[step - 1] for step in changes[:2])
     assert max(sent[: changes[0]]) * 1.5 < min(sent[-20:]), "what is finer sends more"
-    cosines = [[float(x) for x in found.groups()] for line in results[0]["said"]
-               if (found := re.search(r"brought: cosine (\S+) -> (\S+),", line))]
-    assert cosines[0][0] < 0.8 <= cosines[-1][1], "what it was changed to is good enough"
     assert results[0]["stats"]["guard_s"] > 0
 
 
@@ -267,48 +262,6 @@ def left_to_it_then_asked_for(run: Run) -> Any:
     commlayer.switch(session, asked)
     steps(20)
     return before, levels(), session.inspect.decisions()[said:], session.inspect.connection.terms.floor
-
-
-# ---- where no budget is named
-
-
-def equal_magnitudes(run: Run, usual: bool) -> Any:
-    """What the guard finds under auto with topk at 10 %. `usual`: gradients of which few entries count; otherwise each entry is
-    of one size and a sign of its own, and no part of them is worth more than another."""
-    policy.TIME_PART = 1e9
-    logging.getLogger("commlayer").setLevel(logging.ERROR)
-    model = nn.Sequential(nn.EmbeddingBag(256, 64, mode="sum") if usual else nn.Linear(128, 128, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    run.wrap(model, optimizer=optimizer)
-    session = run.sessions[0]
-    connection = session.inspect.connection
-    asked = default_plan(job_of(model), codec=str(wrap(parse("topk(ratio=0.1)"))), path="service", servers=SERVERS,
-                         ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 20)
-    commlayer.switch(session, asked)
-    connection.terms.auto = True  # as if it had found that plan itself
-    for observer in list(session._driver.observers.at(ObserverOrder.AUTO_PLAN)):
-        session._driver.observers.remove(observer)
-    for step in range(80):
-        optimizer.zero_grad()
-        if usual:
-            words = torch.randint(0, 8, (4, 6), generator=torch.Generator().manual_seed(2 * step + run.rank))
-            loss = nn.functional.cross_entropy(model(words), words[:, 0])
-        else:
-            signs = torch.randint(0, 2, (128, 128), generator=torch.Generator().manual_seed(2 * step + run.rank)) * 2.0 - 1.0
-            loss = (model[0].weight * signs).mean()
-        loss.backward()
-        optimizer.step()
-    return connection.terms.error_multiplier, session.inspect.decisions()
-
-
-@pytest.mark.parametrize("usual", [True, False])
-def test_a_model_of_which_codecs_lose_more_than_of_others_is_found_out(usual: bool) -> None:
-    with coordinators(1, WORLD, SERVERS) as made:
-        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
-        results = pool(WORLD).call(play, WORLD, equal_magnitudes, setting, usual)
-    assert results[0] == results[1], "both ranks count with the same"
-    error_multiplier, said = results[0]
-    assert error_multiplier == (1.0 if usual else 2.0), said
 
 
 # ---- plans made finer

@@ -44,7 +44,7 @@ def main() -> None:
             time.sleep(SLEEP_S)
             loss.backward()
             optimizer.step()
-        for auto in session.inspect.observers.at(ObserverOrder.AUTO_PLAN):
+        for auto in session.inspect.observers.at(ObserverOrder.CONTROLLER):
             verdicts += [(found.measured_s, found.priced_s) for found in auto.settle(30.0)]
         round_s = statistics.median(after - before for before, after in itertools.pairwise(times[AT // EVERY + 2 :]))
         print(json.dumps({"verdicts": verdicts, "round_s": round_s, "said": session.inspect.decisions()}), flush=True)
@@ -56,7 +56,7 @@ def test_after_a_home_is_lost_under_overlapped_local_steps_a_step_is_measured_as
     codes = [ended(process) for process in every]
     assert [code for code, _, _ in codes] == [0, 0, 128 + signal.SIGKILL], [errors for _, _, errors in codes]
     (told,) = codes[0][1]
-    assert any("2 go on" in one for one in told["said"])
+    assert any("2 members continue" in one for one in told["said"])
     assert told["verdicts"], told["said"]
     measured_s, priced_s = told["verdicts"][0]
     assert SLEEP_S <= measured_s < 0.5 * told["round_s"], "no whole round"

@@ -17,8 +17,9 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune.plan.driver import AutoPlan
-from commlayer.autotune.plan.state import Fact, RecordSteps, ReplanVerdict, StepDone
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.job_actions import JobActions
+from commlayer.autotune.plan_policy import ReplanVerdict
 from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.observe import Recorder
@@ -68,8 +69,8 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
     made = session.inspect.connection
-    auto = AutoPlan(made, made.worker.job, probe_s=0.2, keep=True)
-    session.inspect.observers.add(Observer(ObserverOrder.AUTO_PLAN, auto, after_exchange=auto.after_exchange))
+    auto = TuningController(made, JobActions(made, 0.2), None, keep=True)
+    session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, auto, after_exchange=auto.after_exchange))
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
         if step % EVERY == 0:
@@ -98,12 +99,12 @@ def test_a_step_in_which_planning_ends_is_recorded_for_nobody() -> None:
     """Members have changed in it, and planning begins again with those who are left."""
     connection, recorder = JobContext(), Recorder()
     connection.plan = START
-    connection.worker = SimpleNamespace(recorder=recorder)  # type: ignore[assignment]
-    before = AutoPlan(connection, JOB)
-    before.carry_out(RecordSteps())
+    connection.worker = SimpleNamespace(recorder=recorder, job=JOB)  # type: ignore[assignment]
+    before, after = (TuningController(connection, JobActions(connection), None) for _ in range(2))
+    before.start()
     recorder.next()
     before.end()
-    AutoPlan(connection, JOB).carry_out(RecordSteps())
+    after.start()
     recorder.next()
     assert recorder.steps == []
     recorder.next()
@@ -123,19 +124,19 @@ class Clock:
 def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step ends behind its backward pass, is looked at 0.03 s into the next one, and one look takes 5 s."""
     clock, seconds, connection = Clock(), list[float](), JobContext()
-    monkeypatch.setattr("commlayer.autotune.plan.driver.time", SimpleNamespace(
+    monkeypatch.setattr("commlayer.autotune.controller.time", SimpleNamespace(
         perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
     monkeypatch.setattr("commlayer.engine.connection.time", clock)
     connection.plan, connection.terms.auto = START, True
-    connection.worker = SimpleNamespace(step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))  # type: ignore[assignment]
-    auto = AutoPlan(connection, JOB)
+    connection.worker = SimpleNamespace(  # type: ignore[assignment]
+        job=JOB, step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))
+    auto = TuningController(connection, JobActions(connection), None)
 
-    def feed(fact: Fact) -> None:
-        assert isinstance(fact, StepDone)
-        seconds.append(fact.seconds)
+    def step_over(step_s: float, waited_s: float) -> None:
+        seconds.append(step_s)
         clock.now += 5.0 if len(seconds) == 3 else 0.0
 
-    monkeypatch.setattr(auto, "_feed", feed)
+    monkeypatch.setattr(auto, "step_over", step_over)
     for late in (True, True, True, False, False, True):  # the fourth is waited for, as somebody looks at its sums
         clock.now += 0.27
         connection.passed()

@@ -192,7 +192,7 @@ def decided(rank: int, address: str, how: str) -> dict[str, Any]:
             go_over(training.connection, plan(job, way) if rank == 0 else None)
             seen.append((way, training.connection.local is not None))
 
-    training.session._driver.observers.add(Observer(ObserverOrder.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.session._driver.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))
     training.train(80)
     training.session.drain()
     found = {"seen": seen, "left": ways, "rows": training.tensors(buffers=False), "said": training.session.inspect.decisions(),
@@ -225,7 +225,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
         plans.append(next(name for name, fields in WAYS.items() if all(
             getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
 
-    training.session._driver.observers.add(Observer(ObserverOrder.AUTO_PLAN, None, after_step=go_on, after_exchange=go_on))
+    training.session._driver.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))
     training.train(3)
     wanted[0] = "every"
     session = training.session

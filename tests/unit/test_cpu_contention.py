@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commlayer.autotune.plan.search import MOST_FACTOR, dearer, factor
+from commlayer.autotune.search import MOST_FACTOR, dearer, factor
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.tables import builtin, node, profile_from_tables

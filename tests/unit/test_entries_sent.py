@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from support import codecs
 from support import workers as kit
 
-from commlayer.autotune.plan.driver import AutoPlan
+from commlayer.autotune.controller import Phase, TuningController
 from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
 from commlayer.compressors.state import number
@@ -298,11 +299,13 @@ def test_automatic_planning_begins_behind_a_warmup() -> None:
     connection, rig = watched(plan(warmup=5))
     with rig:
         connection.terms.auto = True
-        auto = AutoPlan(connection, rig.job)
-        for step, looked in ((0, False), (4, False), (5, True)):
+        actions: Any = SimpleNamespace(share_times=lambda *_: (0.0, 0.0), record=lambda on: None, close=lambda: None,
+                                       prepare_search=lambda: None)
+        auto = TuningController(connection, actions, None)
+        for step, looked in ((0, False), (3, False), (4, False), (5, False), (6, True)):
             rig.workers[0].step = step
             auto.after_step()
-            assert (auto._state.in_force is not None) is looked
+            assert (auto.phase is Phase.MEASURING) is looked
 
 
 def test_a_plan_is_not_stale_for_what_a_warmup_sends() -> None:

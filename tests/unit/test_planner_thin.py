@@ -10,7 +10,7 @@ from msgspec import structs
 from support.learning import learnt
 from support.planner import at
 
-from commlayer.autotune.plan.measuring import _nonzero, filled_of
+from commlayer.autotune.measuring import _nonzero, filled_of
 from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
 from commlayer.planner.buckets import default_plan, fused

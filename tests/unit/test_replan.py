@@ -9,9 +9,9 @@ import pytest
 
 from commlayer import planner
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.plan.measuring import RankMeasurement, server_nodes_of
-from commlayer.autotune.plan.replanner import cluster_of
-from commlayer.autotune.plan.search import on_hosts, on_servers
+from commlayer.autotune.measuring import RankMeasurement, server_nodes_of
+from commlayer.autotune.replanner import cluster_of
+from commlayer.autotune.search import on_hosts, on_servers
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner.model import Line, Link, Policy, Profile
 from commlayer.planner.tables import profile_from_tables, published

@@ -16,29 +16,24 @@ from msgspec import structs
 from commlayer import loss_budget
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts, load_of, under
-from commlayer.autotune.plan.measuring import Measurements, RankMeasurement, server_nodes_of
-from commlayer.autotune.plan.planning_process import PlanningProcess
-from commlayer.autotune.plan.search import SearchOrder
-from commlayer.autotune.plan.state import Candidate
+from commlayer.autotune.measuring import Measurements, RankMeasurement, server_nodes_of
+from commlayer.autotune.plan_policy import Candidate, SearchRequest
+from commlayer.autotune.planning_process import PlanningProcess
+from commlayer.autotune.search import SearchOrder
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
-from commlayer.codec_spec import parse_spec
 from commlayer.compressors import build, parse
 from commlayer.engine import plan_choice
 from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
 from commlayer.engine.connection import JobContext
 from commlayer.errors import InvalidState
-from commlayer.planner.convergence import LearningRow, measured_local_steps
+from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.costs import bare
 from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.tables import learning_rows
 from commlayer.records import Plan
 
 T = TypeVar("T")
-
-OBSERVED = "topk"
-"""Codec family whose measured cosine predicts its cost in steps; none was fitted for other families."""
-
 
 class Replanner:
     """Searches for plans with the latest measurements."""
@@ -77,22 +72,19 @@ class Replanner:
     def rows(self) -> list[RankMeasurement]:
         return self._begun().rows
 
-    def find(self, current: Plan, known: Plan | None, links: Sequence[Link], allowed: PlanLimits) -> Candidate:
-        """The best plan for nodes with these links, within the script's limits (`allowed`).
-
-        `current` is active; `known` is the planner's form of it, if the planner made it.
-        """
-        connection, measurements = self._connection, self._begun()
+    def find(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
+        """The best plan within the script's limits (`allowed`)."""
+        connection, measurements, current = self._connection, self._begun(), request.current
         if self._profile is None:
             self._profile = structs.replace(self._measured_here(current, measurements, codecs(connection)),
                                             energy=self._energy)
         server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
         cuda = worker is not None and worker.device.type == "cuda"
-        cluster = cluster_of(links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
+        cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
                              reachable=connection.groups is None or connection.groups.members.reachable)
-        rows = harder_by(learning_rows(connection.terms.learning), connection.terms.error_multiplier)
-        profile, policy = bounded(connection, structs.replace(self._profile, learning=rows), allowed.policy)
-        order = SearchOrder(current, known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
+        profile = structs.replace(self._profile, learning=learning_rows(connection.terms.learning))
+        profile, policy = bounded(connection, profile, allowed.policy)
+        order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
                             measurements.step_s, self._contention, current.steps_locally and remembers(connection),
                             allowed.suggests, allowed.young)
         candidate, self._contention = self._process.search(order)
@@ -140,20 +132,6 @@ def cluster_of(
     best = max(links, key=lambda link: link.up_bps + link.down_bps)
     nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
     return Cluster(tuple(nodes), reachable)
-
-
-@functools.lru_cache(4)
-def harder_by(rows: tuple[LearningRow, ...], times: float) -> tuple[LearningRow, ...]:
-    """Multiplies the excess of `OBSERVED` codecs for a model that loses more than the median model; never reduces it. Other
-    codecs and local steps were not observed."""
-    if times <= 1.0:
-        return rows
-    return tuple(_harder(row, 1 + times * (row.steps - 1)) if parse_spec(row.codec).core.family == OBSERVED else row
-                 for row in rows)
-
-
-def _harder(row: LearningRow, steps: float) -> LearningRow:
-    return structs.replace(row, steps=steps, steps_high=max(row.steps_high, steps))
 
 
 _overheads = functools.cache(calibration.measure_overheads)

@@ -17,14 +17,14 @@ from typing import IO
 
 import msgspec
 
-from commlayer.autotune.plan.search import SearchOrder, SearchResult, search
+from commlayer.autotune.search import SearchOrder, SearchResult, search
 from commlayer.errors import InvalidInput, InvalidState
 from commlayer.records import Record
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 # The child must import the same package as this process, installed or not, regardless of the current directory.
 RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
-       "from commlayer.autotune.plan.planning_process import main; main()")
+       "from commlayer.autotune.planning_process import main; main()")
 LENGTH = struct.Struct("<Q")
 NICE = 5
 """Training has priority over the search."""
@@ -54,7 +54,7 @@ class PlanningProcess:
                                              stdout=subprocess.PIPE, start_new_session=True)
 
     def search(self, order: SearchOrder) -> SearchResult:
-        """Runs plan_search.search() in the child. Raises ValueError for an invalid order and RuntimeError for any other
+        """Runs search.search() in the child. Raises ValueError for an invalid order and RuntimeError for any other
         failure, including the end of the process."""
         self.start()
         process = self._process

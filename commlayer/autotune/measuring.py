@@ -1,4 +1,4 @@
-"""Collective measurement of a running job: recorded steps, collectives and links."""
+"""Measurements of a running job: recorded steps and links."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from msgspec import structs
 
-from commlayer.autotune.measure import calibration, link_rates
+from commlayer.autotune.measure import link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.measure.step_times import timing_of
 from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
 from commlayer.engine.connection import JobContext
@@ -25,16 +23,8 @@ from commlayer.records import Job
 from commlayer.transport import own_address
 from commlayer.transport.chunking import CHUNK_NBYTES
 
-PROBE_S = 1.0
-"""Time of all probes together, without the waits between ranks."""
-GROUPS_SHARE = 0.2
-"""Share of the probe time for collectives."""
-SLOW_BPS = 200e6
-"""Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
 WAITED = 0.5
 """Fraction of a step."""
-PROBE_AGAIN_S = 1.2
-"""Time of a probe of links that may have become faster."""
 CHUNK = CHUNK_NBYTES // 2
 """Elements of a zero chunk at 16 bits each; a chunk is sent or left out as a whole."""
 LOOKED_AT = 4096
@@ -58,35 +48,6 @@ class Measurements(NamedTuple):
     def step_s(self) -> float:
         """Step time, as the median over ranks."""
         return median(row.step_s for row in self.rows)
-
-
-def measured(connection: JobContext, job: Job, probe_s: float, seen: SeenTraffic | None = None) -> Measurements:
-    """Measures with the steps recorded so far, which ends recording, and with probes that take `probe_s` in total. `seen`:
-    traffic of this node's link in those steps."""
-    worker, groups = connection.worker, connection.groups
-    assert worker is not None
-    assert groups is not None
-    steps, local = worker.recorder.steps, connection.local
-    worker.recorder.switch(on=False)
-    timing = timing_of(steps if local is None else local.recorder.steps, len(job.tensors), worker.places)
-    step_s = median(s.marks["end"] for s in steps)
-    steps_s = (len(steps) + 1) * step_s  # includes the step in which recording began
-    busy_seen = seen if held_up(steps) else None
-    if local is not None:
-        local.recorder.switch(on=False)
-        busy_seen, step_s = None, step_s / worker.plan.local_steps  # records of local steps span from exchange to exchange
-    carried = None if seen is None else seen.carried
-    expected = Rates(carried.up.bps, carried.down.bps) if carried else UNKNOWN
-    ways = at_least(probed(connection, (1 - GROUPS_SHARE) * probe_s, busy_seen, steps_s, expected=expected), carried)
-    row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
-    rows = gathered(connection, row)
-    collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
-    if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
-        collectives = calibration.measure_collectives(groups, GROUPS_SHARE * probe_s)
-    if groups.ranks_per_node == 1:
-        timing = structs.replace(timing, filled=filled_of(worker, groups.world))
-    return Measurements(Job(job.tensors, job.batch, timing, job.name), steps, rows, collectives,
-                        energy_of(worker) if local is None else ())  # an update of local steps is not a gradient
 
 
 def held_up(steps: Sequence[RecordedStep]) -> bool:
@@ -303,16 +264,6 @@ def meter_of(made: JobContext) -> InterfaceCounters | None:
     servers = [host_port(server.address)[0] for server in made.uplink.view.servers]
     counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)
-
-
-def pace(made: JobContext, links: Sequence[Link]) -> None:
-    """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
-    groups = _groups(made)
-    assert made.uplink is not None
-    up_bps = link_rates.HEADROOM * links[groups.node].up_bps
-    made.uplink.pace(up_bps / groups.ranks_per_node)
-    if groups.local == 0:
-        made.uplink.pace_servers(groups.node, up_bps)
 
 
 def _groups(made: JobContext) -> Groups:

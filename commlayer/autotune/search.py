@@ -6,14 +6,13 @@ Pure and without torch; planning_process.py runs it in a child process.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer import planner
-from commlayer.autotune.plan.state import LEAVES, MOST_STEPS, Candidate, Price, steps_of
+from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
@@ -58,7 +57,7 @@ class SearchOrder(NamedTuple):
     """Whether optimizer states have diverged between ranks."""
     suggests: bool = False
     young: bool = False
-    """See loss_limits.Limits."""
+    """See replanner.PlanLimits."""
 
 
 class SearchResult(NamedTuple):
@@ -68,7 +67,6 @@ class SearchResult(NamedTuple):
 
 def search(order: SearchOrder) -> SearchResult:
     """Finds the best plan, and prices the active plan."""
-    begin = time.perf_counter()
     job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
     assert alone is not None
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
@@ -91,7 +89,7 @@ def search(order: SearchOrder) -> SearchResult:
     def candidate(plan: Plan, leaves: str) -> Candidate:
         return Candidate(
             Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention), current_s(1.0),
-            _price(plan, job, cluster, profile, policy), current_price, 0.0, steps_of(plan, inputs),
+            _price(plan, job, cluster, profile, policy), current_price, steps_of(plan, inputs),
             steps_of(as_planned, inputs), leaves)
 
     assert job.timing is not None
@@ -99,8 +97,8 @@ def search(order: SearchOrder) -> SearchResult:
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
-    beside = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
-    return SearchResult(result._replace(took_s=time.perf_counter() - begin, beside=beside), contention)
+    alternatives = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
+    return SearchResult(result._replace(alternatives=alternatives), contention)
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:

@@ -1,0 +1,549 @@
+"""The controller of a running job. It alone measures, probes, searches, tries plans and rolls them back.
+
+Every rank runs one. All ranks count steps alike and act on the same report rows after the same step, so collective actions
+happen in the same order on each. Rank 0 decides on plans (autotune/plan_policy.py) and sends its requests in its row; all
+ranks decide on codec quality (autotune/quality.py) and links.
+
+    warming ---> measuring ---> watching
+       ^                            |
+       '---- rank 0 requests it ----'      because steps differ from the prediction, or work has moved between ranks
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from msgspec import structs
+
+from commlayer.autotune import plan_policy
+from commlayer.autotune.plan_policy import (
+    Candidate,
+    Lead,
+    Line,
+    LinkState,
+    LogLine,
+    ReplanVerdict,
+    Request,
+    SearchRequest,
+    Suggestion,
+    rates_of,
+)
+from commlayer.autotune.quality import CodecChange
+from commlayer.autotune.report import Report, Reports
+from commlayer.errors import CommError
+from commlayer.observe import LinkWatch, Rates, SeenStep, StalePlan, differ, slower, spelled
+from commlayer.planner.model import Link
+from commlayer.planner.plan_rules import in_words
+from commlayer.records import Plan, digest
+
+if TYPE_CHECKING:
+    from commlayer.autotune.guard import QualityGuard
+    from commlayer.engine.connection import JobContext
+
+WARM_STEPS = 2
+"""The first steps determine thresholds, buckets and the forward order; their times do not represent later ones."""
+MEASURED_STEPS = 5
+SOON_S, LINKS_HOLD = 0.75, 1 / 3
+"""Links hold steps up if a step takes at least SOON_S and all ranks wait for communication for at least LINKS_HOLD of it. A
+plan that shortens such steps is worth more than further measurements: the first steps are measured at the end of the warm-up,
+and all ranks wait for a plan. No plan shortens computing, which takes longest in the first steps."""
+WAITED_STEPS = 2
+"""All ranks wait for a plan for at most this many steps."""
+UNEVEN, UNEVEN_S = 1.5, 0.005
+"""A rank is slow if it computes this many times, and this many seconds, longer than the fastest: more than contention for
+processors or a few system calls explain."""
+SEARCH_S = 60.0
+"""A search is aborted if training has waited this long for it. Planning takes seconds."""
+
+
+class Phase(Enum):
+    WARMING = "warming"
+    """The first steps, or the rest of the step in which rank 0 requested measuring."""
+    MEASURING = "measuring"
+    """Steps are being recorded."""
+    WATCHING = "watching"
+    """Ranks exchange rows about their steps and act on rows that all have received."""
+
+
+class Measured(NamedTuple):
+    """What all ranks know after measuring."""
+
+    links: tuple[Link, ...]
+    """One per node."""
+    step_s: float
+    computing_s: tuple[float, ...] = ()
+    """Computing time of each rank; empty if shares of the batch already follow it."""
+    names: tuple[str, ...] = ()
+    """Display name of each rank."""
+    shares: bool = True
+    """Whether shares of the batch could follow computing time."""
+
+
+class Actions(Protocol):
+    """What the controller does to the job: see job_actions.py. All but `pace`, `record` and `find` are collective."""
+
+    def pace(self, links: Sequence[Link]) -> None:
+        """Sets the pace of senders from these links, one per node."""
+
+    def record(self, *, on: bool) -> None:
+        """Workers record the timing of their steps from the next one on."""
+
+    def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
+        """The median step time of all ranks and the shortest wait: who waits for a slower rank waits longer than communication
+        takes."""
+
+    def measure(self) -> Measured:
+        """Reads recorded steps, times collectives, probes links and shares the results."""
+
+    def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
+        """Measures only the links. `planned`: known rates, at which windows start."""
+
+    def any_on_rank_0(self, flag: bool) -> bool: ...
+
+    def switch(self, plan: Plan | None, *, by_itself: bool) -> None: ...
+
+    def prepare_search(self) -> None:
+        """Starts the process that plans, in advance."""
+
+    def begin_search(self, order: SearchRequest) -> Any:
+        """Reads the script's limits, on the training thread."""
+
+    def search(self, order: SearchRequest, limits: Any) -> Candidate:
+        """Runs on the planner thread."""
+
+    def stop_search(self) -> None:
+        """Ends a search in progress, which raises an error."""
+
+    def close(self) -> None:
+        """Ends searches permanently."""
+
+
+class TuningController:
+    """Every rank calls `compare` before a step's commit, `after_step` after a step on averaged gradients, and `after_exchange`
+    after an exchange of local steps."""
+
+    def __init__(
+        self, connection: JobContext, actions: Actions, reports: Reports | None, guard: QualityGuard | None = None, *,
+        plans: bool = True, per_node: int = 1, keep: bool = False,
+    ) -> None:
+        """`plans`: whether it chooses plans. With `keep` it searches for plans and never switches, without `reports`.
+        `per_node`: ranks per node; the first rank's row reports the traffic of the node's link."""
+        self._connection, self._do, self._reports, self.guard = connection, actions, reports, guard
+        self._plans, self._per_node, self._keep = plans, per_node, keep
+        self._lead = Lead() if plans and connection.rank == 0 else None
+        self._links: LinkState | None = None
+        self._phase, self._until = Phase.WARMING, WARM_STEPS
+        self._steps = 0
+        """Steps on averaged gradients and exchanges of local steps."""
+        self._planned_steps = 0
+        """Those under automatic plans, after their warm-up."""
+        self._plan = connection.plan
+        self._thread: threading.Thread | None = None
+        self._found: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
+        """Results of the planner thread, processed at the end of the next step."""
+        self._ended = 0.0
+        """End of the last step reported here; 0 before the first."""
+        self._besides_s = self._exposed_s = 0.0
+        """Seconds that decisions have taken since then, and the total wait for communication up to then."""
+        self._busy = False
+        connection.on_close.append(self._close)
+        connection.on_shares.append(self._shares_moved)
+
+    @property
+    def verdicts(self) -> list[ReplanVerdict]:
+        """The verdict of each search; filled on rank 0 only."""
+        return [] if self._lead is None else list(self._lead.verdicts)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def lead(self) -> Lead | None:
+        return self._lead
+
+    @property
+    def links(self) -> LinkState | None:
+        return self._links
+
+    def start(self) -> None:
+        """Called before the first step, because the second step is sufficient if steps are slow."""
+        if self._plans:
+            self._do.record(on=True)
+            if self._lead is not None:
+                self._do.prepare_search()
+
+    def report(self, loss: Any) -> None:
+        """See Session.report."""
+        if self.guard is not None:
+            self.guard.report(loss)
+
+    # ---- called after steps
+
+    def has_work(self) -> bool:
+        """Whether `compare` reads the sums of the present step."""
+        return self.guard is not None and self.guard.has_work()
+
+    def compare(self) -> None:
+        """A CommError is latched in the worker if another rank is lost."""
+        if self.guard is not None:
+            try:
+                self.guard.compare(self._steps)
+            except CommError as error:
+                self._connection.broke(error)
+
+    def after_step(self) -> None:
+        """A step ends with its backward pass, also if this call comes in the next step, as it does with overlap="forward"."""
+        self._after(1, self._connection.passed_s)
+
+    def after_exchange(self) -> None:
+        """Called after local steps, or one of their fragments, have been exchanged: counts the local steps since then."""
+        plan = self._connection.plan
+        assert plan is not None
+        if not self._busy and plan.steps_locally:
+            self._after(plan.local_steps // plan.fragments, time.perf_counter())
+
+    def after_drain(self) -> None:
+        """Called after an early exchange of local steps: restarts the clock, because it ends no outer step."""
+        local = self._connection.local
+        if local is not None and not local.taken:
+            self._begin(time.perf_counter())
+
+    def _after(self, steps: int, ended: float) -> None:
+        """Handles `steps` steps, the last one ended at `ended`. A CommError is latched in the worker if another rank is lost.
+        """
+        worker = self._connection.worker
+        assert worker is not None
+        step_s = max(0.0, ended - self._ended - self._besides_s) / steps if self._ended else 0.0
+        waited_s = (worker.counters.exposed_s - self._exposed_s) / steps
+        begin = time.perf_counter()
+        self._busy = True  # a switch first flushes the exchanges in progress
+        try:
+            self.step_over(step_s, waited_s)
+        except CommError as error:
+            self._connection.broke(error)
+        finally:
+            self._busy = False
+        self._begin(ended, time.perf_counter() - begin)
+
+    def _begin(self, ended: float, besides_s: float = 0.0) -> None:
+        """Marks the end of the last step as the beginning of the next one."""
+        assert self._connection.worker is not None
+        self._ended, self._besides_s, self._exposed_s = ended, besides_s, self._connection.worker.counters.exposed_s
+
+    def step_over(self, step_s: float, waited_s: float) -> None:
+        """A step has ended; `step_s` is 0 if unknown."""
+        self._steps += 1
+        rows: list[Report] = []
+        if self._reports is not None:
+            rows = self._reports.read()
+            self._reports.step(step_s, waited_s)
+        if self._connection.plan is not self._plan:  # the script has set a plan
+            self._entered()
+        if planning := self._planning:
+            self._plan_step(step_s, waited_s)
+        if rows:
+            self._act_on(rows)
+        self._send(watching=planning and self._phase is Phase.WATCHING)
+        if self.guard is not None:
+            self.guard.prepare(self._steps)
+
+    @property
+    def _planning(self) -> bool:
+        """Whether plans are automatic now; the same on all ranks. Step times during the warm-up of a codec do not represent the
+        plan."""
+        connection = self._connection
+        if not self._plans or not (connection.terms.auto or self._keep):
+            return False
+        return connection.worker is None or connection.worker.step >= connection.worker.plan.warmup
+
+    def _plan_step(self, step_s: float, waited_s: float) -> None:
+        self._planned_steps += 1
+        self._take_found()
+        if self._lead is not None and step_s:
+            self._set(*plan_policy.step_over(self._lead, step_s, self._connection.exchanges, self._active))
+        if self._phase is Phase.WATCHING:
+            if self._lead is not None and self._links is not None and not self._keep:
+                self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
+        elif self._planned_steps >= self._until and self._phase is Phase.MEASURING:
+            self._measure()
+        elif self._planned_steps >= self._until:
+            # The job's first steps were recorded.
+            if self._links is None and _links_hold(*self._do.share_times(step_s, waited_s)):
+                self._measure()
+            else:
+                self._phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
+                self.start()
+
+    # ---- rows of all ranks
+
+    def _send(self, *, watching: bool) -> None:
+        """Sends this rank's row if it is due: so it is after a comparison, and every few steps while watching."""
+        error = None if self.guard is None else self.guard.take_error()
+        watching = watching and self._phase is Phase.WATCHING and self._links is not None
+        if self._reports is None or not (error is not None or (watching and self._reports.due)):
+            return
+        request, slow_s = Request.NOTHING, math.inf
+        if watching:
+            assert self._links is not None
+            slow_s = self._links.watch.slow_s
+            if self._lead is not None:
+                self._lead, request = plan_policy.next_request(self._lead, self._links, time.monotonic())
+        if rows := self._reports.send(request, slow_s, error):
+            self._act_on(rows)
+
+    def _act_on(self, rows: Sequence[Report]) -> None:
+        """Acts on rows that all ranks have received, so that all ranks act alike."""
+        step_s = median(row.step_s for row in rows)
+        if rows[0].compared and self.guard is not None:
+            change = self.guard.decide([row.error for row in rows], step_s)
+            if change is not None and self._change_codecs(change):
+                return  # what rank 0 requests, and what rows say of links, is of the plan before
+        if self._links is None or self._phase is not Phase.WATCHING or not self._planning:
+            return
+        match rows[0].request:
+            case Request.SWITCH:
+                self._switch()
+            case Request.MEASURE:
+                self._phase, self._until = Phase.WARMING, self._planned_steps + 1
+            case Request.PROBE:
+                self._probe(self._links, step_s)
+            case _:
+                self._watch(self._links, rows, step_s)
+
+    # ---- links
+
+    def _watch(self, state: LinkState, rows: Sequence[Report], step_s: float) -> None:
+        """Plans again if steps show other links. Faster links slow no step down, so rank 0 plans for them later."""
+        traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
+        watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
+        self._links = state = structs.replace(state, watch=watch)
+        if rates is None:
+            return
+        links = state.with_rates(rates)
+        if not slower(rates, watch.planned):
+            self._say(f"links carry {spelled(rates)}, as seen in steps, and not {spelled(watch.planned)}")
+            # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
+            self._set_links(structs.replace(state.measured(links, 0.0), reprobe=state.reprobe))
+            return
+        self._say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
+                  f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
+        self._plan_for(links, step_s, waited_s)
+
+    def _probe(self, state: LinkState, step_s: float) -> None:
+        """Under a plan made for a slow link the link carries little, so only a probe shows that it is faster."""
+        begin, planned = time.monotonic(), state.watch.planned
+        links = self._do.probe(planned)
+        took_s = time.monotonic() - begin
+        # A short probe may read too low; whether a link is slower is seen in steps.
+        rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
+        faster = differ(rates, planned)
+        self._links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
+        self._say(f"probed the links in {1e3 * took_s:.0f} ms: " + (
+            f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
+        if faster:
+            self._plan_for(state.with_rates(rates), step_s, state.watch.waited_s)
+        else:
+            self._reset()  # the probe's traffic belongs to no step
+
+    def _plan_for(self, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
+        """Plans for other links with the known costs."""
+        assert self._links is not None
+        pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, self._links.watch.slow_s)
+        self._set_links(self._links.measured(links, time.monotonic()))
+        self._search(step_s, pace_s)
+        if _links_hold(step_s, waited_s):
+            self._await(WAITED_STEPS * step_s)
+
+    def _set_links(self, links: LinkState) -> None:
+        self._links = links
+        self._do.pace(links.links)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Clears the observations of steps: they do not apply to the next steps."""
+        if self._reports is not None:
+            self._reports.reset()
+
+    # ---- measuring and searching
+
+    def _measure(self) -> None:
+        """Starts planning with measurements; rank 0 plans alone."""
+        soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
+        measured, now = self._do.measure(), time.monotonic()
+        links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
+        self._set_links(links)
+        self._say(f"links carry {spelled(rates_of(measured.links))}")
+        if line := _uneven(measured):
+            self._say(line)
+        recent = () if self._lead is None else self._lead.recent
+        self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
+        if soon and not self._keep:  # a slow step during the search would cost more than waiting for the search
+            self._await(WAITED_STEPS * measured.step_s)
+
+    def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
+        if self._lead is not None and self._links is not None:
+            links = self._links.links
+            self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
+
+    def _set(self, lead: Lead, lines: Sequence[Line] = ()) -> None:
+        """Sets rank 0's state, and carries out what has changed in it."""
+        before, self._lead = self._lead, lead
+        terms, connection = self._connection.terms, self._connection
+        assert before is not None
+        if lead.basis is not before.basis or lead.price is not before.price:
+            terms.basis, terms.price = lead.basis, lead.price
+        for line in lines:
+            match line:
+                case LogLine():
+                    self._say(line.text, logging.WARNING if line.warning else logging.INFO)
+                case Suggestion():
+                    terms.suggested = True
+                    self._say(line.text, logging.WARNING)
+                case StalePlan():
+                    connection.events.append(line)
+                    self._say(line.reason)
+        if lead.order is not None and lead.order is not before.order:
+            self._start_search(lead.order)
+
+    def _start_search(self, order: SearchRequest) -> None:
+        """Plans on a thread while training continues."""
+        if self._thread is not None:
+            self._thread.join(SEARCH_S)
+            if self._thread.is_alive():  # it hangs: ended before the other ranks time out
+                self._do.stop_search()
+                self._thread.join()
+        try:
+            # On the training thread, between two steps: it tries the script's optimizer and restores the random state of
+            # all threads.
+            limits = self._do.begin_search(order)
+        except Exception as error:
+            self._found.append((order, None, f"{type(error).__name__}: {error}"))
+            return
+
+        def search() -> None:
+            try:
+                self._found.append((order, self._do.search(order, limits), ""))
+            except Exception as error:
+                self._found.append((order, None, f"{type(error).__name__}: {error}"))
+
+        self._thread = threading.Thread(target=search, name="commlayer-planner", daemon=True)
+        self._thread.start()
+
+    def _take_found(self) -> None:
+        while self._found:
+            assert self._lead is not None
+            order, candidate, why = self._found.popleft()
+            self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
+
+    def _await(self, most_s: float) -> None:
+        """Collective: waits until rank 0 has planned. A search that takes longer continues while training goes on."""
+        if self._thread is not None:
+            self._thread.join(min(most_s, SEARCH_S))
+            self._take_found()
+        if self._do.any_on_rank_0(self._lead is not None and self._lead.proposal is not None):
+            self._switch()
+
+    # ---- switching
+
+    def _switch(self) -> None:
+        """Collective: switches to the plan that rank 0 proposes."""
+        proposal, left = None if self._lead is None else self._lead.proposal, self._active
+        try:
+            self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
+        except ValueError as error:  # raised on all ranks, and nothing has changed
+            if self._lead is not None:
+                self._lead = plan_policy.refused(self._lead)
+            self._say(f"kept the plan in force: {error}")
+            return
+        if self._lead is not None:
+            self._set(*plan_policy.switched(self._lead, self._active, left))
+        back = proposal is not None and proposal.back
+        self._say(f"went {'back' if back else 'over'} to plan {digest(self._active)}: {in_words(self._active)}")
+        self._entered(own=True)
+
+    def _change_codecs(self, change: CodecChange) -> bool:
+        """Collective: switches to finer or coarser codecs. Returns whether the plan has changed."""
+        assert self.guard is not None
+        if (plan := self.guard.lifted(change)) is None:
+            return False
+        try:
+            self._do.switch(plan, by_itself=False)
+        except ValueError as error:  # raised on all ranks, and nothing has changed
+            self._say(f"{change.reason}, but the plan in force stays: {error}", logging.WARNING)
+            return False
+        self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from here on, {change.before:.3g} -> "
+                  f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
+        self._entered(by_guard=True)
+        return True
+
+    def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
+        """Another plan is active: its steps and traffic differ. `own`: the plan that rank 0 proposed."""
+        self._plan = self._connection.plan
+        if self._links is not None:
+            self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
+        self._reset()
+        if self._lead is not None and not own:
+            self._set(plan_policy.replaced(self._lead))
+        if self.guard is not None:
+            change = self.guard.entered(self._steps, by_guard=by_guard)
+            if change is not None:
+                self._change_codecs(change)
+
+    # ---- the end
+
+    def end(self) -> None:
+        """Stops planning and recording: members may change during a step that is being recorded."""
+        if self._plans:
+            self._do.record(on=False)
+            self._do.close()
+
+    def _close(self) -> None:
+        """Also joins the planner thread: a thread in native code at interpreter exit would crash the process."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join(SEARCH_S)
+
+    def settle(self, deadline_s: float) -> list[ReplanVerdict]:
+        """Waits up to `deadline_s` for a search to end. Returns the verdicts."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
+        self._take_found()
+        return self.verdicts
+
+    @property
+    def _active(self) -> Plan:
+        assert self._connection.plan is not None
+        return self._connection.plan
+
+    def _say(self, text: str, level: int = logging.INFO) -> None:
+        self._connection.say(text, level)
+
+    def _shares_moved(self, part: float) -> None:
+        """Work moves between ranks with the next step: a fraction of a step's computing."""
+        if self._lead is not None and part >= plan_policy.SHARES_WORTH:
+            self._lead = structs.replace(self._lead, moved=True)
+
+
+def _links_hold(step_s: float, waited_s: float) -> bool:
+    """Whether steps are slow because of communication, which a plan can shorten."""
+    return step_s >= SOON_S and waited_s >= LINKS_HOLD * step_s
+
+
+def _uneven(measured: Measured) -> str:
+    """Reports a rank that computes much longer than the others, which no plan can change."""
+    computing_s = measured.computing_s
+    if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
+        return ""
+    slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
+    times = max(computing_s) / min(computing_s)
+    remedy = ": a Sampler with a Controller would give it a smaller share of the batch" if measured.shares else ""
+    return f"{measured.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}"

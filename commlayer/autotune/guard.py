@@ -1,0 +1,152 @@
+"""The quality guard of a running job: compares sent with exact gradients, for the decisions of autotune/quality.py.
+
+Every rank compares a piece of a bucket at the end of a step's exchange. The controller exchanges the results and changes plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.autotune import quality
+from commlayer.autotune.quality import Bounds, CodecChange, GradientError, LossTrend, PlanLevels, least_usual
+from commlayer.config import Config
+from commlayer.engine import gradient_comparison, plan_choice
+from commlayer.engine.connection import JobContext
+from commlayer.engine.gradient_comparison import SampledPiece
+from commlayer.loss_budget import BUDGET
+from commlayer.observe.fidelity import Dots
+from commlayer.records import Plan
+
+LOSSES_KEPT = 4096
+
+
+def guard_of(connection: JobContext, config: Config) -> QualityGuard | None:
+    """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
+    if connection.worker is None or connection.groups is None:
+        return None
+    has_budget = bool(config.max_loss or config.loss)
+    if config.guard == "off" or (config.guard == "auto" and not (has_budget or connection.terms.auto)):
+        return None
+    by_budget = has_budget or not connection.terms.auto
+    # Without a given budget the loss is not judged, unless the guard was requested explicitly.
+    budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
+    return QualityGuard(connection, Bounds(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
+
+
+class QualityGuard:
+    def __init__(
+        self, connection: JobContext, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *, by_budget: bool = True,
+    ) -> None:
+        """With `by_budget` bounds follow from the budget; otherwise from what is usual under the active codecs."""
+        self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
+        assert connection.groups is not None
+        self._groups = connection.groups
+        self._begin_s = time.perf_counter()
+        self._exposed_s = 0.0
+        """Total wait for communication at the end of the last step."""
+        self._losses: deque[float | torch.Tensor] = deque(maxlen=LOSSES_KEPT)
+        self._trend, self._sent = LossTrend(), Dots()
+        self._compares = False
+        """Whether all ranks compare in the present step, under `_plan`."""
+        self._piece: SampledPiece | None = None
+        self._prepared_s = 0.0
+        self._error: GradientError | None = None
+        self._state = quality.begin(bounds, self._levels())
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """Records the training loss of a step. A tensor is read for the next row, so that no step waits for the device."""
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
+
+    @property
+    def acts(self) -> bool:
+        """Whether the guard changes plans. Otherwise it only logs, because the user chose the plan."""
+        return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
+
+    # ---- comparing
+
+    def has_work(self) -> bool:
+        """Whether `compare` reads the sums of the present step. A piece of a previous plan's bucket is no longer sent."""
+        return self._compares and self._connection.plan is self._plan
+
+    def compare(self, step: int) -> None:
+        """Collective: compares the sum with the exact one, and this rank's payload with its gradient."""
+        if not self.has_work():
+            return
+        worker, begin_s, summed = self._connection.worker, time.perf_counter(), Dots()
+        assert worker is not None
+        # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
+        held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
+        if self._piece is not None:
+            exact = gradient_comparison.exact(worker, self._piece)
+            sent = gradient_comparison.here(worker, self._piece, exact, self._groups, self._deadline_s)
+            if all(map(math.isfinite, sent)):
+                self._sent = self._sent.plus(sent, self._state.fade)
+            summed = gradient_comparison.everywhere(self._piece, exact, self._groups, self._deadline_s)
+        while self._losses:
+            self._trend = self._trend.add(float(self._losses.popleft()))
+        took_s = time.perf_counter() - begin_s
+        self._error = GradientError(self._sent, summed, self._trend.seen(), held_s + self._prepared_s + took_s,
+                                    time.perf_counter() - self._begin_s)
+        self._state = quality.compared(self._state, step)
+        worker.counters.guard_s += took_s
+
+    def prepare(self, step: int) -> None:
+        """Prepares the comparison in step number `step`, the next one, if there is one."""
+        begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
+        assert worker is not None
+        self._exposed_s = worker.counters.exposed_s
+        # A user's plan without a budget is not judged.
+        idle = self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
+        self._compares = not idle and quality.due(self._state, step)
+        if self._compares and self._state.plan.compared:
+            self._piece = gradient_comparison.piece(self._watched, self._state.samples, self._state.elements)
+            self._prepared_s = time.perf_counter() - begin_s
+            worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
+
+    def take_error(self) -> GradientError | None:
+        """This rank's comparison in the last step, if there was one."""
+        error, self._error = self._error, None
+        return error
+
+    # ---- deciding
+
+    def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
+        self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)
+        self._connection.terms.floor = self._state.planner_floor if self.acts else self._connection.terms.floor
+        if complaint is not None:
+            self._connection.say(f'{complaint.text}; the plan stays as it was asked for (guard="act" would make its codecs '
+                                 "finer)", logging.WARNING)
+        return change
+
+    def lifted(self, change: CodecChange) -> Plan | None:
+        """The base plan with no codec below the level. None if that is the active plan."""
+        groups, worker = self._groups, self._connection.worker
+        assert worker is not None
+        lifted = plan_choice.lift(self._base, change.after, groups.world // groups.ranks_per_node,
+                                  cuda=worker.device.type == "cuda")
+        return None if lifted.buckets == self._plan.buckets else lifted
+
+    def entered(self, step: int, *, by_guard: bool = False) -> CodecChange | None:
+        """Adopts the active plan after a switch. `by_guard`: the guard has made its codecs finer or coarser."""
+        if by_guard:
+            self._trend = LossTrend()  # a loss takes many steps to fall, so only new rises count
+        levels = self._levels(self._base if by_guard else None)
+        self._state, change = quality.entered(self._state, levels, step, by_guard=by_guard, acts=self.acts)
+        return change
+
+    def _levels(self, base: Plan | None = None) -> PlanLevels:
+        """Adopts the active plan. `base` is the plan that it was made finer from."""
+        plan, worker = self._connection.plan, self._connection.worker
+        assert plan is not None
+        assert worker is not None
+        self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
+        self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)
+        bounds = (0.0, 0.0) if self._by_budget else least_usual([b.planned for b in self._watched])
+        return PlanLevels(plan_choice.lowest(plan), plan_choice.lowest(self._base), bool(self._watched),
+                          self._base.buckets != plan.buckets, *bounds, plan.overlap == "forward")

@@ -1,0 +1,171 @@
+"""What the controller does to a running job: it records and measures steps, probes links, searches for plans and switches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from msgspec import structs
+
+from commlayer.autotune.controller import Measured, TuningController
+from commlayer.autotune.guard import guard_of
+from commlayer.autotune.measure import calibration, link_rates
+from commlayer.autotune.measure.calibration import CollectiveCosts
+from commlayer.autotune.measure.step_times import timing_of
+from commlayer.autotune.measuring import (
+    Measurements,
+    RankMeasurement,
+    at_least,
+    energy_of,
+    filled_of,
+    gathered,
+    held_up,
+    links_of,
+    meter_of,
+    probed,
+    seen_by,
+)
+from commlayer.autotune.plan_policy import Candidate, SearchRequest
+from commlayer.autotune.replanner import PlanLimits, Replanner, limits_of
+from commlayer.autotune.report import Reports
+from commlayer.cluster.collectives import Groups, gather
+from commlayer.config import Config
+from commlayer.engine.connection import JobContext
+from commlayer.engine.switch import switch
+from commlayer.observe import InterfaceCounters, Rates
+from commlayer.planner.model import Link
+from commlayer.records import Plan
+
+PROBE_S = 1.0
+"""Time of all probes together, without the waits between ranks."""
+GROUPS_SHARE = 0.2
+"""Share of the probe time for collectives."""
+SLOW_BPS = 200e6
+"""Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
+PROBE_AGAIN_S = 1.2
+"""Time of a probe of links that may have become faster."""
+
+
+def controller_of(connection: JobContext, config: Config) -> TuningController | None:
+    """The controller of a job of several nodes whose plan was left to commlayer, or whose codecs are guarded; otherwise None.
+    """
+    worker, groups = connection.worker, connection.groups
+    if worker is None or groups is None or connection.rows is None:
+        return None
+    plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
+    guard = guard_of(connection, config)
+    if not plans and guard is None:
+        return None
+    actions, reports = JobActions(connection), Reports(connection.rows.rows())
+    if plans:
+        reports.meter = actions.count_traffic()
+    controller = TuningController(connection, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
+    controller.start()
+    return controller
+
+
+class JobActions:
+    """Carries out what the controller decides."""
+
+    def __init__(self, connection: JobContext, probe_s: float = PROBE_S) -> None:
+        """`probe_s` limits the time of all probes together."""
+        worker = connection.worker
+        assert worker is not None
+        self._connection, self._job, self._probe_s = connection, worker.job, probe_s
+        self._replanner = Replanner(connection)
+        self._meter: InterfaceCounters | None = None
+
+    def count_traffic(self) -> InterfaceCounters | None:
+        """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
+        self._meter = meter_of(self._connection)
+        if self._meter is not None:
+            self._connection.on_close.append(self._meter.close)
+        return self._meter
+
+    def pace(self, links: Sequence[Link]) -> None:
+        """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
+        groups, uplink = _groups(self._connection), self._connection.uplink
+        assert uplink is not None
+        up_bps = link_rates.HEADROOM * links[groups.node].up_bps
+        uplink.pace(up_bps / groups.ranks_per_node)
+        if groups.local == 0:
+            uplink.pace_servers(groups.node, up_bps)
+
+    def record(self, *, on: bool) -> None:
+        if self._connection.worker is not None:
+            self._connection.worker.recorder.switch(on=on)
+        if self._connection.local is not None:
+            self._connection.local.recorder.switch(on=on)
+
+    def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
+        times = _shared(_groups(self._connection), [step_s, waited_s])
+        return median(times[0]), min(times[1])
+
+    def measure(self) -> Measured:
+        """Measures with the steps recorded so far, which ends recording, and with probes."""
+        connection, worker = self._connection, self._connection.worker
+        assert worker is not None
+        groups, seen = _groups(connection), None if self._meter is None else seen_by(self._meter)
+        steps, local = worker.recorder.steps, connection.local
+        self.record(on=False)
+        timing = timing_of(steps if local is None else local.recorder.steps, len(self._job.tensors), worker.places)
+        step_s = median(s.marks["end"] for s in steps)
+        steps_s = (len(steps) + 1) * step_s  # includes the step in which recording began
+        busy_seen = seen if held_up(steps) else None
+        if local is not None:
+            busy_seen, step_s = None, step_s / worker.plan.local_steps  # records of local steps span from exchange to exchange
+        carried = None if seen is None else seen.carried
+        expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
+        ways = at_least(probed(connection, (1 - GROUPS_SHARE) * self._probe_s, busy_seen, steps_s, expected=expected), carried)
+        row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
+        rows = gathered(connection, row)
+        collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+        if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
+            collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
+        if groups.ranks_per_node == 1:
+            timing = structs.replace(timing, filled=filled_of(worker, groups.world))
+        energy = energy_of(worker) if local is None else ()  # an update of local steps is not a gradient
+        self._replanner.measured(Measurements(structs.replace(self._job, timing=timing), steps, rows, collectives, energy))
+        return Measured(
+            tuple(links_of(connection, rows)), median(row.step_s for row in rows),
+            () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
+            tuple(map(connection.called, range(len(rows)))), connection.members is None)  # else a Controller is refused
+
+    def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
+        connection = self._connection
+        up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[_groups(connection).node])
+        row = self._replanner.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
+        return tuple(links_of(connection, gathered(connection, row)))
+
+    def any_on_rank_0(self, flag: bool) -> bool:
+        return bool(gather(_groups(self._connection), [flag])[0][0])
+
+    def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
+        switch(self._connection, plan, by_itself=by_itself)
+
+    def prepare_search(self) -> None:
+        self._replanner.start()
+
+    def begin_search(self, order: SearchRequest) -> PlanLimits:
+        return limits_of(self._connection, self._replanner.rows)
+
+    def search(self, order: SearchRequest, limits: PlanLimits) -> Candidate:
+        return self._replanner.find(order, limits)
+
+    def stop_search(self) -> None:
+        self._replanner.stop()
+
+    def close(self) -> None:
+        self._replanner.close()
+
+
+def _shared(groups: Groups, row: Sequence[float]) -> list[list[float]]:
+    """Collective: the columns of all ranks' rows."""
+    rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device))
+    return [column.tolist() for column in rows.T]
+
+
+def _groups(connection: JobContext) -> Groups:
+    assert connection.groups is not None
+    return connection.groups

@@ -1,1 +1,0 @@
-"""Automatic planning: when to plan again, trials of new plans, roll-back."""

@@ -1,1 +1,0 @@
-"""Quality guard: keeps codecs fine enough for the loss budget."""

@@ -1,0 +1,137 @@
+"""The report row that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
+
+A row is sent after a step and read after the next one, so that no rank waits. If a step was slow on every rank, all wait for
+the rows at once: that costs little then, and the next step may be as slow. All ranks act on the same rows after the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import fmean
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from commlayer.autotune.quality import GradientError
+from commlayer.engine.spacing import row_spacing
+from commlayer.observe import Direction, Throughput
+from commlayer.records import Record
+
+
+class Report(Record, frozen=True):
+    """One rank's report about its steps since the previous row. Only numbers, because rows are exchanged as tensors."""
+
+    step_s: float
+    """Mean step time."""
+    waited_s: float = 0.0
+    """The part of step_s that the training thread waited for communication."""
+    request: float = 0.0
+    """A `Request` of rank 0 to all ranks."""
+    at_once: float = 0.0
+    """Whether the rank waits for the other rows at once, because its step was slow."""
+    cost_s: float = 0.0
+    """Seconds of the training thread per row."""
+    up_bps: float = 0.0
+    up_share: float = 0.0
+    down_bps: float = 0.0
+    down_share: float = 0.0
+    compared: float = 0.0
+    """Whether `error` is a new comparison with the exact gradients."""
+    error: GradientError = GradientError()
+
+    @property
+    def carried(self) -> Throughput:
+        return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
+
+    def numbers(self) -> list[float]:
+        return [*structs.astuple(self)[:-1], *self.error.numbers()]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> Report:
+        """The inverse of `numbers`."""
+        first = len(cls.__struct_fields__) - 1
+        fields: Any = (*numbers[:first], GradientError.of(numbers[first:]))
+        return cls(*fields)
+
+
+class Exchange(Protocol):
+    """See cluster.collectives.Rows."""
+
+    def start(self, *row: float) -> None: ...
+
+    @property
+    def under_way(self) -> bool: ...
+
+    def read(self) -> list[list[float]]: ...
+
+
+class Meter(Protocol):
+    """See observe.InterfaceCounters."""
+
+    def look(self) -> Throughput: ...
+
+
+class Reports:
+    """All ranks create one together and call it after the same steps: `step`, `read`, then `send` if it is `due`."""
+
+    def __init__(self, rows: Exchange) -> None:
+        self._rows = rows
+        self.meter: Meter | None = None
+        """Set on the rank that reads its node's interface counters."""
+        self._steps: list[tuple[float, float]] = []
+        self._held: list[Report] = []
+        self._every, self._left = 1, 1
+        self._costs_s: deque[float] = deque(maxlen=5)
+        self._cost_s = 0.0
+
+    def step(self, seconds: float, waited_s: float) -> None:
+        """Records a step: its time, and this rank's wait for communication in it."""
+        self._steps.append((seconds, waited_s))
+        self._left -= 1
+
+    def reset(self) -> None:
+        """Discards observations that do not apply to the next steps."""
+        self._steps.clear()
+        if self.meter is not None:
+            self.meter.look()
+
+    @property
+    def due(self) -> bool:
+        """Whether the next row must be sent now."""
+        return self._left <= 0 and bool(self._steps)
+
+    def read(self) -> list[Report]:
+        """Rows of an earlier step that have not been returned yet; may be empty."""
+        begin = time.perf_counter()
+        if self._rows.under_way:
+            self._held = self._read()
+            self._cost_s += time.perf_counter() - begin
+        rows, self._held = self._held, []
+        return rows
+
+    def send(self, request: int = 0, slow_s: float = float("inf"), error: GradientError | None = None) -> list[Report]:
+        """Sends this rank's row. Returns all rows if all ranks wait for them, as after steps longer than `slow_s`."""
+        begin = time.perf_counter()
+        self._costs_s.append(self._cost_s)
+        step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
+        self._steps = []
+        up, down = (Direction(), Direction()) if self.meter is None else self.meter.look()
+        cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
+        row = Report(step_s, waited_s, request, step_s > slow_s, cost_s, *up, *down, error is not None,
+                     error or GradientError())
+        self._rows.start(*row.numbers())
+        self._cost_s = time.perf_counter() - begin
+        self._left = self._every
+        if not row.at_once:
+            return []
+        rows = self._read()
+        if not all(row.at_once for row in rows):
+            self._held = rows  # returned by `read` after the next step, as on the other ranks
+            return []
+        return rows
+
+    def _read(self) -> list[Report]:
+        rows = [Report.of(row) for row in self._rows.read()]
+        self._every = row_spacing(max(row.cost_s for row in rows), max(row.step_s for row in rows))
+        return rows

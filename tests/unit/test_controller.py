@@ -1,0 +1,421 @@
+"""The controller on all ranks: in threads, with made-up links, times and searches. What is collective meets at a barrier, and a
+rank that calls something else than the others fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.autotuning import FIRST_PLANNING, LINKS, START, candidate, plan_of
+
+from commlayer.autotune import controller as controller_module
+from commlayer.autotune.controller import (
+    LINKS_HOLD,
+    MEASURED_STEPS,
+    SOON_S,
+    WARM_STEPS,
+    Measured,
+    Phase,
+    TuningController,
+)
+from commlayer.autotune.plan_policy import Candidate, SearchRequest
+from commlayer.autotune.report import Reports
+from commlayer.engine.plan_choice import PlanTerms
+from commlayer.errors import InvalidInput
+from commlayer.observe import Direction, Rates, StalePlan, Throughput
+from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED
+from commlayer.planner.model import Link
+from commlayer.records import Plan
+
+FAST_BPS, SLOW_BPS = 6e7, 5e6
+BARRIER_S = 20.0
+
+
+class World:
+    """What ranks share: a barrier that checks that all call the same, and the state of the made-up cluster."""
+
+    def __init__(self, world: int, nodes: int = 0) -> None:
+        self.world, self.refuses = world, False
+        self.links = tuple(LINKS[node % 2] for node in range(nodes or world))
+        self.computing_s: tuple[float, ...] = ()
+        self.found: Callable[[SearchRequest], Candidate | None] = lambda _: None
+        self.done: list[str] = []
+        self._barrier = threading.Barrier(world)
+        self._calls: dict[int, tuple[str, Any]] = {}
+
+    def meet(self, rank: int, what: str, value: Any) -> list[Any]:
+        """All ranks' values, in rank order."""
+        self._calls[rank] = what, value
+        self._barrier.wait(BARRIER_S)
+        calls = dict(self._calls)
+        if rank == 0:
+            self.done.append(what)
+        self._barrier.wait(BARRIER_S)
+        assert {name for name, _ in calls.values()} == {what}, calls
+        return [calls[each][1] for each in range(self.world)]
+
+
+class Job:
+    """One rank's connection, its rows, and its actions."""
+
+    def __init__(self, world: World, rank: int, **options: Any) -> None:
+        self.world, self.rank, self.plan, self.local, self.worker = world, rank, START, None, None
+        self.terms, self.exchanges, self.passed_s = PlanTerms(), 0, 0.0
+        self.terms.auto = True
+        self.on_close: list[Any] = []
+        self.on_shares: list[Any] = []
+        self.events: list[StalePlan] = []
+        self.lines: list[str] = []
+        self.paced: list[tuple[Link, ...]] = []
+        self.recording = False
+        self.bps, self.share = FAST_BPS, 0.1
+        self.thread = threading.current_thread()
+        self._row: list[float] | None = None
+        reports = Reports(self)
+        reports.meter = self
+        self.controller = TuningController(self, self, reports, **options)  # type: ignore[arg-type]
+        self.controller.start()
+
+    def say(self, text: str, level: int = 20) -> None:
+        self.lines.append(text)
+
+    def step(self, step_s: float = 0.4, waited_s: float = 0.04, times: int = 1) -> None:
+        for _ in range(times):
+            self.exchanges += 1
+            self.controller.step_over(step_s, waited_s)
+
+    # the exchange of rows, and the meter
+
+    def start(self, *row: float) -> None:
+        self._row = list(row)
+
+    @property
+    def under_way(self) -> bool:
+        return self._row is not None
+
+    def read(self) -> list[list[float]]:
+        row, self._row = self._row, None
+        return self.world.meet(self.rank, "rows", row)
+
+    def look(self) -> Throughput:
+        return Throughput(Direction(self.bps, self.share), Direction(self.bps, self.share))
+
+    # actions
+
+    def pace(self, links: Sequence[Link]) -> None:
+        self.paced.append(tuple(links))
+
+    def record(self, *, on: bool) -> None:
+        self.recording = on
+
+    def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
+        times = self.world.meet(self.rank, "times", (step_s, waited_s))
+        return sorted(each for each, _ in times)[len(times) // 2], min(waited for _, waited in times)
+
+    def measure(self) -> Measured:
+        self.world.meet(self.rank, "measure", None)
+        names = tuple(f"rank {n}" for n in range(len(self.world.computing_s)))
+        return Measured(self.world.links, 0.4, self.world.computing_s, names)
+
+    def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
+        self.world.meet(self.rank, "probe", None)
+        return self.world.links
+
+    def any_on_rank_0(self, flag: bool) -> bool:
+        return bool(self.world.meet(self.rank, "await", flag)[0])
+
+    def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
+        offered = self.world.meet(self.rank, "switch", plan)[0]
+        if self.world.refuses or offered is None:
+            raise InvalidInput("E-PLAN-SWITCH", "for reasons")
+        self.plan = offered
+
+    def prepare_search(self) -> None:
+        """No process."""
+
+    def begin_search(self, order: SearchRequest) -> None:
+        """It tries the script's optimizer and restores the random state of all threads."""
+        assert self.rank == 0
+        assert threading.current_thread() is self.thread
+
+    def search(self, order: SearchRequest, limits: None) -> Candidate:
+        found = self.world.found(order)
+        if found is None:
+            raise RuntimeError("nothing")
+        return found._replace(current=order.known or order.current)
+
+    def stop_search(self) -> None:
+        """Searches end at once."""
+
+    close = stop_search
+
+
+def together(world: World, script: Callable[[Job], None], **options: Any) -> list[Job]:
+    """Runs the script on all ranks, each in its thread."""
+    def rank(number: int) -> Job:
+        job = Job(world, number, **options)
+        script(job)
+        return job
+
+    with ThreadPoolExecutor(world.world) as threads:
+        return list(threads.map(rank, range(world.world)))
+
+
+def warm(job: Job, *, rows: int = SETTLED) -> None:
+    """All know the links and usual step times."""
+    job.step(times=FIRST_PLANNING)
+    job.controller.settle(5.0)
+    job.step(times=rows + 1)
+
+
+def lines(jobs: list[Job], word: str) -> list[str]:
+    """The line with this word, which all ranks have."""
+    found = [[line for line in job.lines if word in line] for job in jobs]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+# ---- measuring
+
+
+def test_the_first_steps_warm_up_and_are_measured() -> None:
+    world, phases = World(2), []
+
+    def script(job: Job) -> None:
+        for _ in range(FIRST_PLANNING):
+            job.step()
+            phases.extend([job.controller.phase] if job.rank == 0 else [])
+
+    jobs = together(world, script)
+    assert phases == [Phase.WARMING] * (WARM_STEPS - 1) + [Phase.MEASURING] * (MEASURED_STEPS + 1) + [Phase.WATCHING]
+    assert world.done == ["times", "measure"]
+    assert [job.paced for job in jobs] == [[LINKS]] * 2
+    assert lines(jobs, "links carry") == ["links carry 100/100 Mb/s up/down"]
+
+
+@pytest.mark.parametrize(("step_s", "waited", "soon"), [
+    (SOON_S, 1.0, True), (SOON_S, LINKS_HOLD, True), (SOON_S, 0.99 * LINKS_HOLD, False), (0.99 * SOON_S, 1.0, False),
+])
+def test_steps_that_links_hold_up_are_measured_soon_and_all_wait_for_the_plan(step_s: float, waited: float, soon: bool) -> None:
+    world = World(3)
+    world.found = lambda _: candidate(plan_of(0.5))
+
+    def script(job: Job) -> None:
+        slow_s = (step_s, 2 * step_s, 0.1)[job.rank]  # the median counts, and the shortest wait
+        job.step(slow_s, waited * step_s if job.rank == 1 else 9.0, times=WARM_STEPS)
+
+    jobs = together(world, script)
+    assert world.done == (["times", "measure", "await", "switch"] if soon else ["times"])
+    assert {job.plan for job in jobs} == {plan_of(0.5) if soon else START}
+    if soon:
+        assert world.done[-1] == "switch"
+
+
+def test_warm_up_of_codecs_and_plans_of_the_script_do_not_count() -> None:
+    def script(job: Job) -> None:
+        job.step()
+        job.terms.auto = False
+        job.step(times=50)
+        job.terms.auto = True
+        assert job.controller.phase is Phase.WARMING
+        job.step()
+        assert job.controller.phase is Phase.MEASURING
+
+    together(World(2), script)
+
+
+@pytest.mark.parametrize(("computing_s", "line"), [
+    ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest"), ((0.3, 0.4, 0.35, 0.3), ""),
+    ((0.0003, 0.0004, 0.0009, 0.0003), ""), ((), ""),
+])
+def test_a_slow_rank_is_named_on_all_ranks(computing_s: tuple[float, ...], line: str) -> None:
+    world = World(2)
+    world.computing_s = computing_s
+    found = lines(together(world, lambda job: job.step(times=FIRST_PLANNING)), "computes")
+    assert [line in each for each in found] == ([True] if line else [])
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> None:
+    world = World(2)
+    world.refuses = refuses
+    world.found = lambda order: candidate(plan_of(0.1))
+
+    def script(job: Job) -> None:
+        warm(job, rows=4)
+        assert job.plan == (START if refuses else plan_of(0.1))
+        job.step(0.8, times=12)  # slower than before
+        assert job.plan == START
+
+    jobs = together(world, script)
+    if refuses:
+        assert lines(jobs, "kept the plan")[0].startswith("kept the plan in force: ")
+    else:
+        assert sum("went" in line for line in jobs[1].lines) == 2
+
+
+def test_moved_shares_are_measured_again_once_they_matter() -> None:
+    world = World(2)
+
+    def script(job: Job) -> None:
+        warm(job)
+        for part, phase in ((0.05, Phase.WATCHING), (0.5, Phase.MEASURING)):
+            job.controller.settle(5.0)
+            for hear in job.on_shares:
+                hear(part)
+            job.step(times=3)
+            assert job.controller.phase is phase
+
+    together(world, script)
+
+
+def test_stale_plans_are_events_and_suggestions_are_made_once() -> None:
+    world = World(1)
+    world.found = lambda _: candidate(plan_of(2.0), hint="allow it")
+
+    def script(job: Job) -> None:
+        warm(job, rows=20)
+        job.step(2.0, times=20)
+
+    (job,) = together(world, script)
+    assert job.terms.suggested
+    assert "allow it" in job.lines
+    assert [event.slower for event in job.events] == [True]
+    assert job.terms.price == (0.6, 0.1)
+
+
+def test_no_search_outlives_the_session() -> None:
+    """A thread inside a codec's native code at interpreter exit would crash the process."""
+    world, ended = World(1), threading.Event()
+
+    def search(_: SearchRequest) -> None:
+        ended.wait(5.0)
+
+    world.found = search
+
+    def script(job: Job) -> None:
+        job.step(times=FIRST_PLANNING)
+        job.stop_search = job.close = ended.set  # type: ignore[method-assign]
+        for close in job.on_close:
+            close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "commlayer-planner"]
+
+    together(world, script)
+
+
+# ---- links
+
+
+@pytest.mark.parametrize("step_s", [0.7, 2.0])
+def test_all_plan_for_slower_links_and_wait_if_they_hold_steps_up(step_s: float) -> None:
+    world, slow = World(2), PAYLOAD * SLOW_BPS
+
+    def script(job: Job) -> None:
+        warm(job)
+        job.bps, job.share = SLOW_BPS, 0.9
+        job.step(step_s, 0.9 * step_s, times=IN_A_ROW + 2)
+
+    jobs = together(world, script)
+    assert len(lines(jobs, "links have changed from 100/100 Mb/s up/down to 4.75/4.75")) == 1
+    assert [job.paced[-1] for job in jobs] == [tuple(Link(slow, slow, link.alpha_s) for link in LINKS)] * 2
+    assert ("await" in world.done) is (step_s > SOON_S)
+    assert jobs[0].controller.links.best == (Rates(1e8, 1e8),) * 2
+
+
+@pytest.mark.parametrize(("waits", "changed"), [(False, False), (True, True)])
+def test_a_rank_that_holds_the_others_up_does_not_wait_itself(waits: bool, changed: bool) -> None:
+    def script(job: Job) -> None:
+        warm(job)
+        job.bps, job.share = SLOW_BPS, 0.9
+        job.step(2.0, 1.8 if waits or job.rank else 0.1, times=IN_A_ROW + 2)
+
+    assert bool(lines(together(World(2), script), "links have changed")) is changed
+
+
+@pytest.mark.parametrize(("up_bps", "faster"), [(FACTOR * 1e8, False), (FACTOR * 1e8 + 1, True), (1e6, False)])
+def test_a_probe_counts_only_if_a_link_is_faster(up_bps: float, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(controller_module, "time", SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now))
+    world = World(2)
+
+    def script(job: Job) -> None:
+        warm(job)
+        job.step(times=10)
+        world.links = (Link(up_bps, 1e6), LINKS[1])
+        clock.now = 1e6
+        job.step(0.4, 0.3, times=SETTLED + 12)
+
+    jobs = together(world, script)
+    assert "probe" in world.done
+    for job in jobs:
+        links = job.controller.links
+        assert links.watch.planned == ((Rates(up_bps, 1e8), Rates(1e8, 1e8)) if faster else (Rates(1e8, 1e8),) * 2)
+    assert lines(jobs, "probed")[0].endswith("100/100 Mb/s up/down")
+
+
+def test_faster_links_that_steps_have_shown_need_no_probe() -> None:
+    def script(job: Job) -> None:
+        warm(job)
+        job.bps, job.share = 1.3e8 / PAYLOAD, 0.2
+        job.step(times=SETTLED + 2)
+
+    world = World(2)
+    jobs = together(world, script)
+    assert lines(jobs, "as seen in steps") == [
+        "links carry 100/130 Mb/s up/down, as seen in steps, and not 100/100 Mb/s up/down"]
+    assert "probe" not in world.done
+
+
+def test_the_first_rank_of_a_node_reports_its_link() -> None:
+    def script(job: Job) -> None:
+        warm(job)
+        slow = job.rank == 0
+        job.bps, job.share = (SLOW_BPS, 0.9) if slow else (FAST_BPS if job.rank == 2 else 0.0, 0.02)
+        job.step(2.0, 1.8, times=IN_A_ROW + 2)
+
+    jobs = together(World(4, nodes=2), script, per_node=2)
+    assert [link.up_bps for link in jobs[3].paced[-1]] == [PAYLOAD * SLOW_BPS, 1e8]
+
+
+# ---- ranks act together
+
+STEPS = st.lists(st.tuples(
+    st.lists(st.sampled_from([0.3, 0.4, 0.5, 2.0]), min_size=3, max_size=3), st.booleans(),
+    st.sampled_from([5e5, 5e6, 6e7]), st.sampled_from([0.0, 0.0, 0.0, 0.5]),
+), min_size=FIRST_PLANNING + 12, max_size=60)
+
+
+@settings(deadline=None, max_examples=25)
+@given(STEPS, st.lists(st.sampled_from([0.0, 0.2, 0.4, 2.0]), min_size=1), st.integers(1, 3), st.booleans())
+def test_ranks_that_read_equal_rows_act_together(
+    steps: list[tuple[list[float], bool, float, float]], found: list[float], size: int, refuses: bool,
+) -> None:
+    """A rank that would act alone breaks the barrier."""
+    world, results = World(size), iter(found * 100)
+    world.refuses = refuses
+
+    def search(_: SearchRequest) -> Candidate | None:
+        step_s = next(results)
+        return candidate(plan_of(step_s), plain=plan_of(1.2 * step_s, "identity()")) if step_s else None
+
+    world.found = search
+
+    def script(job: Job) -> None:
+        for seconds, slow, bps, part in steps:
+            job.bps, job.share = bps, 0.9
+            for hear in job.on_shares if part else ():
+                hear(part)
+            job.step(2.0 if slow else seconds[job.rank], 1.5 if slow else 0.1)
+
+    jobs = together(world, script)
+    assert len({(job.controller.phase, job.plan) for job in jobs}) == 1
+    assert all(job.paced == jobs[0].paced for job in jobs)

@@ -1,0 +1,399 @@
+"""Rank 0's decisions: which plan is tried, whether it is kept, and what rank 0 requests of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+from support.autotuning import (
+    JOB,
+    LEAVING,
+    LINKS,
+    START,
+    Rank0,
+    basis_of,
+    candidate,
+    local,
+    plan_of,
+    proposing,
+    searching,
+    seen,
+    texts,
+    trying,
+    warnings,
+)
+
+from commlayer.autotune import plan_policy
+from commlayer.autotune.plan_policy import (
+    LEAVES,
+    MOST_STEPS,
+    PLAIN,
+    SLOWER,
+    STALE,
+    TO_WIN,
+    TRIED,
+    WORTH,
+    ReplanVerdict,
+    Request,
+    Suggestion,
+    to_win,
+)
+from commlayer.observe import StalePlan
+from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
+from commlayer.observe.prediction_check import PATIENCE
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, Link, PlanInputs, Policy
+from commlayer.planner.tables import profile_from_tables
+
+JUDGED = TRIED + 1
+"""Steps from a switch to its judgement."""
+
+
+# ---- what was found
+
+
+@pytest.mark.parametrize(("found_s", "steps", "current_steps", "proposed"), [
+    (0.9, 1.0, 1.0, True), (0.9, 1.09, 1.0, False), (0.3, 2.9, 1.0, True), (0.3, 3.5, 1.0, False), (1.1, 1.0, 1.2, True),
+    (1.0 - WORTH, 1.0, 1.0, True), (1.0 - WORTH + 1e-9, 1.0, 1.0, False), (2.0, 1.0, 1.0, False),
+    # However short steps are, a convergence factor of 3 or more loses.
+    (0.01, MOST_STEPS - 0.01, 1.0, True), (0.01, MOST_STEPS, 1.0, False), (0.01, MOST_STEPS, MOST_STEPS + 1, True),
+])
+def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
+    rank, found = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
+    lines = texts(rank.found(found))
+    assert rank.request() == (Request.SWITCH if proposed else Request.NOTHING)
+    assert lines.startswith("found a plan" if proposed else "kept the plan in force: found a plan")
+    # The inputs of the kept plan are known now. Before all have switched, nothing of the found plan is active.
+    assert (rank.lead.basis, rank.lead.price) == (None if proposed else found.back.basis, found.current_price)
+    assert rank.lead.verdicts == (ReplanVerdict(1.2, found.uncontended_s, found_s, current_steps, steps),)
+
+
+def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
+    rank = searching()
+    rank.found(candidate(plan_of(0.1), plain=plan_of(0.5, "identity()")), keep=True)
+    rank.step(1.0, times=JUDGED)
+    assert rank.request() == Request.NOTHING
+    assert len(rank.lead.verdicts) == 1
+
+
+@pytest.mark.parametrize(("found_s", "line"), [(0.5, "0.80 times as fast as one machine"), (2.0, "0.50 times as fast as one")])
+def test_the_log_compares_with_one_machine_alone(found_s: float, line: str) -> None:
+    assert line in texts(searching().found(candidate(plan_of(found_s), steps=1.25, alone_s=0.5)))
+
+
+@pytest.mark.parametrize("found_s", [0.5, 2.0])
+@pytest.mark.parametrize("hint", ["", "allow it"])
+def test_the_benefit_of_local_steps_is_suggested(found_s: float, hint: str) -> None:
+    lines = searching().found(candidate(plan_of(found_s), hint=hint))
+    assert [line for line in lines if isinstance(line, Suggestion)] == ([Suggestion(hint)] if hint else [])
+
+
+@pytest.mark.parametrize("current_s", [0.099, 10.1])
+def test_prices_that_are_ten_times_off_are_discarded_and_steps_measured_again_once(current_s: float) -> None:
+    rank, bad = searching(), candidate(plan_of(0.1 * current_s), current_s=current_s)
+    rank.found(bad)
+    assert rank.lead.verdicts == ()
+    assert rank.request() == Request.MEASURE
+    rank.search()
+    rank.found(bad)
+    assert rank.request() == Request.NOTHING, "once"
+    rank.search()
+    rank.found(candidate(plan_of(0.5)))
+    assert rank.request() == Request.SWITCH
+    rank.search(checks=False)
+    rank.found(bad)
+    assert rank.lead.verdicts[1:], "after a change of links the price may differ from the measured time"
+
+
+def test_a_failed_search_and_a_search_for_another_plan_change_nothing() -> None:
+    rank = searching()
+    assert texts(rank.found(None, "KeyError: 3")) == "no plan: KeyError: 3"
+    assert rank.request() == Request.NOTHING
+    rank.search()
+    rank.active = plan_of(0.0, "int8()")
+    rank.found(candidate(plan_of(0.1)))
+    assert rank.request() == Request.MEASURE, "measurements were made under another plan"
+
+
+def test_the_result_of_a_replaced_search_is_ignored() -> None:
+    rank = searching()
+    old = rank.lead.order
+    rank.search(2.0)
+    before = rank.lead
+    assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "", START) == (before, [])
+
+
+def test_a_search_gets_the_planners_form_of_the_active_plan() -> None:
+    planned, run = plan_of(0.5), plan_of(0.5, "int8()")
+    rank = trying(candidate(planned)._replace(runnable=run))
+    rank.search()
+    assert rank.lead.order[:2] == (run, planned)
+    rank.active = START  # the script has set it
+    rank.search()
+    assert rank.lead.order[:2] == (START, None)
+
+
+# ---- trials
+
+
+@pytest.mark.parametrize(("takes_s", "steps", "before_steps", "back"), [
+    (0.8, 1.0, 1.0, False), (1.0, 1.0, 1.0, False), (1.001 + SLOWER, 1.0, 1.0, True), (3.0, 1.0, 1.0, True),
+    # Faster steps that do not make up for a higher convergence factor; slower ones with a lower factor.
+    (0.8, 1.25, 1.0, False), (0.8, 1.28, 1.0, True), (1.2, 1.0, 1.2, False), (1.2, 1.0, 1.17, True),
+])
+def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
+    takes_s: float, steps: float, before_steps: float, back: bool,
+) -> None:
+    rank = trying(candidate(plan_of(0.2), steps=steps, current_steps=before_steps))
+    rank.step(30.0)  # warms up
+    rank.step(takes_s, times=TRIED - 1)
+    assert rank.lead.trial is not None, "too few to judge"
+    assert ("back to that" in texts(rank.step(takes_s))) is back
+    assert rank.request() == (Request.SWITCH if back else Request.NOTHING)
+    if back:
+        assert rank.switch().runnable == START
+        assert rank.lead.idle, "the plan before is not on trial"
+
+
+def test_the_result_of_a_trial_is_logged() -> None:
+    rank = trying(candidate(plan_of(0.038), steps=1.08, current_steps=1.02, current_s=0.052), 0.052)
+    assert texts(rank.step(0.040, times=JUDGED)).endswith(
+        "steps take 40.0 ms (1.08 times as many to the loss): 38.0 ms were predicted, 52.0 ms (1.02 times as many to the loss) "
+        "were taken before")
+
+
+def test_plans_are_compared_by_the_clock_of_steps() -> None:
+    """Recorded times exclude what happens between two steps."""
+    rank = searching(0.7, 1.0)
+    rank.found(candidate(plan_of(0.5)))
+    rank.switch()
+    rank.step(0.9, times=JUDGED)
+    assert rank.lead.idle, "0.9 instead of 1.0"
+
+
+def test_a_few_slow_steps_do_not_decide() -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    for seconds in (9.0, 0.9, 9.0, 0.9, 9.0, 0.9):
+        rank.step(seconds)
+    assert rank.lead.idle
+
+
+def test_a_refused_plan_is_dropped() -> None:
+    rank = proposing(candidate(plan_of(0.5)))
+    rank.lead = plan_policy.refused(rank.lead)
+    assert rank.request() == Request.NOTHING
+    rank.step(1.0, times=JUDGED)
+    assert rank.lead.check.predicted_s == 1.0
+
+
+def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.lead = plan_policy.replaced(rank.lead)
+    assert (rank.lead.idle, rank.lead.basis) == (True, None)
+    assert rank.request() == Request.NOTHING
+    rank = searching()
+    rank.lead = plan_policy.replaced(rank.lead)
+    assert rank.request() == Request.MEASURE
+
+
+@pytest.mark.parametrize(("predicted_s", "worth"), [(0.8, False), (0.4, True)])
+def test_a_plan_slower_than_predicted_raises_the_next_prediction(predicted_s: float, worth: bool) -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.step(0.9, times=JUDGED)
+    rank.search(0.9)
+    rank.found(candidate(plan_of(predicted_s), current_s=1.0))
+    assert (rank.lead.proposal is not None) is worth, "0.9 instead of 0.5 turns 0.8 into 1.44, and 0.4 into 0.72"
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_plan_that_runs_in_another_mode_is_priced_as_it_runs(back: bool) -> None:
+    """After local steps a plan of gradients continues with updates, which have other convergence factors."""
+    cluster = cluster_from_line("2xrtx3060@100/20Mb")
+    costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
+                   for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
+    inputs = PlanInputs(JOB, cluster, structs.replace(profile_from_tables(cluster), learning=costly), Policy(optimizer="adam"))
+    found = candidate(plan_of(0.5, "int4()"))
+    rank = proposing(found._replace(basis=Basis(found.plan, inputs)))
+    if back:
+        rank.switch()
+        rank.step(1.5, times=JUDGED)
+    runs = structs.replace(rank.lead.proposal.candidate.runnable, codes="updates", step_s=0.0)
+    proposed = rank.switch(runs)
+    lead = rank.lead
+    assert lead.steps == pytest.approx(1.5)
+    assert lead.known == (runs, structs.replace(proposed.plan, codes="updates", step_s=0.0))
+    assert lead.basis.plan == lead.known[1]
+    assert lead.check is None, "the plan that runs has no prediction"
+
+
+# ---- alternatives: the plan without compression, and local steps
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("other", "takes_s", "tried"), [
+    (plan_of(0.7, "identity()"), 0.7, True), (plan_of(0.7 * (1 + PLAIN), "identity()"), 0.7, True),
+    (plan_of(0.7 * (1 + PLAIN) + 1e-9, "identity()"), 0.7, False),
+    # Averaged gradients are given up for local steps if they turn out slower than predicted.
+    (local(0.8 * LEAVES), 0.8 - 1e-9, False), (local(0.8 * LEAVES), 0.8 + 1e-9, True),
+])
+def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: object, takes_s: float, tried: bool) -> None:
+    name = "local" if other.local_steps > 1 else "plain"
+    rank = proposing(candidate(plan_of(2.0 if kept else 0.5), **{name: other}))
+    if not kept:
+        rank.switch()
+    rank.step(takes_s, times=JUDGED)
+    basis = rank.lead.basis
+    assert rank.request() == (Request.SWITCH if tried else Request.NOTHING)
+    if tried:
+        assert rank.lead.proposal.candidate.current == basis.plan, "a roll-back leads to the active plan"
+        assert rank.switch().plan == other
+        assert warnings(rank.lines) == ([LEAVING] if name == "local" else [])
+
+
+@pytest.mark.parametrize(("takes_s", "stays"), [(0.7, True), (0.701 + 0.7 * SLOWER, False)])
+def test_the_plan_without_compression_must_be_no_slower(takes_s: float, stays: bool) -> None:
+    first = plan_of(0.5)
+    rank = trying(candidate(first, plain=plan_of(0.8, "identity()")))
+    rank.step(0.7, times=JUDGED)
+    rank.switch()
+    rank.step(takes_s, times=JUDGED)
+    assert rank.request() == (Request.NOTHING if stays else Request.SWITCH)
+    if stays:
+        assert rank.lead.check.predicted_s == takes_s, "whatever was predicted"
+    else:
+        assert rank.switch().runnable == first
+        rank.step(0.7, times=JUDGED)
+        assert rank.request() == Request.NOTHING, "it is tried once"
+
+
+def test_alternatives_are_tried_one_after_the_other() -> None:
+    first, other, dense = plan_of(0.5), local(0.55), plan_of(0.9, "identity()")
+    rank = trying(candidate(first, local=other, plain=dense))
+    rank.step(0.8, times=JUDGED)
+    assert rank.switch().plan == other
+    rank.step(1.0, times=JUDGED)
+    assert rank.switch().runnable == first, "slower than the plan before"
+    rank.step(0.8, times=JUDGED)
+    assert rank.switch().plan == dense
+    rank.step(0.7, times=JUDGED)
+    assert rank.request() == Request.NOTHING
+
+
+def test_after_local_steps_no_plan_of_averaged_gradients_is_tried() -> None:
+    rank = trying(candidate(plan_of(0.5), local=local(0.55), plain=plan_of(0.5, "identity()")))
+    rank.step(0.8, times=JUDGED)
+    rank.switch()
+    rank.step(0.6, times=JUDGED)
+    assert rank.request() == Request.NOTHING
+
+
+def test_no_alternative_is_tried_if_the_active_plans_inputs_are_unknown() -> None:
+    rank = trying(candidate(plan_of(0.5), plain=plan_of(0.5, "identity()")))
+    rank.lead = structs.replace(rank.lead, basis=None)
+    rank.step(0.7, times=JUDGED)
+    assert rank.request() == Request.NOTHING
+
+
+# ---- whether the prediction holds
+
+
+@pytest.mark.parametrize(("seconds", "stale"), [(0.5 * (1 + STALE), False), (0.5 * (1 + STALE) + 1e-9, True), (0.37, False)])
+def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bool) -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    events = [line for line in rank.step(seconds, times=PATIENCE) if isinstance(line, StalePlan)]
+    assert [(event.predicted_s, event.measured_s) for event in events] == [(0.5, seconds)] * stale
+    assert rank.request() == (Request.MEASURE if stale else Request.NOTHING), "faster steps are no reason to measure"
+    assert rank.request() == Request.NOTHING, "once"
+
+
+def test_a_kept_plan_is_expected_to_keep_its_pace() -> None:
+    rank = searching()
+    rank.found(candidate(plan_of(2.0)))
+    rank.step(0.7, times=JUDGED)
+    assert rank.lead.check.predicted_s == 0.7
+    assert any(isinstance(line, StalePlan) and line.usual for line in rank.step(1.4, times=PATIENCE + 1))
+    rank.search()
+    assert not rank.step(9.0, times=PATIENCE), "nothing is expected during a search"
+
+
+@pytest.mark.parametrize(("waited_s", "request_"), [(0.5 * TO_WIN, Request.NOTHING), (2 * TO_WIN, Request.MEASURE)])
+def test_slow_steps_are_measured_again_if_a_plan_could_gain_something(waited_s: float, request_: Request) -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.step(0.5, times=JUDGED)
+    rank.observe(seen(1.0, waited_s), SETTLED)
+    rank.step(1.0, times=PATIENCE + 1)
+    assert [rank.request() for _ in range(2)] == [request_, Request.NOTHING]
+
+
+# ---- requests
+
+
+def test_one_request_at_a_time() -> None:
+    rank = searching()
+    rank.lead = structs.replace(rank.lead, moved=True)
+    rank.now = 1e6
+    assert rank.request() == Request.NOTHING, "a search is in progress"
+    rank.found(candidate(plan_of(0.5)))
+    assert [rank.request() for _ in range(2)] == [Request.SWITCH] * 2, "until all have received it"
+    rank.switch()
+    assert [rank.request() for _ in range(2)] == [Request.MEASURE, Request.NOTHING]
+
+
+@pytest.mark.parametrize(("after_s", "slower", "waited_s", "request_"), [
+    (FIRST_S, True, 0.2, Request.PROBE), (FIRST_S - 1e-9, True, 0.2, Request.NOTHING),
+    (EXPECTED_S / COST_MOST, False, 0.2, Request.PROBE), (EXPECTED_S / COST_MOST - 1e-9, False, 0.2, Request.NOTHING),
+    (1e6, True, 0.4 * TO_WIN, Request.NOTHING),  # no probe could lead to enough gain
+])
+def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
+    after_s: float, slower: bool, waited_s: float, request_: Request,
+) -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.observe(seen(0.5, waited_s), SETTLED)
+    if slower:
+        rank.links = rank.links.measured((Link(1e7, 1e7),) * 2, 0.0)
+    rank.now = after_s
+    assert rank.request() == request_
+
+
+def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cost() -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.observe(seen(1.0, 0.8), SETTLED)
+    rank.observe(seen(0.5, 0.3), SETTLED)
+    assert rank.links.watch.faster
+    rank.now = EXPECTED_S / to_win(rank.lead, rank.links.watch) - 1e-6
+    assert rank.request() == Request.NOTHING
+    rank.now += 2e-6
+    assert rank.request() == Request.PROBE
+
+
+@pytest.mark.parametrize(("waited_s", "steps", "win"), [(0.1, 1.0, 0.2), (0.1, 1.25, 0.36), (0.0, 1.0, 0.0), (0.5, 1.0, 1.0)])
+def test_links_can_save_the_wait_and_the_cost_of_compression(waited_s: float, steps: float, win: float) -> None:
+    rank = trying(candidate(plan_of(0.5), steps=steps))
+    rank.observe(seen(0.5, waited_s), SETTLED - 1)
+    assert to_win(rank.lead, rank.links.watch) is None, "usual times are not known yet"
+    rank.observe(seen(0.5, waited_s))
+    assert to_win(rank.lead, rank.links.watch) == pytest.approx(win)
+
+
+@pytest.mark.parametrize(("down_bps", "searches"), [(1.4e8, False), (1.6e8, True)])
+def test_faster_links_that_steps_have_shown_are_planned_for_while_idle(down_bps: float, searches: bool) -> None:
+    rank = searching()
+    rank.observe(seen(0.5, 0.3), SETTLED)
+    rank.links = rank.links.measured(tuple(Link(1e8, down_bps) for _ in LINKS), 0.0)
+    assert plan_policy.on_faster_links(rank.lead, rank.links, START) == rank.lead, "a search is in progress"
+    rank.found(None)
+    rank.step(0.5, times=JUDGED)
+    assert (plan_policy.on_faster_links(rank.lead, rank.links, START).order is not None) is searches
+
+
+@pytest.mark.parametrize(("slow_steps", "pace_s"), [(0, 0.0), (1, 2.0), (TRIED, 2.0)])
+def test_after_a_link_has_slowed_down_the_pace_is_that_of_the_steps_since(slow_steps: int, pace_s: float) -> None:
+    rank = Rank0()
+    rank.step(0.4, times=4)
+    if slow_steps:
+        rank.step(2.0, times=slow_steps)
+    assert plan_policy.pace_since(rank.lead, 0.5) == pace_s
+
+
+def test_a_basis_is_of_the_plan() -> None:
+    assert candidate(plan_of(0.5)).back.basis == basis_of(plan_of(0.5))._replace(plan=START)
