@@ -1,6 +1,6 @@
-"""Parses a codec's spelling into a value: family, arguments, inner codec.
+"""Parses the text of a codec, such as "topk(ratio=0.01)", into a value: family, arguments and inner codec.
 
-Parsing reads literals and known names only and evaluates nothing.
+The parser accepts only literals and known names, and evaluates no code.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import msgspec
 from commlayer.errors import InvalidInput
 
 VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, "int4": 4}
-"""Value types of sparse codecs and their bits."""
+"""Bits per value of each value type that sparse codecs can send."""
 LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
-"""qsgd's levels and the bits per value, including the sign."""
+"""Bits per value, including the sign, for each allowed number of levels of the codec qsgd."""
 DRAWN_VALUES = ("fp32", "fp16", "bf16")
-"""Value types of random-k: they sum without a scale."""
+"""Value types of the codec randomk: values without a scale, which can be summed as they are."""
 NORMS = ("max", "l2")
 RUNS = (8, 16, 32, 64)
 MOST_RANK = 256
 MOST_BLOCK = 1 << 20
 ELEMENT_NBYTES = 4
 NAMES_NBYTES = 4096
-"""Upper bound for the names and numbers in one codec's state."""
+"""Upper bound in bytes for the names and numbers in a codec's saved state."""
 
 FEEDBACK = "error_feedback"
 TWO_WAY = "two_way"
 SPARSE = ("topk", "block_threshold", "randomk")
-"""Families that send only some entries."""
+"""Codec families that send only some of the elements."""
 
 
 class CodecSpec(msgspec.Struct, frozen=True):
-    """A parsed codec.
+    """A parsed codec: its family and its arguments.
 
     >>> parse_spec("error_feedback(topk(0.5))").bare == parse_spec("topk(ratio=0.5, values='int8')")
     True
@@ -47,22 +47,22 @@ class CodecSpec(msgspec.Struct, frozen=True):
 
     family: str
     arguments: tuple[tuple[str, Any], ...]
-    """All arguments in order, with defaults filled in."""
+    """All arguments as pairs of name and value, in order, with defaults filled in."""
 
     def __str__(self) -> str:
-        """The shortest spelling; the ratio is always shown."""
+        """The shortest text of the codec: arguments with default values are left out, except the ratio."""
         rules = RULES[self.family]
         arguments = [f"{name}={value if isinstance(value, CodecSpec) else repr(value)}" for name, value in self.arguments
                 if name == "ratio" or value != rules[name].default]
         return f"{self.family}({', '.join(text.removeprefix('inner=') for text in arguments)})"
 
     def get(self, name: str) -> Any:
-        """The argument's value; None if the family has no such argument."""
+        """The value of an argument; None if the family has no such argument."""
         return dict(self.arguments).get(name)
 
     @property
     def inner(self) -> CodecSpec | None:
-        """The codec that this one wraps, if any."""
+        """The codec that this one wraps; None if it wraps none."""
         value = self.get("inner")
         return value if isinstance(value, CodecSpec) else None
 
@@ -78,7 +78,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
 
     @property
     def ratio(self) -> float | None:
-        """The part of entries that is sent; None for a codec that sends all."""
+        """The fraction of elements that is sent; None for a codec that sends all."""
         value = self.core.get("ratio")
         return None if value is None else float(value)
 
@@ -88,33 +88,33 @@ class CodecSpec(msgspec.Struct, frozen=True):
 
     @property
     def needs_shape(self) -> bool:
-        """Whether the codec needs the shape of its bucket: without one it sends all elements uncompressed."""
+        """Whether the codec needs the shape of its bucket: for a bucket without a shape it sends all elements uncompressed."""
         return self.core.family == "powersgd" and self.core.get("shapes") is None
 
     def with_core(self, make: Callable[[CodecSpec], CodecSpec]) -> CodecSpec:
-        """The same wrappers around `make(core)`."""
+        """Returns the same wrappers around `make(core)`, where `core` is the innermost codec."""
         if self.inner is None:
             return make(self)
         inner = self.inner.with_core(make)
         return CodecSpec(self.family, tuple((name, inner if name == "inner" else value) for name, value in self.arguments))
 
     def without_shapes(self) -> CodecSpec:
-        """The codec as profiles measure it: a fused bucket's shapes do not change its cost."""
+        """The codec without the shapes of a bucket's tensors, as profiles measure it: shapes do not change its cost."""
         return self.with_core(lambda core: CodecSpec(core.family, tuple(
             (name, None if name == "shapes" else value) for name, value in core.arguments)))
 
     def max_state_nbytes(self, numel: int) -> int:
-        """Upper bound for the bytes of a bucket's state that a server keeps between steps."""
+        """Upper bound in bytes of the codec state that a server keeps between steps, for a bucket of `numel` elements."""
         return ELEMENT_NBYTES * numel + NAMES_NBYTES
 
     def layers(self) -> Iterator[CodecSpec]:
-        """From the outermost wrapper to the core."""
+        """All codecs of a nested codec, from the outermost wrapper to the core."""
         yield self
         if self.inner is not None:
             yield from self.inner.layers()
 
     def without_ratio(self) -> CodecSpec:
-        """The codec with its ratio blanked: equal for codecs that differ only in the ratio."""
+        """The codec with its ratio set to None. The results are equal for codecs that differ only in the ratio."""
         return CodecSpec(self.family, tuple(
             (name, value.without_ratio() if isinstance(value, CodecSpec) else None if name == "ratio" else value)
             for name, value in self.arguments
@@ -126,11 +126,11 @@ REMOVED: Mapping[str, str] = {
     "chain": "topk(..., values='int8')", "terngrad": "qsgd(levels=1)", "natural": "qsgd()", "warmup": "the plan's field warmup",
     "partition": "powersgd(shapes=...), or smaller buckets",
 }
-"""Removed families and their replacements."""
+"""Codec families that earlier versions had, with their replacements."""
 
 
 class _Rule(NamedTuple):
-    """What one argument may be."""
+    """The rule for one argument: its default, a check of a value, and the allowed values as text."""
 
     default: Any
     fits: Callable[[Any], bool]
@@ -204,21 +204,23 @@ _BOTH_WAYS = {**RULES, TWO_WAY: {"up": _INNER, "down": _INNER}}
 
 
 def check_arguments(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULES, /, **arguments: Any) -> None:
-    """Raises a one-line ValueError for the first argument that the family does not allow."""
+    """Raises a ValueError of one line for the first argument whose value the family does not allow."""
     for name, value in arguments.items():
         rule = every[family][name]
         if not rule.fits(value):
-            raise InvalidInput("E-CODEC-ARGUMENT", f"{family}: {name} is {value!r}, allowed is {rule.allowed}")
+            raise InvalidInput("E-CODEC-ARGUMENT", f"{family}: {name} is {value!r}, but it must be {rule.allowed}")
 
 
 @functools.lru_cache(4096)
 def parse_spec(text: str) -> CodecSpec:
-    """Parses a codec such as "error_feedback(topk(ratio=0.01, values='int8'))"; a one-line ValueError if it is malformed."""
+    """Parses a codec such as "error_feedback(topk(ratio=0.01, values='int8'))". Raises a ValueError of one line if the text is
+    malformed."""
     return _read(_call(text), text)
 
 
 def split_two_way(text: str) -> tuple[CodecSpec, CodecSpec | None]:
-    """The upload codec, and the download codec if `text` is "two_way(up, down)". A plan's bucket stores them separately.
+    """Splits "two_way(up, down)" into upload and download codec. Any other codec is the upload codec, with None for the
+    download.
 
     >>> [str(way) for way in split_two_way("two_way(topk(0.01), down=int8())")]
     ['topk(ratio=0.01)', 'int8()']
@@ -231,7 +233,7 @@ def split_two_way(text: str) -> tuple[CodecSpec, CodecSpec | None]:
 
 
 def spec_error(text: str) -> str:
-    """Why `text` is no codec; empty if it is valid."""
+    """The reason why `text` is not a valid codec; "" if it is valid."""
     try:
         split_two_way(text)
     except ValueError as error:
@@ -255,9 +257,9 @@ def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = 
     if family in REMOVED:
         raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} was removed; use {REMOVED[family]}")
     if family not in every:
-        inside = f"; {TWO_WAY} goes around all others" if family == TWO_WAY else ""
+        inside = f"; {TWO_WAY} must be the outermost codec" if family == TWO_WAY else ""
         raise InvalidInput("E-CODEC-NAME",
-                           f"codec {text!r}: {family!r} is unknown, allowed are {', '.join(sorted(every))}{inside}")
+                           f"codec {text!r}: {family!r} is unknown, it must be one of {', '.join(sorted(every))}{inside}")
     rules = every[family]
     allowed = list(rules)
     values: dict[str, Any] = {}
@@ -267,8 +269,8 @@ def _read(call: ast.Call, text: str, every: Mapping[str, Mapping[str, _Rule]] = 
     pairs = [*zip(allowed, call.args, strict=False), *((str(k.arg), k.value) for k in call.keywords)]
     for argument, node in pairs:
         if argument not in rules:
-            raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} has no argument {argument!r}, "
-                               f"allowed are {', '.join(allowed) or 'none'}")
+            raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} has no argument {argument!r}; its arguments are: "
+                                               f"{', '.join(allowed) or 'none'}")
         if argument in values:
             raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: {family} got {argument!r} twice")
         values[argument] = _value(node, text)

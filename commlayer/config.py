@@ -1,4 +1,4 @@
-"""Settings of one process, read from arguments, environment variables and a TOML file."""
+"""Reads the settings of one process from arguments, environment variables and a TOML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlayer.records import MAX_BUCKET_NBYTES, Record
 
 DAY_S = 86400.0
 MOST_LOSS = 1.0
-"""Upper limit of a loss budget, relative to dense training's loss."""
+"""Upper limit of the setting `max_loss`: loss increase relative to the loss of dense training."""
 
 # `description` is the allowed values: error messages and `describe` quote it.
 Text = Annotated[str, msgspec.Meta(description="text")]
@@ -51,118 +51,128 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number fr
 # ---- settings
 
 KEYS_TOKEN = "token"
-"""File in a node's key folder that holds the job's secret."""
+"""Name of the file with the job's secret, inside a node's key folder."""
 LEAST_UNHEARD_S = 5.0
 MOST_CODEC_THREADS = 4
-"""Upper limit of the default: with more threads, coding is limited by memory bandwidth."""
+"""Upper limit of the default for codec_threads: with more threads, memory bandwidth limits encoding."""
 
 
 class Config(Record, frozen=True):
-    """Settings of one process. The first source that names a field wins: argument, environment, TOML file, default."""
+    """Settings of one process. For each field, the first source that sets it wins: argument, environment, TOML file, default.
+    """
 
     join: Annotated[str, msgspec.Meta(description="host:port of a coordinator, or empty to start one")] = ""
-    """Address of `commlayer serve`. Empty: rank 0 starts the coordinator and the servers."""
+    """Address of `commlayer serve`, as host:port. Empty: rank 0 starts the coordinator and the servers."""
     bind: Annotated[str, msgspec.Meta(min_length=1, description="an address of this machine to listen on")] = "127.0.0.1"
-    """Where coordinator and servers listen. In a job of several machines the default is the address that leads to
-    MASTER_ADDR."""
+    """Address on which coordinator and servers listen. In a job of several machines the default is this machine's address on
+    the route to MASTER_ADDR."""
     advertise: Annotated[str, msgspec.Meta(description="the host name or address under which others reach this one")] = ""
-    """Set it if others use another name or address than `bind`, as behind a router or in a cloud."""
+    """Host name or address that other processes use to reach this one, if it differs from `bind`, as behind a router or in a
+    cloud. Empty: the same as `bind`."""
     port: Port = 0
-    """Port of the coordinator. A summation server in the same process uses the next port, and a server with `join` uses this
-    one. Further servers that training processes start use any free port."""
+    """Port of the coordinator; 0: any free port. A summation server in the same process uses the next port; a server with
+    `join` uses this port. Further servers that training processes start use any free port."""
     carrier: Carrier = "auto"
-    """What data travels on. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP fails,
-    and a server accepts both."""
+    """Transport protocol of gradient data. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP
+    fails, and a server accepts both."""
     insecure: Flag = False
-    """Allows unencrypted traffic to other machines."""
+    """Whether unencrypted traffic to other machines is allowed."""
     token: Secret = ""
-    """The job's secret; peers without it are refused. Processes of one torchrun agree on one by themselves."""
+    """The job's secret; peers without it are refused. The processes of one torchrun job agree on a secret by themselves."""
     token_file: Text = ""
-    """File that contains the token."""
+    """Path of a file that contains the job's secret. Empty: the setting `token`, or the key folder, provides it."""
     keys: Text = ""
-    """This node's folder from `commlayer keys`. With keys all connections use mutual TLS."""
+    """Path of this node's key folder, made by `commlayer keys`. With keys all connections use mutual TLS. Empty: no TLS."""
     audit: Text = ""
-    """Coordinator and servers append a JSON line to this file for each join, refusal, departure and plan."""
+    """Path of the audit log. Coordinator and servers append a JSON line for each join, refusal, departure and plan. Empty: no
+    log."""
     servers: Servers = "one"
-    """Number of summation servers that a job starts, unless its plan sets it."""
+    """Number of summation servers that a job starts: one in all, or one on each node. A plan's number of servers overrides it.
+    """
     node: Node = -1
-    """Number of the machine that a server in this process shares. -1: the machine with the same host name, else one of its
-    own. Workers under torchrun derive theirs."""
+    """Number of the machine that a server in this process shares. -1: the machine with the same host name, else a machine of
+    its own. Workers under torchrun derive theirs from torchrun's variables."""
     home: Text = ""
-    """Set by `commlayer launch`: the coordinator's name for this site. Its ranks reach other sites only through the
-    coordinator."""
+    """The coordinator's name for this site, set by `commlayer launch`. Ranks of a site reach other sites only through the
+    coordinator. Empty: not started by `commlayer launch`."""
     batch: Weight = 1.0
-    """The batch size that `session.weight(n)` counts as weight one: the planned batch per worker."""
+    """The planned batch size per worker. `session.weight(n)` is divided by it, so n = batch has weight 1."""
     ranks_per_node: Count = 0
-    """Ranks that form a node. 0: those that share a machine and a torchrun agent."""
+    """Number of ranks that form a node. 0: ranks that share a machine and a torchrun agent form a node."""
     deadline_s: Seconds = 600.0
-    """How long to wait for a peer that is alive but slow. After that the job ends, or with `min_workers` continues without
-    the peer."""
+    """How long to wait for a peer that is alive but slow. After that the job ends; with `min_workers` it continues without the
+    peer."""
     join_deadline_s: Seconds = 60.0
-    """How long ranks wait for each other at the start."""
+    """How long ranks wait for one another at the start of a job."""
     heartbeat_s: Seconds = 1.0
-    """Interval between heartbeats of a process."""
+    """Seconds between two heartbeats that a process sends to the coordinator."""
     dead_after_s: Seconds = 10.0
-    """Silence after which a process counts as dead, unless its connection may only be broken (`reconnect_s`). At least two
-    heartbeats."""
+    """Seconds without a heartbeat after which a process counts as dead, unless its connection can still be restored
+    (`reconnect_s`). At least two heartbeat intervals."""
     reconnect_s: Window = 60.0
-    """How long a broken connection is retried before its peer counts as lost; at most deadline_s."""
+    """How long a worker tries to restore a broken connection before its peer counts as lost; at most deadline_s."""
     min_workers: Count = 0
-    """For jobs of sites, set where `commlayer serve` runs: training continues without lost workers while at least this
-    many are left. 0: every worker is required."""
+    """Smallest number of workers with which training continues after others are lost; 0: every worker is required. For jobs of
+    sites, set where `commlayer serve` runs."""
     journal: Text = ""
-    """Folder for a summation server's journal, from which a restarted server resumes. Empty: a killed server ends the job."""
+    """Folder of a summation server's journal, from which a restarted server resumes. Empty: no journal, and a killed server
+    ends the job."""
     journal_required: Flag = False
-    """Without disk space for its journal, a server refuses to serve if this is true; otherwise it logs a warning and
-    continues."""
+    """Whether a server refuses to run without disk space for its journal. If false, it logs a warning and runs without a
+    journal."""
     fuse_nbytes: Bytes = 1 << 20
-    """Small tensors share a bucket up to this size."""
+    """Size in bytes up to which small tensors are grouped into one bucket."""
     cut_nbytes: CutBytes = 4 << 20
-    """Larger tensors are cut into buckets of this size."""
+    """Size in bytes of the buckets into which larger tensors are split."""
     ratio_over: RatioOver = "bucket"
-    """Whether a sparse codec's ratio applies per bucket, or to the whole plan with one threshold for all buckets. "bucket"
-    leaves the choice to the plan."""
+    """What the ratio of a sparse codec refers to: the elements of each bucket, or those of the complete plan with one threshold
+    for all buckets. With "bucket" the plan can still choose the second."""
     warmup: Count = 0
-    """Steps over which the ratios of sparse codecs decrease from 25 %. 0 leaves it to the plan."""
+    """Number of steps during which the ratios of sparse codecs decrease from 25 %. 0: the plan decides."""
     backend: Backend = "auto"
-    """Implementation of codecs on CPUs. "auto" uses the native one if it was compiled."""
+    """Implementation of codecs on CPUs: "native" is compiled C++, "fallback" is PyTorch. "auto" uses the native one if it was
+    compiled."""
     codec_threads: Threads = 0
-    """Threads that share the coding of a large bucket. 0: this machine's cores divided by its ranks, at most 4."""
+    """Number of threads that encode or decode one large bucket together. 0: this machine's cores divided by its ranks, at most
+    4."""
     trace: Text = ""
-    """File for a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
+    """Path of a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
     max_loss: Budget = 0.0
-    """Allowed increase of the loss over dense training, relative to dense training's loss. Binds plan="auto" and the
-    quality guard."""
+    """Loss budget: allowed increase of the loss, relative to the loss of dense training. It limits plan="auto" and the quality
+    guard. 0: no limit."""
     guard: GuardMode = "auto"
-    """What the quality guard does when the loss budget is exceeded. "auto" acts on automatic plans and warns on others, if
-    there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
+    """What the quality guard does when the loss budget is exceeded. "auto": it changes automatic plans and warns about others,
+    if there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
     drift: DriftMode = "resync"
-    """What happens when parameters differ between ranks: "resync" copies them and their optimizer state from rank 0, "end"
-    ends the job, "warn" logs it."""
+    """What happens when parameters differ between ranks. "resync" copies parameters and optimizer state from rank 0, "end" ends
+    the job, "warn" logs a warning."""
     drift_steps: Spacing = -1
-    """Steps over which every parameter is compared once. 0: never. -1: as many as keep the cost below 0.1 % of the time."""
+    """Number of steps in which every parameter is compared between ranks once. 0: never. -1: as often as costs at most 0.1 % of
+    the time."""
     loss: Text = ""
-    """A loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto"."""
+    """Path of a loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto". Empty: none."""
     learning: Text = ""
-    """A table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Replaces the
-    shipped table."""
+    """Path of a table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Empty: the
+    built-in table."""
     shape: Text = ""
-    """In-process link shaping for the demo. Empty: none."""
+    """Link shaping inside the process, for the demo only. Empty: none."""
 
 
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
-"""Settings that must be equal on all ranks: they decide what ranks do together, or what a sum means."""
+"""Names of settings that must be equal on all ranks: they decide what ranks do together, or what a sum means."""
 ALIKE_SET = ("join", "trace", "loss", "learning")
-"""Settings that must be set on all ranks or on none; their values may differ."""
+"""Names of settings that must be set on all ranks or on none; their values can differ between ranks."""
 
 
 JOINS = "@"
-"""In the setting `home`, separates the site's name from the number of its first worker, if the site joins a running job."""
+"""Separator in the setting `home`, between the site's name and the number of its first worker; present only if the site joins a
+running job."""
 
 
 class Launch(NamedTuple):
-    """Rank and place of this process, from its process group or launcher. A process started by hand is rank 0 of 1."""
+    """Rank, world size and node of this process, from its process group or launcher. A process started by hand is rank 0 of 1.
+    """
 
     rank: int = 0
     world: int = 1
@@ -170,11 +180,12 @@ class Launch(NamedTuple):
     local_world: int = 1
     node: int = 0
     agent: int = -1
-    """Number of the launcher's agent that started this process; different agents count as different nodes. -1: unknown."""
+    """Number of the torchrun agent that started this process; different agents count as different nodes. -1: unknown."""
     home: str = ""
-    """Set if `commlayer launch` started the process: it reaches ranks on other machines only through a coordinator."""
+    """Name of this process's site; empty unless `commlayer launch` started the process. Such a process reaches ranks on other
+    machines only through the coordinator."""
     joins: int = -1
-    """Not -1: this worker's number in the running job that its site joins."""
+    """Number that this worker will have in the running job that its site joins; -1: the site does not join a running job."""
 
 
 _TYPES = get_type_hints(Config, include_extras=True)
@@ -182,7 +193,7 @@ _TYPES = get_type_hints(Config, include_extras=True)
 
 def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: Mapping[str, str] | None = None,
                 cwd: str | Path = ".") -> Config:
-    """Reads and checks all settings. A RecordError names the field, its source, the value and the allowed values."""
+    """Reads and checks all settings. A RecordError names the setting, its source, the value and the allowed values."""
     environ = os.environ if environ is None else environ
     if isinstance(argument, Config):
         argument = {name: getattr(argument, name) for name in argument.__struct_fields__}
@@ -195,8 +206,8 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
     if config.dead_after_s < 2 * config.heartbeat_s:
         raise RecordError("E-SETTING",
-                          f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, allowed: at least twice "
-                          f"heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}")
+                          f"dead_after_s: got {config.dead_after_s:g} from {source('dead_after_s')}, but it must be at "
+                          f"least twice heartbeat_s, which is {config.heartbeat_s:g} from {source('heartbeat_s')}")
     if config.join:
         try:
             host_port(config.join)
@@ -207,7 +218,7 @@ def read_config(argument: Config | Mapping[str, Any] | None = None, *, environ: 
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
-    """Rank and world size, from the process group if one exists, else from the variables of torchrun or Slurm."""
+    """Reads rank and world size from the process group if there is one, else from the variables of torchrun or Slurm."""
     group = None if environ is not None else _of_group()
     environ = os.environ if environ is None else environ
 
@@ -215,7 +226,7 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
         text = environ.get(name, "")
         if text and not text.isdecimal():
             raise RecordError("E-LAUNCH-ENVIRONMENT",
-                              f"{name}: got {text!r} from the environment, allowed: a whole number, 0 or more")
+                              f"{name}: got {text!r} from the environment, but it must be a whole number, 0 or more")
         return int(text) if text else default
 
     if group is not None:
@@ -223,8 +234,9 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     elif bool(environ.get("RANK")) != bool(environ.get("WORLD_SIZE")):
         present, missing = ("RANK", "WORLD_SIZE") if environ.get("RANK") else ("WORLD_SIZE", "RANK")
         raise RecordError("E-LAUNCH-ENVIRONMENT",
-                          f"{present} is in the environment but {missing} is not, and there is no process group: set both "
-                          "(torchrun does) or none, or call init_process_group first (Lightning does when fit() begins)")
+                          f"{present} is set in the environment but {missing} is not, and there is no process group: set "
+                          "both (torchrun does) or none, or call init_process_group first (Lightning does when fit() "
+                          "begins)")
     elif not environ.get("RANK") and environ.get("SLURM_PROCID"):
         rank, world = number("SLURM_PROCID", 0), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
         if world > 1 and not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
@@ -245,11 +257,12 @@ def read_launch(environ: Mapping[str, str] | None = None) -> Launch:
     launch = Launch(rank, world, local_rank, local_world, node, node if agent_known else -1, home, joins)
     if launch.rank >= launch.world:
         raise RecordError("E-LAUNCH-ENVIRONMENT",
-                          f"RANK: got {launch.rank} from the environment, allowed: below WORLD_SIZE, which is {launch.world}")
+                          f"RANK: got {launch.rank} from the environment, but it must be below WORLD_SIZE, which is "
+                          f"{launch.world}")
     if launch.local_rank >= local_world:
         raise RecordError("E-LAUNCH-ENVIRONMENT",
-                          f"LOCAL_RANK: got {launch.local_rank} from the environment, allowed: below LOCAL_WORLD_SIZE, "
-                          f"which is {local_world}")
+                          f"LOCAL_RANK: got {launch.local_rank} from the environment, but it must be below "
+                          f"LOCAL_WORLD_SIZE, which is {local_world}")
     return launch
 
 
@@ -260,36 +273,36 @@ def _of_group() -> tuple[int, int] | None:
 
 
 def master() -> str:
-    """The launcher's rendezvous host, or an empty string."""
+    """The launcher's rendezvous host (MASTER_ADDR); "" if it is not set."""
     return launcher_says("MASTER_ADDR")
 
 
 def launcher_says(name: str) -> str:
-    """A variable set by a launcher or torchrun, such as MASTER_PORT; empty if unset."""
+    """The value of an environment variable that torchrun or another launcher sets, such as MASTER_PORT; "" if it is not set."""
     return os.environ.get(name, "")
 
 
 def has_proxy() -> bool:
-    """Whether gRPC may go through a proxy, which then resolves host names."""
+    """Whether environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))
 
 
 def use_interface(name: str) -> None:
-    """Points Gloo at this network interface unless the user chose one. Gloo's default is the address that the host name
-    resolves to."""
+    """Makes Gloo listen on the network interface `name`, unless the user chose one. By default Gloo uses the address that the
+    host name resolves to. "" changes nothing."""
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def alike(config: Config) -> dict[str, str]:
-    """The settings that must agree on all ranks, as text to compare."""
+    """The settings that must agree on all ranks, as name and text to compare. See ALIKE and ALIKE_SET."""
     values = {name: str(getattr(config, name)) for name in ALIKE}
     return values | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
 
 
 NOTICE_HEARTBEATS = 3
-"""After an error servers keep running for this many heartbeats, so that the other workers learn from the coordinator which
-worker left or died."""
+"""Number of heartbeat intervals that servers keep running after an error, so that the other workers learn from the coordinator
+which worker left or died."""
 
 
 def reconnect_window_s(config: Config) -> float:
@@ -297,36 +310,36 @@ def reconnect_window_s(config: Config) -> float:
 
 
 def notice_s(config: Config) -> float:
-    """Time within which a worker has received what the coordinator knows."""
+    """Seconds within which every worker has received news from the coordinator with its heartbeats."""
     return NOTICE_HEARTBEATS * config.heartbeat_s
 
 
 def verdict_s(config: Config) -> float:
-    """Time within which a worker has the coordinator's verdict on a silent peer: dead_after_s must pass first."""
+    """Seconds from a peer's last heartbeat until a worker has the coordinator's decision whether this peer is dead."""
     return config.dead_after_s + notice_s(config)
 
 
 def judged_s(config: Config) -> float:
-    """How long a worker that may continue without others waits after its own deadline. By then the coordinator has judged
-    silent or hung peers, and this worker has received the verdict."""
+    """Extra seconds that a worker waits after its own deadline if it can continue without others. By then the coordinator has
+    decided whether silent peers are dead, and this worker knows it."""
     return reconnect_window_s(config) + verdict_s(config)
 
 
 def unheard_s(config: Config) -> float:
-    """Time without a TCP acknowledgement after which a data connection counts as broken. If it can be reconnected, the
-    time is short: a false alarm about a slow receiver costs little."""
+    """Seconds without a TCP acknowledgement after which a data connection counts as broken. The time is short if the connection
+    can be restored: a false alarm about a slow receiver then costs little."""
     window_s = reconnect_window_s(config)
     return min(config.deadline_s, max(LEAST_UNHEARD_S, window_s / 4)) if window_s else config.deadline_s
 
 
 def codec_threads(config: Config, launch: Launch) -> int:
-    """Threads that may share the coding of a bucket: the ranks of a node together use at most its cores."""
+    """Number of threads that can encode one bucket together, so that the ranks of a node use at most its cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment for a child process with exactly these settings."""
+    """Environment variables for a child process with exactly these settings, except the secret."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     # Other processes of this user can read the environment and children inherit it, so secrets are left out.
     fields = {name: getattr(config, name) for name in config.__struct_fields__ if not name.startswith("token")}
@@ -335,14 +348,14 @@ def child_environment(config: Config) -> dict[str, str]:
 
 
 def take_environment(wanted: Mapping[str, str]) -> None:
-    """Replaces all settings in a forked process's environment with these."""
+    """Replaces all COMMLAYER_* variables of this process with `wanted`. Called in a forked process."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]
     os.environ.update({PREFIX + "CONFIG": "", **wanted})
 
 
 def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Environment for a worker of a site: torchrun's variables and these settings."""
+    """Environment variables for a worker of a site: torchrun's variables, and these settings as COMMLAYER_* variables."""
     launcher = {"RANK": launch.rank, "WORLD_SIZE": launch.world, "LOCAL_RANK": launch.local_rank, "GROUP_RANK": launch.node,
             "LOCAL_WORLD_SIZE": launch.local_world, "GROUP_WORLD_SIZE": nodes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     environment = os.environ | {name: str(value) for name, value in launcher.items()}
@@ -357,7 +370,8 @@ def home_environment(launch: Launch, nodes: int, settings: Mapping[str, str]) ->
 
 
 def _with_token(config: Config, source: Callable[[str], str]) -> Config:
-    """Fills in the token from token_file, or else from the key folder if no other secret is set."""
+    """Fills in the token from token_file, or else from the key folder if no other secret is set. The path `keys` becomes
+    absolute."""
     if config.keys:
         # Make the path absolute: the process may change its directory later.
         config = msgspec.structs.replace(config, keys=str(Path(config.keys).expanduser().absolute()))
@@ -377,7 +391,7 @@ KEYS_REMEDY = "; `commlayer keys add NAME` makes a folder of keys for each node,
 
 
 def _secret_in(path: Path, where: str, remedy: str = "") -> str:
-    """Reads a secret from a file; errors begin with `where`."""
+    """Reads a secret from a file. Error messages begin with `where` and end with `remedy`."""
     try:
         text = path.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
@@ -389,36 +403,36 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
         token = ""
     if not token:
         raise RecordError("E-SECRET",
-                          f"{where} has {len(text)} characters that are no secret, allowed: 8 or more visible characters, "
-                          "without blanks")
+                          f"{where}: the file's text of {len(text)} characters is not a secret; it must be 8 or more visible "
+                          "characters, without spaces")
     return token
 
 
 def quiet_grpc() -> None:
-    """Call before importing grpc. Its fork handlers hang forked children (DataLoader workers) that exit while a channel is
-    open. Its own log lines about a refused handshake hide commlayer's one line that explains it."""
+    """Sets gRPC's environment variables; call it before importing grpc. gRPC's fork handlers hang forked children (DataLoader
+    workers) that exit while a channel is open. Its own log lines about a refused handshake hide commlayer's explanation."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """Splits "host:port" or "[v6 address]:port"."""
+    """Splits an address "host:port" or "[IPv6 address]:port" into host and port."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not colon or not bare or (":" in bare and bare == host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InvalidInput("E-ADDRESS",
-                           f"got {address!r}, allowed: host:port with a port from 1 to 65535, as in 10.0.0.1:7000 or "
-                           "[::1]:7000")
+                           f"got {address!r}, but it must be host:port with a port from 1 to 65535, as in "
+                           "10.0.0.1:7000 or [::1]:7000")
     return bare, int(port)
 
 
 def join_host(host: str, port: int) -> str:
-    """The inverse of host_port."""
+    """Joins host and port to "host:port"; the inverse of host_port."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Never resolves names: any name except "localhost" counts as remote."""
+    """Whether a host is this machine's loopback. Names are never resolved: any name except "localhost" counts as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -426,16 +440,17 @@ def is_loopback(host: str) -> bool:
 
 
 def check_plain_text(name: str, host: str, config: Config) -> None:
-    """Raises if plain-text traffic to or from `host` is not allowed; the error names the setting `name`."""
+    """Raises an error if unencrypted traffic to or from `host` is not allowed; the error names the setting `name`."""
     if not is_loopback(host) and not config.insecure and not config.keys:
         raise RecordError("E-PLAIN-TEXT",
-                          f"{name}: {host} is not loopback and traffic is plain text: set keys ({PREFIX}KEYS) to a folder that "
-                          "`commlayer keys init` and `commlayer keys add NAME` make, or set insecure (insecure=True, "
-                          f"--insecure, {PREFIX}INSECURE=1) if you trust every machine on the way")
+                          f"{name}: {host} is another machine and traffic is not encrypted: set keys ({PREFIX}KEYS) to a "
+                          "folder that `commlayer keys init` and `commlayer keys add NAME` make, or set insecure "
+                          f"(insecure=True, --insecure, {PREFIX}INSECURE=1) if you trust the complete network between the "
+                          "machines")
 
 
 def _check_plain_text(config: Config) -> None:
-    """Plain text may leave the machine only with the user's consent, and only to addresses that the user has set."""
+    """Checks the settings bind, advertise and join: unencrypted traffic leaves the machine only with the user's consent."""
     remote = [(name, host) for name, host in (("bind", config.bind), ("advertise", config.advertise)) if host]
     remote += [("join", host_port(config.join)[0])] if config.join else []
     for name, host in remote:
@@ -443,24 +458,24 @@ def _check_plain_text(config: Config) -> None:
     setting = "advertise" if config.advertise else "bind"
     if getattr(config, setting) in ("0.0.0.0", "::"):
         raise RecordError("E-SETTING",
-                          f"{setting}: {getattr(config, setting)} names no address that others could reach: set advertise "
-                          f"(--advertise, {PREFIX}ADVERTISE) to this machine's address")
+                          f"{setting}: {getattr(config, setting)} is not an address that other machines can connect to: set "
+                          f"advertise (--advertise, {PREFIX}ADVERTISE) to this machine's address")
 
 
 # ---- sources: arguments, environment variables, a TOML file
 
 PREFIX = "COMMLAYER_"
 Types = Mapping[str, Any]
-"""Types of all settings by name; their description is what is allowed."""
+"""Type of each setting by its name; the type's description names the allowed values."""
 REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
-"""Settings of earlier versions and their replacements."""
+"""Settings that earlier versions had, with what to do instead."""
 
 
 class Setting(NamedTuple):
     value: Any
     source: str
     text: bool
-    """Whether the value arrived as text (from the environment) and is converted. Other values must have the right type."""
+    """Whether the value is text from the environment, to be converted. Values from other sources must have the right type."""
 
 
 def from_argument(argument: Mapping[str, Any], types: Types) -> dict[str, Setting]:
@@ -506,5 +521,5 @@ def checked(name: str, setting: Setting, types: Types) -> Any:
         return msgspec.convert(setting.value, types[name], strict=not setting.text)
     except msgspec.ValidationError:
         allowed = next(m.description for m in types[name].__metadata__)
-        value = "a text that is none" if name == "token" else repr(setting.value)
-        raise RecordError("E-SETTING", f"{name}: got {value} from {setting.source}, allowed: {allowed}") from None
+        value = "a text" if name == "token" else repr(setting.value)
+        raise RecordError("E-SETTING", f"{name}: got {value} from {setting.source}, but it must be {allowed}") from None

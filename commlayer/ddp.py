@@ -34,18 +34,18 @@ from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
 from commlayer.optim import family_of
 
 CLOSING_S = 1.0
-"""Seconds that the end of a session waits for its thread."""
+"""Seconds that closing a session waits for the lane's thread to end."""
 ENDING_S = 30.0
-"""Seconds after the deadline for an error to be reported and residuals to be restored."""
+"""Seconds that a backward pass waits beyond the deadline, for an error to be reported and residuals to be restored."""
 
 
 def _forbids(_way: str) -> str:
-    return ("a communication hook that a script registers averages gradients, and steps nothing: attach(model, optimizer), or "
-            "make the plan without it")
+    return ("local steps need attach(model, optimizer): a communication hook that the script registers only averages "
+            "gradients; call attach(), or make the plan without local steps")
 
 
 class _Part(NamedTuple):
-    """The arguments of one call of the hook."""
+    """One bucket of DDP, as the hook received it: its parameters, gradients, flat buffer, and the future that DDP waits for."""
 
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -60,42 +60,43 @@ class HookState:
         self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
         process_group: Any = None, exact: bool | None = None,
     ) -> None:
-        """`optimizer`: source of the learning rate for codecs that correct for its changes; plan="auto" plans for its family.
-        `exact`: as in attach(). A hook registered by a script never takes local steps.
+        """Creates the state of one DDP module's hook.
 
-        `process_group`: the ranks to average over, if other than those of the DDP module.
-        """
+        `optimizer`: source of the learning rate for codecs that correct for its changes; plan="auto" plans for its family.
+        `exact`: as in attach(), but a hook registered by a script never uses local steps. `process_group`: the ranks to average
+        over, if other than those of the DDP module."""
         self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
         self._process_group, self._asked = group_of(process_group), read_ways(None, None, exact=exact)
         self.ways: DDPWays | None = None
-        """Allows plans of local steps. Set by attach(), which knows the module and its optimizer."""
+        """Permits plans of local steps if set. attach() sets it, since it knows the module and its optimizer."""
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
-        """State to load once there is a connection."""
+        """Session state that load_state_dict() received; it is restored after the first backward pass has connected."""
         self.connection, self.observers = JobContext(), Observers()
         self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
-        """Set by the script since the last step."""
+        """The weight and total that the script has set since the last step; None if it has set none."""
         self._numbers: dict[int, int] = {}
         self._step: list[_Part] = []
         self._lane: Lane | None = None
         self._guard: StepGuard | None = None
         self._unused_here: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Parameters that this rank did not use in the last pass, with the averages that arrived for them."""
+        """Pairs of a parameter that this rank did not use in the last backward pass and the average that arrived for it."""
         self._actions: list[Callable[[], None]] = []
         self.module: nn.Module | None = None
-        """The module inside DDP, once known. Parameters then have the names used in plans."""
+        """The module wrapped by DDP, for the parameter names used in plans; None until it is known."""
         self._views = False
-        """Whether gradients are views of DDP's buckets."""
+        """Whether `.grad` tensors are views of DDP's buckets (gradient_as_bucket_view=True)."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._closed = False
         self._brought: list[torch.Tensor] = []
-        """Parameters that have received a gradient in the pass numbered `_pass`."""
+        """Parameters that have received a gradient in the backward pass whose autograd id is `_pass`."""
         self._pass = -1
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Takes one bucket of DDP. The future completes when the whole step has been averaged."""
+        """Receives one bucket of DDP during the backward pass. The returned future completes when the whole step has been
+        averaged."""
         if in_compiled_autograd():
             self._latch(InvalidState("E-COMPILED", COMPILED))
         if self._error is not None:
@@ -134,7 +135,7 @@ class HookState:
 
     @property
     def closed(self) -> bool:
-        """Whether its session has ended without error."""
+        """Whether the session of this state has ended without an error."""
         return self._closed or (self.connection.closed and self._error is None)
 
     @property
@@ -142,12 +143,12 @@ class HookState:
         return self._process_group or dist.group.WORLD
 
     def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        """Checks a bucket before it is used. An error holds for this pass and all later ones."""
+        """Checks that a bucket belongs to this state's model and is dense. An error is raised again in all later passes."""
         try:
             if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
                 raise InvalidInput("E-DDP-HOOK",
-                                   "this HookState belongs to another model, or the model has other parameters than in its "
-                                   "first backward pass: make a HookState for each DistributedDataParallel module")
+                                   "this HookState belongs to another model, or the model's parameters have changed since "
+                                   "its first backward pass: make one HookState for each DistributedDataParallel module")
             if buffer.layout != torch.strided:
                 self._find_module()
                 check_dense(name_of(parameters[0], self.module), buffer)
@@ -156,7 +157,7 @@ class HookState:
             raise
 
     def _connect(self, device: torch.device) -> None:
-        """Connects at the end of the first backward pass, when the hook has seen all parameters."""
+        """Connects to the other ranks at the end of the first backward pass, when the hook has seen all parameters."""
         self._find_module()
         with Start(self._process_group, device) as start:
             model = found_in([p for part in self._step for p in part.parameters], self.module)
@@ -193,7 +194,8 @@ class HookState:
         self.connection.on_close += [*(handle.remove for handle in handles), self._let_go]
 
     def _take_buffers(self, loop: StepLoop) -> None:
-        """Takes over DDP's buffer broadcasts, if DDP broadcasts among the averaging ranks and the members are fixed."""
+        """Broadcasts the module's buffers instead of DDP, if DDP broadcasts them, both use the same ranks, and the workers
+        cannot change."""
         connection, ddp = self.connection, wrapper_of(self)
         if (ddp is not None and connection.worker is not None and connection.groups is not None and connection.members is None
                 and ddp.process_group == self._process_group and ddp.broadcast_buffers and ddp.modules_buffers):
@@ -206,7 +208,8 @@ class HookState:
         self._brought.append(parameter)
 
     def _let_go(self) -> None:
-        """The session has ended. DDP keeps this state, so it must drop the thread, buffers, the model and the optimizer."""
+        """Drops all references when the session has ended: lane, buffers, model and optimizer. DDP keeps this HookState and
+        would keep them alive."""
         if self._lane is not None:
             self._lane.close(CLOSING_S)
         self._closed = self._error is None
@@ -217,20 +220,20 @@ class HookState:
             kept.clear()
 
     def _find_module(self) -> None:
-        """Finds the module, for parameter names, and the process group."""
+        """Finds the DDP module that uses this state, and takes parameter names and process group from it."""
         if (ddp := wrapper_of(self)) is not None:
             self.module, self._views = ddp.module, ddp.gradient_as_bucket_view
             self._process_group = self._process_group or ddp.process_group
 
     def _regroup(self) -> None:
-        """The members have changed. DDP copies buffers in the new world, and so does its all-reduce after the end of the
-        session."""
+        """Switches DDP to the new default process group after workers have left or joined. DDP copies buffers within this
+        group, and averages in it after the session has ended."""
         self._process_group = None
         if (ddp := wrapper_of(self)) is not None:
             ddp.process_group = dist.distributed_c10d._get_default_group()
 
     def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Starts checks of the optimizers that step these parameters."""
+        """Starts checking the optimizers that step the given parameters."""
         if self._guard is None:
             ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
             named = [(name, p) for name, p in named if name not in ignored]
@@ -242,11 +245,11 @@ class HookState:
             self._guard = None
 
     def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if another session averages one of them."""
+        """Reserves the given parameters for this session. Raises ValueError if another session averages one of them."""
         self._claim = self._claim or Claim(named)
 
     def release(self) -> None:
-        """Lets other sessions average these parameters."""
+        """Ends the reservation made by `claim`: other sessions can average these parameters."""
         if self._claim is not None:
             self._claim.release()
 
@@ -263,17 +266,17 @@ class HookState:
                 loop.ready(number, gradient)
 
     def _averaging(self) -> StepLoop | None:
-        """None if there are no other ranks to average with."""
+        """The step loop; None if this rank has no other ranks to average with."""
         return None if self.connection.worker is None else self._loop
 
     def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """See Session.drain. The parameters are the model's, in any order."""
+        """Does what Session.drain describes. `parameters` are the model's, in any order."""
         mine = [p for p in parameters if id(p) in self._numbers]
         return self._loop is not None and self._loop.drain(sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
-        """On the lane's thread: ends the step and completes DDP's futures with the averages, or after an error with local
-        gradients."""
+        """Ends the step, on the lane's thread. Completes DDP's futures with the averages, or with local gradients after an
+        error."""
         try:
             if self.connection.worker is None:
                 self.connection.passed()
@@ -299,8 +302,8 @@ class HookState:
             self._ended.set()
 
     def _end(self) -> None:
-        """At the end of the backward pass: raises the step's error. (An exception set on a future would reach users as a cast
-        error.)"""
+        """Waits for the step at the end of the backward pass and raises its error. (PyTorch would turn an exception in a future
+        into a cast error.)"""
         connection = self.connection
         patience_s = 0.0 if connection.worker is None else connection.worker.patience()
         if not self._ended.wait(self._config.deadline_s + ENDING_S + connection.waits.verdict_s + patience_s):
@@ -317,8 +320,8 @@ class HookState:
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._written, loop))
 
     def _written(self, loop: StepLoop) -> None:
-        """DDP skips parameters that no rank used in this pass. A late result for one comes from an earlier pass, so write it
-        here."""
+        """Writes late averages of parameters that no rank used in this pass. They stem from an earlier pass, and DDP skips such
+        parameters."""
         for p, average in self._unused_here:
             write_gradient(p, average, keep=self._views)
         self._unused_here.clear()
@@ -333,7 +336,8 @@ class HookState:
         self._weigh()
 
     def _weigh(self) -> None:
-        """Under local steps the weight applies from the start of a pass; otherwise from the first gradient of a step."""
+        """Applies the script's weight at the start of a pass under local steps. Otherwise `_feed` applies it with the first
+        gradient of a step."""
         if self._loop is not None and self._loop.local and self._weight is not None:
             self._loop.weigh(*self._weight)
             self._weight = None
@@ -351,7 +355,8 @@ class HookState:
             self._loop.report(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """See Session.state_dict. Before the first backward pass: the state to be loaded."""
+        """Returns what Session.state_dict describes. Before the first backward pass: the state that load_state_dict() received.
+        """
         return self._held if self._lane is None else checkpoint.worker_state(self.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -359,19 +364,20 @@ class HookState:
         self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held) if self._held else None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """DDP modules are saved and copied with their hooks. Connection, scaler and optimizer belong to this process and are
-        left out."""
+        """Returns what a copied or pickled DDP module contains of its hook. Connection, scaler and optimizer belong to this
+        process and are left out."""
         return {"plan": self._plan, "config": self._config, "exact": self._asked.exact, "weight": self._weight,
                 "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """The result must be registered with a module again, because DDP does not register hooks that it loads."""
+        """Restores a copied or pickled state. Register it with a module again: DDP does not register the hooks of a loaded
+        module."""
         HookState.__init__(self, saved["plan"], config=saved["config"], exact=saved["exact"])
         self._weight = saved["weight"]
         self.load_state_dict(saved["state"])
 
     def when_connected(self, action: Callable[[], None]) -> None:
-        """Runs `action` now, or once the first backward pass has connected."""
+        """Runs `action` at once if this rank is connected, else at the end of the first backward pass."""
         if self._lane is not None:
             action()
         else:
@@ -379,7 +385,8 @@ class HookState:
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook function for DDP. Averages by the plan in `state`; after the end of its session, by DDP's own all-reduce."""
+    """The hook function to register with DDP. It averages by the plan in `state`, and with DDP's own all-reduce after the
+    session has ended."""
     if state.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)

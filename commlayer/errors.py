@@ -1,8 +1,8 @@
-"""Errors, and the table of their codes.
+"""Defines all errors, and the table of their codes.
 
 There are three kinds. CommError: the network or a peer failed; discard the step. InvalidInput: an argument, file or setting is
-wrong. InvalidState: a call came at the wrong time. Every other exception is a bug. Each message ends with the error's code.
-Messages may change; codes do not.
+wrong. InvalidState: a call was made at the wrong time. Every other exception is a bug. Each message ends with the error's code.
+Messages can change between versions; codes do not.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ CODES: dict[str, tuple[str, str]] = {
     "E-TLS": ("One end uses TLS, and the other end does not.", "Set `keys` on all machines."),
     "E-CERTIFICATE-REVOKED": ("A certificate was revoked.", "Make another one with `commlayer keys add NAME`."),
     "E-CERTIFICATE-DATE": ("A certificate has expired, or is not valid yet.",
-                           "Mend the clock, or renew the certificate with `commlayer keys add NAME --again`."),
+                           "Correct the clock, or renew the certificate with `commlayer keys add NAME --again`."),
     "E-CERTIFICATE-CA": ("A certificate is of another CA than the job's.", "Copy the folder of keys from the job's CA."),
     "E-CERTIFICATE-USE": ("A certificate that was made with --dials-only cannot serve.", "Serve with another node's keys."),
     "E-CONNECTIONS": ("A certificate has as many connections as it may have.", "Give each machine a certificate of its own."),
     "E-WORKERS": ("A machine brings or expects another number of workers than the job has.",
                   "Start the coordinator and all machines for the same number."),
-    "E-RANK": ("A rank or place is taken, or outside of the job.", "Give each process its own rank."),
+    "E-RANK": ("A rank or worker number is taken already, or is outside of the job.", "Give each process its own rank."),
     "E-JOB-FULL": ("The job has all its workers.", "Wait until one of them is gone."),
-    "E-JOB-CLOSED": ("A running job takes no new members, or the job is ending.", "The message names which."),
+    "E-JOB-CLOSED": ("A running job accepts no new members, or the job is ending.", "The message names which."),
     "E-RENDEZVOUS-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
     "E-QUOTA": ("A node keeps more bytes at the coordinator than its share.", "Leave less in torch's store."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
-                   "Set them alike on all ranks, or go on from a checkpoint."),
+                   "Set them alike on all ranks, or continue from a checkpoint."),
     "E-UNEQUAL-PASSES": ("A rank ended after fewer backward passes than the others.",
                          "Give all ranks the same number of batches."),
     "E-STEPS-DIFFER": ("Workers are at different steps, or did not apply the same averages.",
                        "Step, skip and clear gradients alike on all workers; load the same checkpoint."),
     "E-NOT-FINITE": ("Gradients or weights were not finite several times in a row.",
-                     "Look at the data and the learning rate; go on from a checkpoint."),
+                     "Look at the data and the learning rate; continue from a checkpoint."),
     # ---- settings and files
     "E-SETTING": ("A setting is unknown, has a wrong value, or does not fit another one.",
                   "The message names the setting, its source and what is allowed."),
@@ -83,7 +83,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-PACKAGE": ("A command needs a package that is not installed.", "Install the extra that the message names."),
     "E-USER-CODE": ("A script, model or task that a command loads does not do what the command needs.",
                     "The message describes what the function must return."),
-    "E-ARGUMENT": ("An argument is outside of what a function takes.", "The message lists what is allowed."),
+    "E-ARGUMENT": ("An argument is outside of the values that a function accepts.", "The message lists what is allowed."),
     # ---- attaching a model
     "E-MODEL-UNSUPPORTED": ("The model has a parameter or a wrapper that commlayer does not support.",
                             "The message names it and the remedy."),
@@ -94,7 +94,7 @@ CODES: dict[str, tuple[str, str]] = {
                       "Use attach(model, optimizer) under `commlayer launch`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
-    "E-JOIN-MISSED": ("The job did not take a home in before something changed.", "Start the home again."),
+    "E-JOIN-MISSED": ("A home could not join the job before its members or its plan changed.", "Start the home again."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
     "E-DDP-LOCAL-STEPS": ("This use of DistributedDataParallel does not work with local steps.",
                           "The message names the argument to drop."),
@@ -143,7 +143,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-LEARNING-TABLE": ("A table of learning measurements cannot be used.",
                          "`python -m bench.own_learning TASK FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
-    "E-EPOCH-ENDED": ("A request is of an earlier set of members.", "None: the worker repeats it."),
+    "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, with other members.", "None: the worker repeats it."),
     # ---- codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/reference/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message lists what is allowed."),
@@ -161,7 +161,7 @@ CODES: dict[str, tuple[str, str]] = {
     "E-SHARES-ARGUMENT": ("Batch shares are not possible.", "The message lists what is allowed."),
     "E-TIME-MODEL": ("Step times do not make a model.", "Drop the measurement that the message names."),
     "E-TUNE-ARGUMENT": ("A tuning range is wrong.", "Give a range above 0."),
-    "E-TUNE-BASELINE": ("The first trial, without compression, failed.", "Mend the task; its message is included."),
+    "E-TUNE-BASELINE": ("Correct the task; its message is included.", "Mend the task; its message is included."),
     "E-TUNE-STORE": ("A store of trials belongs to another search.", "Give another --store, or delete it."),
     # ---- optimizers
     "E-OPTIM-ARGUMENT": ("An optimizer's argument is wrong.", "The message lists what is allowed."),
@@ -169,15 +169,16 @@ CODES: dict[str, tuple[str, str]] = {
     "E-OPTIM-STATE": ("A saved optimizer state does not fit.", "The message names which part of it."),
     "E-OPTIM-PARAMETER": ("An optimizer does not support a parameter.", "Give it to another optimizer."),
 }
-"""By code: what it means, and what a user can do. docs/generate.py writes docs/reference/errors.md from it."""
+"""Meaning and remedy of each error code. docs/generate.py writes docs/reference/errors.md from this table."""
 
 _CODE = re.compile(rf" ?\[({'|'.join(CODES)})\]")
 GENERIC = ("", "E-RECORD")
-"""Codes of quoted errors that give way to the code of the error that quotes them."""
+"""Unspecific codes. An error that quotes another error with one of these codes keeps its own code."""
 
 
 class Coded(Exception):
-    """An error with a code. Where the text quotes another coded error, that error's code is kept: it is more specific."""
+    """An error with a code. If the text quotes another coded error, this error gets the quoted error's code, which is more
+    specific."""
 
     def __init__(self, code: str, text: str) -> None:
         inner = code_of(text)
@@ -194,15 +195,16 @@ class InvalidInput(Coded, ValueError):
 
 
 class RecordError(InvalidInput):
-    """A record, plan or setting breaks its type."""
+    """A record, plan or setting has a field of the wrong type or with a forbidden value."""
 
 
 class InvalidState(Coded, RuntimeError):
-    """A call at the wrong time."""
+    """A call was made at the wrong time, for example after the session was closed."""
 
 
 class CommError(Coded):
-    """Communication failed. `peer` names the other side, such as "worker 2" or "server 0"."""
+    """Communication failed. `peer` names the other side, such as "worker 2" or "server 0"; step and bucket are None if unknown.
+    """
 
     default_code: ClassVar[str] = "E-COMM"
 
@@ -221,7 +223,7 @@ class CommError(Coded):
 
     def located(self, *, what: str | None = None, peer: str | None = None, step: int | None = None,
                 bucket: int | None = None) -> Self:
-        """A copy with another text, peer or place; what is None stays as it is."""
+        """Returns a copy with another text, peer, step or bucket. Arguments that are None keep the old value."""
         other = copy.copy(self)
         for name, value in (("what", what and without_code(what)), ("peer", peer), ("step", step), ("bucket", bucket)):
             if value is not None:
@@ -229,7 +231,7 @@ class CommError(Coded):
         return other
 
     def call(self, named: str) -> None:
-        """Sets the peer's name in the message, such as "worker 2 (ben)". `peer` does not change."""
+        """Sets the name that the message shows for the peer, such as "worker 2 (ben)". The attribute `peer` does not change."""
         self._named = named if self.peer else ""
 
 
@@ -240,65 +242,67 @@ class PeerLost(CommError):
 
 
 class Unsaid(PeerLost):
-    """The dialler closed the connection before it sent anything."""
+    """The process that opened the connection closed it before it sent anything."""
 
-    def __init__(self, what: str = "closed before anything was said", *, peer: str = "") -> None:
+    def __init__(self, what: str = "the connection was closed before anything was sent", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
 
 
 class PeerEnded(PeerLost):
-    """The peer closed its end in order: all that it had sent has arrived."""
+    """The peer closed its connection in order: everything that it had sent has arrived."""
 
     default_code = "E-PEER-ENDED"
 
 
 class StepAbandoned(CommError):
-    """A worker abandoned a step, so no rank applies it. Gradients are unchanged, and the next step proceeds normally."""
+    """A worker abandoned a step, so no rank applies it. Gradients are unchanged, and training continues with the next step."""
 
     default_code = "E-STEP-ABANDONED"
 
 
 class DeadlineExceeded(CommError):
-    """The peer may live, but did not answer in time."""
+    """The peer did not answer in time; it might still be running."""
 
     default_code = "E-DEADLINE"
 
 
 class CorruptFrame(CommError):
-    """Received bytes break the format. The server drops their sender; nothing was written."""
+    """Received bytes violate the wire format. The receiver closes the connection, and nothing was written."""
 
     default_code = "E-FRAME"
 
 
 class CorruptPayload(CorruptFrame):
-    """A received payload breaks the codec's format."""
+    """A received payload violates its codec's format."""
 
     default_code = "E-PAYLOAD"
 
 
 class Damaged(CorruptFrame):
-    """The checksum of received bytes does not match: the network may be at fault, not the peer."""
+    """Received bytes do not match their checksum. The cause is probably the network, not the peer."""
 
     default_code = "E-CHECKSUM"
 
 
 class Refused(CommError):
-    """The other side refused the request: another version, another job, a rank that is taken."""
+    """The other side refused the request, for example because of another version, another job, or a rank that is taken."""
 
     default_code = "E-REFUSED"
 
 
 class NotYet(Refused):
-    """The other side refused for now: a retry may succeed."""
+    """The other side refused the request only for now: a later attempt might succeed."""
 
 
 def line_of(error: Exception) -> str:
-    """The line that a command prints for an error that users can fix. An OSError without a file loses its number."""
+    """The line that a command prints for an error that the user can correct. For an OSError without a file name it is only the
+    system's description."""
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
 
 
 def cause_of(error: BaseException) -> str:
-    """The reason that is sent to other ranks when an exception ends a script: its class and the first line of its text.
+    r"""The reason that is sent to other ranks when an exception ends a script: the exception's class and the first line of its
+    text.
 
     >>> cause_of(KeyboardInterrupt()), cause_of(ValueError("no room\\nfor it"))
     ('KeyboardInterrupt', 'ValueError: no room')
@@ -308,12 +312,12 @@ def cause_of(error: BaseException) -> str:
 
 
 def one_line(text: object) -> str:
-    """A peer's text in one line, for errors and logs: a line break in it would forge log lines."""
+    """Escapes unprintable characters in text from a peer, for errors and logs: a line break in it could forge log lines."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def short_line(text: object, most: int) -> str:
-    """The same, with at most `most` characters, since a peer's text may be as long as a call. A code at the end stays.
+    r"""Escapes text from a peer as one_line() does, and shortens it to `most` characters. A code at the end stays.
 
     >>> short_line("not\nmore than this", 12)
     'not\\nmore...'
@@ -326,7 +330,7 @@ def short_line(text: object, most: int) -> str:
 
 
 def code_of(text: object) -> str:
-    """The first code in a text, or of an error; "" if there is none.
+    """The first error code in a text or in an error's message; "" if there is none.
 
     >>> code_of("peer: no answer [E-DEADLINE]")
     'E-DEADLINE'
@@ -336,7 +340,7 @@ def code_of(text: object) -> str:
 
 
 def coded(code: str, text: str) -> str:
-    """The text of a refusal that another process raises: the error there has this code.
+    """Appends a code to the text of a refusal. The process that receives the text raises an error with this code.
 
     >>> Refused(coded("E-RANK", "rank 1 is taken")).code
     'E-RANK'
@@ -345,7 +349,7 @@ def coded(code: str, text: str) -> str:
 
 
 def without_code(text: object) -> str:
-    """For the middle of a line: codes stand at the end.
+    """Removes error codes from a text that is quoted in the middle of a longer message.
 
     >>> without_code("peer: no answer [E-DEADLINE]")
     'peer: no answer'

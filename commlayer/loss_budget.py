@@ -1,4 +1,4 @@
-"""Applies a loss budget to codecs: measured penalties replace estimates, unmeasured codecs are excluded."""
+"""Applies a loss budget to codecs: measured loss penalties replace estimates, and codecs without a measurement are excluded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 
 DENSE = "identity()"
 BUDGET = 0.05
-"""Default budget for components that need one."""
+"""Default loss budget where one is needed: loss increase relative to dense training."""
 
 
 def penalty(model: LossModel, codec: str) -> float:
-    """Loss penalty of a codec spelled as in profiles; infinite if it was not measured."""
+    """Loss increase that a codec causes, relative to dense training; infinite if the model has no measurement of it."""
     if codec == DENSE:
         return 0.0
     return model.penalty(codec, parse_spec(codec).ratio or 1.0)
 
 
 def names(model: LossModel | None, max_loss: float) -> list[str]:
-    """Codecs worth pricing: the default ones, and each measured codec at the smallest ratio that keeps the budget."""
+    """Codecs that a profile should include: the default ones, and each measured codec at its smallest ratio within the budget.
+    """
     if model is None:
         return list(DEFAULT_CODECS)
     candidates = dict.fromkeys(DEFAULT_CODECS)
@@ -39,30 +40,32 @@ def names(model: LossModel | None, max_loss: float) -> list[str]:
 
 
 def priced(profile: Profile, policy: Policy, model: LossModel) -> tuple[Profile, Policy]:
-    """Puts measured penalties into the profile and allows only measured codecs. ValueError if the policy asks for an
-    unmeasured one."""
+    """Returns the profile with measured loss penalties, and the policy with only measured codecs allowed. Raises ValueError if
+    the policy names a codec that was not measured."""
     penalties = {cost.codec: penalty(model, cost.codec) for cost in profile.codecs}
     unmeasured = [codec for codec in policy.codecs if math.isinf(penalties.get(codec, 0.0))]
     if unmeasured:
         ranges = ", ".join(f"{name} {low:g}:{high:g}" for name, low, high in _measured(model))
         raise InvalidInput("E-LOSS-MODEL",
-                           f"loss model: {unmeasured[0]} was not measured, it has {ranges}; `commlayer tune` measures")
+                           f"loss model: codec {unmeasured[0]} was not measured; measured are {ranges} (name, smallest and "
+                           "largest ratio); measure it with `commlayer tune`")
     costs = tuple(structs.replace(c, task_loss=p) if math.isfinite(p := penalties[c.codec]) else c for c in profile.codecs)
     allowed = [codec for codec in (policy.codecs or penalties) if math.isfinite(penalties.get(codec, 0.0))]
     if not allowed:  # an empty tuple would allow all
         raise InvalidInput("E-LOSS-MODEL",
-                           f"loss model: none of {', '.join(sorted(penalties))} was measured; `commlayer tune` measures")
+                           f"loss model: none of the codecs {', '.join(sorted(penalties))} was measured; measure them with "
+                           "`commlayer tune`")
     return structs.replace(profile, codecs=costs), structs.replace(policy, codecs=tuple(allowed))
 
 
 def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
-    """A profile from the tables for the model's codecs."""
+    """Makes a profile from the built-in tables, with the default codecs and those of the loss model."""
     return profile_from_tables(cluster, names(model, max_loss))
 
 
 def first_codec(model: LossModel, max_loss: float, codecs: Sequence[str], sparse: str, ratio: float) -> str:
-    """Codec of a job's first steps, before there is a plan. The first of `codecs` within the budget, else `sparse` with
-    {ratio} filled in (at least `ratio`), else dense."""
+    """Codec of a job's first steps, before there is a plan: the first of `codecs` within the loss budget. If none is, `sparse`
+    with its smallest ratio within the budget (at least `ratio`), or else no compression."""
     for codec in codecs:
         if penalty(model, codec) <= max_loss:
             return codec
@@ -77,7 +80,7 @@ def _measured(model: LossModel) -> Iterable[tuple[str, float, float]]:
 
 
 def _known(codecs: list[str]) -> list[str]:
-    """The codecs, if the tables can price them; else none."""
+    """Returns `codecs` if the built-in tables contain their costs, else an empty list."""
     try:
         profile_from_tables(Cluster(()), codecs)
     except ValueError:
@@ -86,7 +89,7 @@ def _known(codecs: list[str]) -> list[str]:
 
 
 def _up(ratio: float) -> float:
-    """Rounds up to two digits, so that the budget is kept.
+    """Rounds a ratio up to two digits, so that the loss budget is still kept.
 
     >>> _up(0.02341), _up(1.0), _up(0.01)
     (0.024, 1.0, 0.01)

@@ -1,4 +1,4 @@
-"""Reads and writes plan files and the inputs file stored next to each."""
+"""Reads and writes plan files, and the file with the planner's inputs that is stored next to each plan."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from commlayer.records import SCHEMA, Bucket, Plan
 
 
 class PlanFileInputs(model.PlanInputs, frozen=True):
-    """The inputs that a plan was made from, stored next to the plan."""
+    """The inputs from which the planner made a plan, stored next to the plan file."""
 
     loss: LossModel | None = None
-    """Loss penalties of codecs, measured on the user's task. None: learning rows decide."""
+    """Loss penalties of codecs, measured on the user's task. None: convergence factors decide instead."""
 
     learning: tuple[LearningRow, ...] = ()
-    """Convergence factors measured on the user's task. Empty: the profile's, else the shipped table's."""
+    """Convergence factors measured on the user's task. Empty: those of the profile, or else the built-in table's."""
 
     def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
-        """Profile and policy to plan with. `others`: machines that a sweep adds to the cluster."""
+        """Profile and policy to plan with; None where the planner's defaults apply. `others`: machines that a sweep adds to the
+        cluster."""
         policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
         if self.loss is None:
             if self.profile is None and not self.learning:
@@ -41,7 +42,7 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
         return loss_budget.priced(self._learnt(profile), policy, self.loss)
 
     def _learnt(self, profile: Profile) -> Profile:
-        """Convergence factors: the user's own rows first, then the profile's, then the shipped table's."""
+        """Adds convergence factors to the profile: the user's own, else those of the profile, else the built-in table's."""
         return structs.replace(profile, learning=self.learning or profile.learning or learning_rows())
 
 
@@ -51,11 +52,11 @@ def text_of(path: str | Path, what: str) -> str:
     except OSError as error:
         raise InvalidInput("E-PLAN-FILE", f"{what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidInput("E-PLAN-FILE", f"{what} {path}: is no text") from None
+        raise InvalidInput("E-PLAN-FILE", f"{what} {path}: is not UTF-8 text") from None
 
 
 def sidecar(path: Path) -> Path:
-    """Path of the inputs file: plan.inputs.json for plan.json."""
+    """Path of the inputs file of a plan file: plan.inputs.json for plan.json."""
     return path.with_name(f"{path.stem}.inputs.json")
 
 
@@ -67,7 +68,8 @@ def plan_in(path: Path) -> Plan:
 
 
 def misread(data: bytes) -> list[str]:
-    """Reasons why bytes are no plan of this schema, a line each: one per bad bucket, and one for the rest."""
+    """Reasons why `data` is not a plan of this version, one line for each bad bucket and one for the rest; empty if it is a
+    plan."""
     try:
         records.decode(data, Plan, "plan")
     except RecordError as error:
@@ -79,10 +81,10 @@ def _misread(data: bytes) -> Iterator[str]:
     try:
         content = msgspec.json.decode(data)
     except records.MALFORMED as error:
-        yield f"no JSON, or cut short: {error}"
+        yield f"is not JSON, or is cut short: {error}"
         return
     if not isinstance(content, dict):
-        yield f"Expected `object` with job and buckets, got `{type(content).__name__}`"
+        yield f"expected a JSON object with job and buckets, got `{type(content).__name__}`"
         return
     if content.get("schema", SCHEMA) != SCHEMA:
         # First: fields of another schema are unknown here.
@@ -99,7 +101,7 @@ def _misread(data: bytes) -> Iterator[str]:
 
 
 def written(plan: Plan) -> str:
-    """The plan file's text. Each bucket has its own line, for readers and for version control."""
+    """The text of a plan file. Each bucket has its own line, for readers and for version control."""
     buckets = ",\n".join(records.encode(bucket).decode() for bucket in plan.buckets)
     rest = records.encode(structs.replace(plan, buckets=())).decode()
     return rest.replace('"buckets":[]', f'"buckets":[\n{buckets}\n]', 1) + "\n"
@@ -109,7 +111,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     beside = sidecar(path)
     if not beside.is_file():
         raise InvalidInput("E-PLAN-FILE",
-                           f"{beside}: no such file; `commlayer plan make --out {path}` writes it beside the plan")
+                           f"{beside}: no such file; `commlayer plan make --out {path}` writes it next to the plan")
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
@@ -117,18 +119,20 @@ def inputs_of(path: Path) -> PlanFileInputs:
 
 
 def basis_of(plan: Any) -> Basis | None:
-    """Reads the plan and inputs if `attach` was given a plan file with an inputs file; else None. ValueError if they are
-    invalid."""
+    """Reads the plan and its inputs if `plan` is the path of a plan file with an inputs file; else returns None. Raises
+    ValueError if one of them is invalid or they belong to different models."""
     if not isinstance(plan, str | Path) or str(plan) == "auto" or not os.path.isfile(sidecar(Path(plan))):
         return None
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
     if basis.plan.job != basis.inputs.job.digest():
-        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} is of another model than {plan}")
+        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; make both files "
+                                          "again with `commlayer plan make`")
     return basis
 
 
 def server_nodes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
-    """The plan's server hosts as numbers of training nodes, where servers can be started. Empty if a host does not train."""
+    """The plan's server hosts, as numbers of the training nodes that start the servers. Empty if a host does not train, or the
+    plan names none."""
     trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
     if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:
         return ()

@@ -1,4 +1,4 @@
-"""Immutable records shared by all parts: jobs, tensors, buckets, plans, epochs."""
+"""Immutable records that all packages share: jobs, tensors, buckets, plans, membership."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from msgspec.structs import replace
 from commlayer.errors import RecordError, one_line
 
 SCHEMA = 3
-"""Version of the records that leave the process: plan files, control messages."""
+"""Version of the format of plan files and control messages. A reader refuses other versions."""
 
 MAX_TENSORS_PER_BUCKET = 64
-"""A bucket's `used` mask is one 64-bit word of the frame header, so a bucket holds at most this many slices."""
+"""Limit for the slices of a bucket: its `used` mask is one 64-bit word of the frame header."""
 
 MAX_FRAME_NBYTES = 256 << 20
-"""Limit for a frame's body: a payload, or a server's state of a bucket when it is saved."""
+"""Limit for the body of one frame: a payload, or a server's saved state of a bucket."""
 
 MAX_BUCKET_NBYTES = 128 << 20
 """Limit for a bucket's elements as float32. Half of a frame's body, since a payload can be larger than its input."""
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all records: immutable, and an unknown field is an error."""
+    """Base class of all records: immutable, and decoding fails on unknown fields."""
 
 
 class Spec(Record, frozen=True):
-    """Shape and dtype of what is encoded. Codecs see float32; dtype is the parameter's."""
+    """Shape and dtype of the data that a codec encodes. Codecs process float32; `dtype` is that of the parameter."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -43,13 +43,15 @@ class Spec(Record, frozen=True):
 
 
 class TensorInfo(Record, frozen=True):
-    """A tensor that workers average. In registration order, parameters' gradients come first, then float buffers."""
+    """A tensor that workers average: a parameter's gradient, or a floating-point buffer. In a Job, gradients precede buffers.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     buffer: bool = False
-    """A buffer (running statistics) is averaged as it is: without a loss scale, and never in a bucket with gradients."""
+    """Whether this is a module's buffer, such as running statistics. Buffers are averaged without a loss scale, and never share
+    a bucket with gradients."""
 
     @property
     def numel(self) -> int:
@@ -57,8 +59,8 @@ class TensorInfo(Record, frozen=True):
 
 
 class Timing(Record, frozen=True):
-    """When computation produces and needs each tensor in one rank's step, without communication. Same order as the
-    tensors."""
+    """Times of one rank's step without communication: when backward produces each gradient, and when forward reads each
+    parameter. The order is that of the job's tensors."""
 
     ready_s: tuple[float, ...]
     """Seconds from the start of backward until the gradient is final."""
@@ -67,18 +69,18 @@ class Timing(Record, frozen=True):
     backward_s: float
     forward_s: float
     update_s: float = 0.0
-    """The optimizer's step."""
+    """Seconds of the optimizer's step."""
     device: str = ""
-    """The device that was measured, as tables name it. Empty: the reference device of the nodes' speeds."""
+    """Name of the measured device, as in the planner's tables. Empty: the reference device of the nodes' speeds."""
     filled: tuple[float, ...] = ()
-    """Average nonzero part of each gradient, sent and received. Empty: all elements."""
+    """Average fraction of nonzero elements of each gradient, as sent and received. Empty: all elements are nonzero."""
     half: bool = False
-    """Whether computation uses bf16, or the GPU's fastest precision; node speeds then refer to that precision."""
+    """Whether the step computes in bf16 or the GPU's fastest precision; the nodes' speeds then refer to that precision."""
     activation_nbytes: float = 0.0
-    """Memory that a step keeps for its backward pass; 0: unknown."""
+    """Bytes of activations that a step keeps for its backward pass; 0: unknown."""
 
     def scaled(self, factor: float) -> Timing:
-        """All times multiplied by `factor`; the device becomes unknown."""
+        """Returns a copy with all times multiplied by `factor` and the device unknown."""
         return Timing(
             tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
             self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
@@ -87,12 +89,12 @@ class Timing(Record, frozen=True):
 
 
 class Job(Record, frozen=True):
-    """Model and batch. Two workers can train one job only if their Jobs have equal digests."""
+    """A model's tensors and its batch. Two workers can train one job only if their Jobs have equal digests."""
 
     tensors: tuple[TensorInfo, ...]
     batch: int | None = None
     timing: Timing | None = None
-    """Measured or from a table. Needed for planning, not for training."""
+    """Step times, measured or from a table. Planning needs them, training does not."""
     name: str = ""
 
     @property
@@ -116,18 +118,20 @@ class Slice(Record, frozen=True):
 
 
 class Why(Record, frozen=True):
-    """The planner's prediction for a bucket's path, for people to read."""
+    """The planner's prediction for one bucket, and the alternative that came second. Only people read it."""
 
     seconds: float
-    """From ready to done, in the simulated step."""
+    """Seconds from the bucket's gradients being ready to its average having arrived, in the simulated step."""
     nbytes: int
-    """Bytes that one node sends and receives for the bucket."""
+    """Bytes that one node sends and receives for the bucket in a step."""
     reason: str
     runner_up: str = ""
     runner_up_s: float = 0.0
-    """Extra time of the whole step with the runner-up. Below 0: its steps are shorter, but more of them are needed."""
+    """Seconds that a step takes longer with the alternative. Negative: its steps are shorter, but training needs more of them.
+    """
     runner_up_later: float = 0.0
-    """Extra time to reach a loss with the runner-up, as a cautious fraction; 0 if the planner did not compare convergence."""
+    """Extra training time until a given loss with the alternative, as a pessimistic fraction; 0 if the planner did not compare
+    convergence."""
 
 
 def over_server(path: str) -> bool:
@@ -140,29 +144,30 @@ def over_server(path: str) -> bool:
 
 
 class Bucket(Record, frozen=True):
-    """The unit of planning and sending: a slice of a large tensor, or several small tensors."""
+    """The unit of planning, compressing and sending: a slice of a large tensor, or several small tensors."""
 
     id: int
     slices: tuple[Slice, ...]
     path: str
-    """"service" (encode, push, sum, result, decode), "allreduce" (a planned collective over all ranks), or a path spelled
-    as in planner/tree.py."""
+    """How the bucket is summed: "service" (over a summation server), "allreduce" (one collective over all ranks), or a sequence
+    of operations in the grammar of planner/tree.py."""
     codec: str = "identity()"
     server: int = 0
-    """Number of the server that sums it (path "service")."""
+    """Number of the summation server of this bucket; used only with a path over a server."""
     owner: int = 0
-    """Local rank of each node that encodes and sends it (path "service")."""
+    """Local rank that encodes and sends this bucket on each node; used only with path "service"."""
     shape: tuple[int, ...] = ()
-    """Empty: a vector. A bucket of one whole tensor may keep that tensor's shape, which low-rank codecs need."""
+    """Shape that the codec sees; empty: a vector. A bucket of one whole tensor can keep that tensor's shape, which low-rank
+    codecs need."""
     down: str = ""
-    """Download codec, if it differs from the upload codec."""
+    """Codec of the download from the server; empty: the same as for the upload."""
     by_node: tuple[str, ...] = ()
-    """Codecs per node, if they differ (a slow link uses a smaller ratio). All belong to one family, so that the server can
-    decode them."""
+    """Upload codec of each node, if nodes differ (a slow link uses a smaller ratio); empty: `codec` on all. All belong to one
+    family, so that the server can decode them."""
     coder: str = ""
-    """"gpu": a service bucket is encoded on the device. Empty: on the host."""
+    """"gpu": the bucket is encoded on the GPU. Empty: on the CPU."""
     stale: bool = False
-    """Whether a step's result is applied in the next step."""
+    """Whether the average of a step is applied one step late."""
     why: Why | None = None
 
     @property
@@ -179,111 +184,120 @@ class Bucket(Record, frozen=True):
 
 
 class Plan(Record, frozen=True):
-    """The decisions for all buckets. `buckets` are in the order in which they become ready; collectives run in this order."""
+    """All decisions for a job's communication. `buckets` are in the order in which they become ready; collectives run in this
+    order."""
 
     job: str
-    """Digest of the Job that the plan is for."""
+    """Digest of the Job that the plan was made for."""
     buckets: tuple[Bucket, ...]
     servers: int = 0
     ranks_per_node: int = 1
     local_steps: int = 1
-    """Local training steps per exchange."""
+    """Number of local training steps per exchange; 1: every step is synchronized."""
     codes: Literal["gradients", "updates"] = "gradients"
-    """What an exchange carries. With several local steps it is always updates; see `steps_locally`."""
+    """What is compressed and exchanged: "gradients", or "updates" (weight changes). More than one local step implies updates;
+    see `steps_locally`."""
     overlap: Literal["", "round", "forward"] = ""
-    """What runs during an exchange: nothing, the next round of local steps (or the next step), or the next forward pass."""
+    """What runs during an exchange: "" nothing, "round" the next local steps (or the next step), "forward" the next forward
+    pass."""
     fragments: int = 1
-    """Number of parts into which a round's updates are split; the parts are exchanged one after the other."""
+    """Number of parts into which the model's weight changes are split; the parts are exchanged one after the other."""
     step_s: float = 0.0
     """Predicted seconds per step; 0: no prediction."""
     free_s: float = 0.0
-    """Predicted seconds per step if coding took no time, by a search. Not a lower bound: another plan may be faster."""
+    """Predicted seconds per step if encoding and decoding took no time; 0: no prediction. Not a lower bound: another plan might
+    be faster."""
     steps: float = 0.0
-    """Predicted convergence factor: steps to a loss relative to dense synchronous training. 0: no prediction."""
+    """Predicted convergence factor: steps until a given loss, relative to uncompressed synchronous training. 0: no prediction.
+    """
     steps_high: float = 0.0
-    """The cautious convergence factor, which the planner uses."""
+    """Pessimistic estimate of the convergence factor, which the planner uses for decisions; 0: no prediction."""
     hosts: tuple[int, ...] = ()
-    """Node of each server, as an index into the planned cluster. Empty: the first node that can host one."""
+    """Node that hosts each server, as an index into the planned cluster. Empty: servers run on the first node that can host
+    one."""
     ratio_over: Literal["bucket", "plan"] = "bucket"
-    """Base of a sparse codec's ratio. "bucket": each bucket. "plan": all server buckets together with one threshold, so
-    that buckets with larger gradients send more."""
+    """What a sparse codec's ratio refers to. "bucket": the elements of each bucket. "plan": all server buckets together, with
+    one threshold, so that buckets with larger gradients send more."""
     warmup: int = 0
-    """Steps of the job over which the ratios of sparse codecs over servers decrease from 25 %; 0: none."""
+    """Steps from the start of the job during which sparse codecs over servers decrease their ratios from 25 %; 0: none."""
     schema: int = SCHEMA
 
     @property
     def steps_locally(self) -> bool:
-        """Whether each rank applies its own gradients, and exchanges carry the weights' changes."""
+        """Whether each rank applies its own gradients, and exchanges send weight changes instead of gradients."""
         return self.local_steps > 1 or self.codes == "updates"
 
 
 def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
-    """The plan for the workers at these places of the old membership, plus `new` further ones. Predictions are dropped:
-    they were for the old membership."""
+    """The plan after a change of members: for the workers at the indices `places` of the old membership, plus `new` further
+    ones. Predictions are dropped: they were for the old membership."""
     buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
                     for b in plan.buckets)
     return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def with_updates(plan: Plan) -> Plan:
-    """The plan with coded updates in every step and no late results: averaged gradients would let the ranks diverge."""
+    """The plan with weight changes exchanged in every step and no late results. (Late results of gradients would make ranks
+    diverge.)"""
     buckets = tuple(replace(b, stale=False) if b.stale else b for b in plan.buckets)
     return replace(plan, codes="updates", overlap="", buckets=buckets)
 
 
 class Member(Record, frozen=True):
-    """A worker process: `rank` is its number among all workers, `node` groups workers on one machine."""
+    """A worker process. `rank` is its number among all workers; workers with equal `node` share a machine."""
 
     rank: int
     node: int
     name: str
     pid: int = 0
     certificate: str = ""
-    """Certificate that the worker joined with, if there are keys. Servers accept only this certificate for its rank."""
+    """Certificate that the worker registered with; empty: the job has no keys. Servers accept only this certificate for its
+    rank."""
 
 
 class ServerInfo(Record, frozen=True):
     id: int
     address: str
     node: int = 0
-    """The server shares a machine with the members of this node number."""
+    """Node number of the members that share a machine with the server."""
     colocated: bool = False
-    """The server runs in the coordinator's process."""
+    """Whether the server runs in the coordinator's process."""
     streams: str = ""
-    """Address for gRPC streams; the coordinator's own if the server runs beside it. Empty: no gRPC."""
+    """Address for gRPC streams: the coordinator's own address if the server runs in its process. Empty: no gRPC."""
     restartable: bool = False
-    """The server has a journal, so that it can be restarted after a crash."""
+    """Whether the server has a journal, so that it can be restarted after a crash."""
 
 
 class View(Record, frozen=True):
-    """An epoch's membership: generation, members, servers and first step."""
+    """Membership of one epoch: its generation number, members, servers and first step."""
 
     generation: int
     members: tuple[Member, ...]
     servers: tuple[ServerInfo, ...]
     plan: str = ""
-    """Digest of the plan bytes; empty until rank 0 has sent one."""
+    """Digest of the encoded plan; empty until rank 0 has sent one."""
     from_step: int = 0
     gradients: int = -1
-    """Number of leading tensors that are gradients. The rest are buffers, which servers average. -1: all are gradients."""
+    """Number of gradients among the job's tensors; the tensors after them are buffers, which servers average too. -1: all are
+    gradients."""
 
 
 def encode(record: Record) -> bytes:
-    """Canonical bytes: sorted keys, so that equal records have equal bytes everywhere."""
+    """Encodes a record as JSON with sorted keys: equal records give equal bytes on every machine."""
     return msgspec.json.encode(record, order="deterministic")
 
 
 def digest(record: Record) -> str:
-    """First 16 hex digits of the SHA-256 of the canonical bytes."""
+    """First 16 hex digits of the SHA-256 of the record's encoded bytes."""
     return hashlib.sha256(encode(record)).hexdigest()[:16]
 
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError)
-"""Errors that msgspec raises for malformed bytes; text that is not UTF-8 raises its own."""
+"""Exceptions that msgspec raises for malformed bytes."""
 
 
 def decode(data: bytes, kind: type[T], what: str) -> T:
-    """Decodes a record; the one-line error names `what`, the field and the problem."""
+    """Decodes JSON bytes into a record of type `kind`. A RecordError names `what`, the field and the problem in one line."""
     try:
         return msgspec.json.decode(data, type=kind)
     except MALFORMED as error:

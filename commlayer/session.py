@@ -1,4 +1,4 @@
-"""attach() and the Session that it returns: trains a PyTorch model over several workers. engine/step_loop.py runs the steps."""
+"""Defines attach() and the Session that it returns, which together train a PyTorch model over several workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger("commlayer")
 
 
 class Driver(Inspected, Protocol):
-    """How a session reaches gradients: hooks on the parameters, or DDP's communication hook."""
+    """A session's access to the model's gradients: through hooks on the parameters, or through DDP's communication hook."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -55,22 +55,24 @@ class Driver(Inspected, Protocol):
 
 
 class Session:
-    """One attached model, made by `attach`. `switch` changes its plan."""
+    """One attached model, returned by `attach()`. The function `switch` changes its plan."""
 
     def __init__(self, driver: Driver, clips: Clipping | None = None) -> None:
         self._driver, self._inspection, self._clips = driver, Inspection(driver), clips
 
     @property
     def inspect(self) -> Inspection:
-        """The current plan, decisions with their reasons, traces, and further diagnostics."""
+        """Diagnostics: the current plan, the decisions with their reasons, traces and measurements."""
         return self._inspection
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside accumulate gradients locally. The next one outside averages the accumulated gradients."""
+        """Context manager for gradient accumulation: backward passes inside it exchange nothing. The next backward pass outside
+        averages the accumulated gradients."""
         return self._driver.no_sync()
 
     def join(self) -> AbstractContextManager[None]:
-        """For ranks with unequal numbers of batches, on a plain module. All ranks enter it, around the loop over batches.
+        """Context manager for ranks with unequal numbers of batches, on a plain module. All ranks enter it, around the loop
+        over batches.
 
         >>> with session.join():                                    # doctest: +SKIP
         ...     for x, y in loader:
@@ -79,36 +81,40 @@ class Session:
         ...         optimizer.step()
 
         A rank that leaves the loop takes part in the other ranks' steps until all ranks have left. Its gradients have weight 0,
-        so an average covers the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer state
-        and GradScaler state of a rank that had the last batch. Give a GradScaler to attach(), and step the optimizer inside:
-        averages of the last step that no optimizer applied count as discarded. Residuals of error feedback stay on their ranks.
+        so an average covers only the ranks that still have batches. At the end all ranks have the weights, buffers, optimizer
+        state and GradScaler state of a rank that had the last batch. Give a GradScaler to attach(), and step the optimizer
+        inside the context: averages of the last step that no optimizer applied count as discarded. Residuals of error feedback
+        stay on their ranks.
 
-        The plan does not change while a rank is out of batches. With overlap="forward", backward() waits for results inside.
-        Schedulers are not copied: step them after the context. An exception inside ends the session, and the other ranks fail
-        with its reason. Not supported: local steps, jobs whose workers may leave, and DistributedDataParallel, which has its
-        own join().
+        The plan does not change while a rank is out of batches. With overlap="forward", backward() waits for results inside the
+        context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
+        ranks fail with its reason. Not supported: local steps, jobs whose workers might leave, and DistributedDataParallel,
+        which has its own join().
         """
         return self._driver.join()
 
     def weight(self, n: float, total: float | None = None) -> None:
-        """Sets the weight of this worker's gradients from now on: its number of samples or tokens, in one unit on all workers.
+        """Sets the weight of this worker's gradients from now on: its number of samples or tokens, in the same unit on all
+        workers.
 
         The weight is divided by the setting `batch`, so that encoded values stay in the range of gradients. If n is large and
         gradients are sent as fp16, set `batch` to the planned batch size. `total` is the sum over all workers, if the script
-        knows it. Without `total`, a step whose sum differs from the step before sends buckets with residuals twice.
+        knows it. Without `total`, when the sum differs from that of the previous step, buckets with residuals are sent twice.
         """
         own, summed = _amount("weight", n), None if total is None else _amount("total", total)
         if summed is not None and summed < own:
             raise InvalidInput("E-WEIGHT",
-                               f"total {summed:g}: less than this worker's own weight {own:g}; give the sum over all workers")
+                               f"total {summed:g} is less than this worker's own weight, {own:g}; give the sum over all "
+                               "workers")
         if summed is not None and self._driver.connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "weight(total=...) inside session.join(): the sum changes when a rank runs out of batches; "
-                               "leave total out")
+                               "weight(total=...) is not supported inside session.join(): the sum changes when a rank runs "
+                               "out of batches; leave total out")
         self._driver.weight(own, summed)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """Reports a step's training loss to the quality guard. A tensor is read later, so nothing waits for the device."""
+        """Reports a step's training loss to the quality guard, which compares it over time. A tensor is read later, so the call
+        does not wait for the device."""
         self._driver.report(loss)
 
     def synchronize(self) -> None:
@@ -119,12 +125,13 @@ class Session:
         self._driver.synchronize()
 
     def drain(self) -> bool:
-        """Flushes averages that the plan delivers late: `if session.drain(): optimizer.step()`. All ranks call it between two
-        steps.
+        """Completes exchanges whose averages the plan delivers late: `if session.drain(): optimizer.step()`. All ranks call it
+        between two steps.
 
         Waits for one-step-stale results and writes them into `.grad`; parameters without a result get None. Returns True if
-        there were any. Under a plan of local steps it exchanges at once, and no optimizer step follows. Call it before an
-        evaluation, or at the end. `save_residuals` needs no drain, but between two exchanges models differ between ranks.
+        there were any. Under a plan of local steps it exchanges the weight changes at once, and no optimizer step follows. Call
+        it before an evaluation, or at the end. `save_residuals` needs no drain, but under local steps models differ between
+        ranks until the next exchange.
         """
         self._outside_join("drain()")
         return self._driver.drain()
@@ -134,23 +141,24 @@ class Session:
         return checkpoint.worker_state(self._driver.connection)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Call it before training or at the step of the saved state. To go back in a running job, all ranks call
-        `load_residuals`."""
+        """Restores a result of `state_dict`, before training or at the step of the saved state. To return to an earlier step of
+        a running job, all ranks call `load_residuals` instead."""
         if not self._fresh("load_state_dict()"):
             self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
 
     def save_residuals(self, directory: str | Path) -> None:
-        """Writes the codec state kept between steps (residuals, momenta), for each rank and server.
+        """Writes the codec state of each rank and server that is kept between steps (residuals, momenta).
 
-        It contains neither model nor optimizer: the script saves them itself, at the same step. All ranks call it. Each save
-        has its own folder. The previous save is deleted once this one is complete on all ranks.
+        The model and the optimizer are not included: the script saves them itself, at the same step. All ranks call it. Each
+        save has its own folder. The previous save is deleted once this one is complete on all ranks.
         """
         self._outside_join("save_residuals()")
         if not self._fresh("save_residuals()"):
             checkpoint.save(self._driver.connection, Path(directory))
 
     def load_residuals(self, directory: str | Path) -> None:
-        """Loads the newest complete save in `directory`, under the same plan and world. All ranks call it before training."""
+        """Loads the newest complete save in `directory`. All ranks call it before training, under the plan and number of
+        workers that were saved."""
         self._outside_join("load_residuals()")
         if not self._fresh("load_residuals()"):
             self._driver.when_connected(lambda: self._load(Path(directory)))
@@ -163,28 +171,30 @@ class Session:
     def _outside_join(self, what: str) -> None:
         if self._driver.connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"{what} inside session.join(): all ranks make this call together, and some may be out of "
-                               "batches; allowed: before or after it")
+                               f"{what} must not be called inside session.join(): all ranks make this call together, and "
+                               "some might be out of batches; call it before or after the context")
 
     def _fresh(self, what: str) -> bool:
-        """Whether this rank has just joined a running job. The other ranks are past this call and do not take part in it."""
+        """Whether this rank has just joined a running job, so that it must skip the call named `what`. The other ranks made
+        that call before this rank joined."""
         if self._driver.connection.fresh:
-            log.warning("%s: skipped, since this home joined a running job and has the state of its workers", what)
+            log.warning("%s: skipped, since this home has just joined a running job and received the state of its "
+                        "workers", what)
         return self._driver.connection.fresh
 
     @property
     def step(self) -> int:
-        """Training steps since the job began, dropped steps included.
+        """Number of training steps since the job began, dropped steps included.
 
-        Backward passes outside `no_sync` count. Under local steps optimizer steps count; so they do in a script started alone
-        with an optimizer. The value is 0 at the start, except in a home that joined a running job: `for step in
-        range(session.step, steps)`.
+        Each backward pass outside `no_sync` counts as a step. Under local steps, and in a script started without other workers,
+        optimizer steps count instead (if attach() was given the optimizer). The value is 0 at the start, except in a home that
+        joined a running job: `for step in range(session.step, steps)`.
         """
         return self._driver.connection.passes
 
     @property
     def joined(self) -> bool:
-        """Whether this rank joined a running job, and received weights and optimizer state from its workers."""
+        """Whether this rank joined a job that was already running, and received weights and optimizer state from others."""
         return self._driver.connection.joined is not None
 
     @property
@@ -194,27 +204,29 @@ class Session:
 
     @property
     def world(self) -> int:
-        """The number of workers; 1 in a script started alone. If homes leave or join, it changes after a step, and so does
-        `rank`."""
+        """The number of workers; 1 in a script started alone. When homes leave or join, `world` and `rank` change between two
+        steps."""
         return self._driver.connection.world
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start. The keys are the same alone, with DDP, with servers and with collectives.
+        """Counters since attach(). The keys are the same with one worker, with DDP, with servers and with collectives.
 
-        - `steps`: training steps, as in `step`.
+        - `steps`: training steps, as in the property `step`.
         - `exchanges`: complete exchanges of gradients or weight changes: one per step, or one per `every` local steps.
         - `sent_nbytes`, `received_nbytes`: gradient payloads exchanged with servers and other nodes, without headers. Zeros
-          that were not sent count. Collectives of torch.distributed count by a formula: an all-reduce of b bytes over n ranks
-          as a ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
+          that were not sent count. Collectives of torch.distributed are estimated: an all-reduce of b bytes over n ranks as a
+          ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
         - `encode_s`, `decode_s`: seconds in codecs.
         - `exposed_s`: seconds that training waited for results after backward passes.
-        - `guard_s`: seconds of comparing with exact gradients, for the quality guard.
-        - `reconnects`, `resent_nbytes`, `kept_nbytes`: reconnections, bytes sent again over them, bytes kept for that.
+        - `guard_s`: seconds of comparing compressed with exact gradients, for the quality guard.
+        - `reconnects`, `resent_nbytes`, `kept_nbytes`: number of reconnections, bytes sent again after them, bytes kept in
+          memory for that.
         """
         return self._driver.connection.stats()
 
     def close(self, reason: str = "") -> None:
-        """Leaves the job. Also called at exit. A `reason` marks an end by failure: the other ranks fail with it."""
+        """Leaves the job. Called at exit if the script does not call it. A non-empty `reason` marks a failure: the other ranks
+        fail with this text."""
         self._driver.detach()
         if self._clips is not None:
             self._clips.remove()
@@ -312,7 +324,8 @@ def attach(
 
 
 def switch(session: Session, plan: Plan) -> None:
-    """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan of rank 0 counts.
+    """Switches the session to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is
+    used.
 
     Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
     """
@@ -356,8 +369,8 @@ class _DDPDriver:
 
     def join(self) -> AbstractContextManager[None]:
         raise InvalidInput("E-UNEVEN-INPUTS",
-                           "session.join() is for plain modules; a DistributedDataParallel module has its own, which works "
-                           "with commlayer: with ddp_model.join(): ...")
+                           "session.join() is only for plain modules; a DistributedDataParallel module has its own, which "
+                           "works with commlayer: with ddp_model.join(): ...")
 
     def weight(self, n: float, total: float | None) -> None:
         self._state.weight(n, total)
@@ -366,7 +379,7 @@ class _DDPDriver:
         self._state.report(loss)
 
     def synchronize(self) -> None:
-        """Nothing to do: DDP ends every backward pass with the averages in place."""
+        """Does nothing: DDP ends every backward pass with the averages in `.grad`."""
 
     def drain(self) -> bool:
         return self._state.drain(list(self._model.parameters()))
@@ -375,8 +388,8 @@ class _DDPDriver:
         self._state.when_connected(action)
 
     def detach(self) -> None:
-        """DDP cannot remove a hook and keeps the state, which drops its connection. The session keeps it for `inspect` and
-        `stats`."""
+        """Ends the hook's work. DDP cannot remove a hook and keeps its HookState, which drops the connection. The session keeps
+        the connection for `inspect` and `stats`."""
         self._ended = self._ended or (self._state.connection, self._state.observers)
         self._state.detach()
 
@@ -387,5 +400,5 @@ def _amount(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = -1.0
     if not 0 <= number < float("inf"):
-        raise InvalidInput("E-WEIGHT", f"{what} {value!r}: allowed is a finite number >= 0")
+        raise InvalidInput("E-WEIGHT", f"{what}: got {value!r}, but it must be a finite number, 0 or more")
     return number

@@ -98,7 +98,7 @@ def test_a_flood_of_refusals_is_counted(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_flood_of_probes_hides_no_refusal(tmp_path: Path) -> None:
     audit = Audit(str(tmp_path / "audit.jsonl"))
     for _ in range(MOST_REFUSED + 50):
-        audit.refused("1.2.3.4:5", SilentConnection("closed before anything was said"))
+        audit.refused("1.2.3.4:5", SilentConnection("closed before anything was sent"))
     audit.refused("1.2.3.4:5", "plain text")
     assert [line["event"] for line in lines(tmp_path / "audit.jsonl")] == [*["probed"] * MOST_REFUSED, "refused"]
     audit.close()

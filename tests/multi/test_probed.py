@@ -28,7 +28,7 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 
 SECRET = "correct-horse-battery"
-NOTHING = "closed before anything was said"
+NOTHING = "the connection was closed before anything was sent"
 
 
 class Job:

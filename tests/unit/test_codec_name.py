@@ -69,7 +69,7 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
     ("topk(ratio=1e999)", "topk: ratio is inf"),
     ("block_threshold(-0.1)", "block_threshold: ratio is -0.1"),
     ("topk(values='fp64')", "topk: values is 'fp64'"),
-    ("qsgd(levels=8)", "qsgd: levels is 8, allowed is one of 1, 3, 7, 15, 127"),
+    ("qsgd(levels=8)", "qsgd: levels is 8, but it must be one of 1, 3, 7, 15, 127"),
     ("momentum(7)", "momentum: inner is 7"),
     ("partition(int8(), parts=2)", "partition was removed; use powersgd(shapes=...)"),
     ("powersgd(shapes=(3,))", "powersgd: shapes is (3,)"),

@@ -110,7 +110,7 @@ def test_a_count_that_does_not_fit_the_runs_is_refused() -> None:
     ("arguments", "words"),
     [
         ({"ratio": 0}, "block_threshold: ratio is 0"),
-        ({"run": 12}, "block_threshold: run is 12, allowed is one of 8, 16, 32, 64"),
+        ({"run": 12}, "block_threshold: run is 12, but it must be one of 8, 16, 32, 64"),
         ({"run": True}, "block_threshold: run is True"),
         ({"values": "int2"}, "block_threshold: values is 'int2'"),
     ],
