@@ -1,6 +1,7 @@
-"""State of the current step that routes share: its number, units, first error, counters, and arrivals of buckets.
+"""State of the current step that all paths share: its number, units, first error, counters, and arrivals of buckets.
 
-The worker advances it. A route reads it, counts its work, reports its first error, and reports each arrived bucket.
+The worker advances it to the next step. A path reads it, counts its work in it, and reports to it the first error and each
+arrived bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from commlayer.transport.protocol import peer_name
 
 @dataclasses.dataclass
 class Counters:
-    """Sums since the start, as Session.stats defines them. Any thread adds bytes and coding time through the methods."""
+    """Totals since the start of the session, as Session.stats defines them. Any thread can add bytes and codec time through the
+    methods."""
 
     exchanges: int = 0
     sent_nbytes: int = 0
@@ -54,7 +56,7 @@ class Counters:
             self.decode_s += decode_s
 
     def all_reduced(self, nbytes: int, members: int) -> None:
-        """An all-reduce of that many bytes: in a ring of n, each member sends and receives 2 (n - 1) / n of them."""
+        """Counts an all-reduce of `nbytes` bytes: in a ring of n members, each sends and receives 2 (n - 1) / n of them."""
         part = 2 * (members - 1) * nbytes // members
         self.carried(part, part)
 
@@ -63,32 +65,33 @@ class Counters:
 
 
 class EpochChanged(Exception):
-    """The members of the job change: the current step is abandoned and repeated by the remaining members."""
+    """The members of the job are changing: the current step is abandoned, and the remaining members repeat it."""
 
 
 def _nothing(_: Callable[[], bool]) -> None:
-    """The default interrupt poll: there are no interrupts."""
+    """Does nothing: the default of `check_interrupts`, when there are no interrupts."""
 
 
 class Step:
-    """One worker's, from its first step to its last."""
+    """State of the step that one worker executes. One object exists for all steps of a Worker."""
 
     def __init__(self, rank: int, generation: int, units: Units) -> None:
         self.rank, self.generation, self.units = rank, generation, units
         self.number = 0
         self.eager = False
-        """Whether results are taken one by one, in the order in which the next forward pass needs them."""
+        """Whether results are applied one by one, in the order in which the next forward pass needs the parameters."""
         self.error: BaseException | None = None
-        """The first error: it stays, and ends the worker."""
+        """The first error of any step; None if there is none. It is never cleared and ends the worker."""
         self.check_interrupts: Callable[[Callable[[], bool]], None] = _nothing
-        """The training thread calls it before it waits and after each `wake`. It may raise, for example EpochChanged. The
-        argument is a function that returns whether all results have arrived in the meantime."""
+        """Polls for interrupts; the training thread calls it before each wait and after each `wake`. It can raise, for example
+        EpochChanged. Its argument returns whether all results have arrived."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
 
     def latch(self, error: BaseException) -> None:
-        """From any thread. Ends all waits for arrivals; the waiting thread then reads the error."""
+        """Keeps the first error and ends all waits for arrivals; the waiting thread then reads the error. Any thread can call
+        it."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -96,7 +99,7 @@ class Step:
             arrivals.end()
 
     def wake(self) -> None:
-        """From any thread: makes the current wait, or the next one, poll for interrupts."""
+        """Makes the current wait, or the next one, poll for interrupts. Any thread can call it."""
         for arrivals in self._awaited:
             arrivals.wake()
 
@@ -104,7 +107,7 @@ class Step:
         return self.error
 
     def arrivals(self) -> Arrivals:
-        """A new counter of arrivals, for one route."""
+        """Creates a counter of arrivals for one path."""
         self._awaited.append(Arrivals(lambda: self.check_interrupts(self._whole)))
         return self._awaited[-1]
 
@@ -113,7 +116,8 @@ class Step:
 
 
 class Arrivals:
-    """Counts the buckets of a route for which the step waits. `arrived` runs on lanes, the rest on the training thread."""
+    """Counts the buckets of one path for which the step still waits. `arrived` is called by lanes, all other methods by the
+    training thread."""
 
     def __init__(self, check_interrupts: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
@@ -128,7 +132,7 @@ class Arrivals:
             self._all.set()
 
     def arrived(self) -> None:
-        """One bucket needs nothing more before the step can end."""
+        """Counts one bucket as arrived: the step needs nothing more of it."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -146,13 +150,13 @@ class Arrivals:
         self._next.set()
 
     def wake(self) -> None:
-        """Makes the waiting thread poll for interrupts and then continue its wait."""
+        """Makes the waiting thread poll for interrupts and then continue to wait."""
         with self._lock:
             self._all.set()
         self._next.set()
 
     def wait(self, deadline: float) -> bool:
-        """Waits until all have arrived or an error has latched. False when the deadline passed before."""
+        """Waits until all buckets have arrived or the worker has an error. Returns False if `deadline` passes first."""
         while True:
             with self._lock:
                 if self._left <= 0 or self._ended:
@@ -163,7 +167,8 @@ class Arrivals:
                 return False
 
     def wait_for(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Waits in the same way until `condition()` is true, which some arrival makes so."""
+        """Waits until `condition()` is true or the worker has an error; every arrival checks the condition again. Returns False
+        if `deadline` passes first."""
         while True:
             self._next.clear()
             if condition() or self._ended:
@@ -181,32 +186,38 @@ class Arrivals:
 # (Flag.AGAIN).
 
 class Units:
+    """Factors between gradients, encoded values and averages, and this worker's assumption of the total weight."""
+
     def __init__(self, members: int, *, shared: bool) -> None:
-        """`shared`: several ranks of a node add up their gradients before one of them codes the sum."""
+        """`shared`: several ranks of a node add up their gradients before one of them encodes the sum."""
         self.members, self._shared = members, shared
         self.weight = 1.0
         self.scale = 1.0
         self.rate = 1.0
         self.total = float(members)
-        """The weight of all workers together: given, or that of the last step."""
+        """The total weight of all workers: given by the script, or assumed equal to that of the previous step."""
         self.weight_known = False
-        """Whether the script gave the total."""
+        """Whether the script provided the total weight."""
         self.broken = False
-        """Whether this worker has broken the step off. Then its part weighs NaN, and so does the sum."""
+        """Whether this worker has aborted the step. Its weight is then sent as NaN, which makes the total weight NaN on all
+        workers."""
 
     def take(self, other: Units) -> None:
         self.weight, self.scale, self.rate = other.weight, other.scale, other.rate
         self.total, self.weight_known = other.total, other.weight_known
 
     def rate_of(self, bucket: WorkerBucket) -> float:
-        """The factor on a gradient before coding, in addition to weight and loss scale."""
+        """Factor on a bucket's gradients before encoding, in addition to weight and loss scale: the learning rate if the codec
+        encodes weight updates, else 1."""
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:
-        """Coded values are gradients divided by this: the loss scale, over the learning rate if the bucket codes updates.
+        """Divisor from gradients to encoded values: the loss scale, divided by the learning rate if the bucket encodes weight
+        updates.
 
-        With the loss scale inside, a change of scale would falsify every residual. So would a change of the learning rate in
-        codecs of updates."""
+        Without this division, a change of the loss scale would falsify every residual. The same holds for the learning rate in
+        codecs of weight updates.
+        """
         return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
 
     def gather(self, bucket: WorkerBucket) -> None:
@@ -218,19 +229,20 @@ class Units:
             bucket.gather(self.factor(bucket), self.weight, self.worth(bucket))
 
     def factor(self, bucket: WorkerBucket) -> float:
-        """From a gradient to the value that is coded."""
+        """Factor from a gradient to the value that is encoded."""
         part = self.weight / self.scale_of(bucket)
         return part * (self.members / (bucket.total or self.total)) if _by_total(bucket) else part
 
     def worth(self, bucket: WorkerBucket) -> float:
-        """The value in x of a residual of 1.
+        """Factor from a residual to the send buffer: the value that a residual of 1 adds.
 
-        Residuals are counted so that the sum over all workers is `members` times what the mean lacks. With equal weights, x is
-        then the gradient."""
+        Residuals are scaled so that their sum over all workers is `members` times what the mean lacks. With equal weights, the
+        send buffer then has the scale of gradients.
+        """
         return 1.0 if _by_total(bucket) else bucket.total / self.members
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
-        """The factor from the sum to the average; None if all workers have weight 0."""
+        """Factor from the received sum to the average; None if all workers have weight 0."""
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
             average = scale / weight if bucket.served else bucket.over_weight(scale)
@@ -240,58 +252,64 @@ class Units:
         return None
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """Sets the weight from now on. `total`: the weight of all workers together, None if the script does not give it.
+        """Sets this worker's weight from now on. `total`: the sum of all workers' weights; None if the script does not provide
+        it.
 
-        Ranks of one node ignore a given `total`. They must all use the same value, the weight of the last step."""
+        If several ranks of a node share buckets, they ignore `total`. They must all assume the same value: the total weight of
+        the last step.
+        """
         self.weight, self.weight_known = weight, total is not None and not self._shared
         if total is not None and self.weight_known:
             self.total = total
 
     def regroup(self, total: float) -> None:
-        """The members have changed; all workers of the current step together have weight `total`."""
+        """Sets the total weight of all workers to `total`, after the members have changed during a step."""
         self.total, self.weight_known = total, False
 
     def hear(self, total: float) -> None:
-        """A server has sent the weight of all workers in this step. Ranks of one node must all use the same value, so they
-        ignore it."""
+        """Stores the total weight of this step, as a server has sent it. Ranks of a node that share buckets ignore it, because
+        all of them must assume the same value."""
         if not self._shared:
             self.total, self.weight_known = total, False
 
     def learn(self, total: float) -> None:
-        """Takes over the total weight of the finished step, as the assumption for the next one. 0 if unknown.
+        """Stores the total weight of the finished step, as the assumption for the next one. 0: unknown.
 
-        Raises ValueError if the script gave another total."""
+        Raises ValueError if the script provided another total.
+        """
         if not total:
             return
         if self.weight_known and abs(total - self.total) > 1e-6 * total:
             raise InvalidInput("E-WEIGHT",
-                               f"weight(total=...) was {self.total:g}, but all workers together weigh {total:g}: pass the sum "
-                               "over all of them, or leave it out")
+                               f"weight(total={self.total:g}) differs from the sum of all workers' weights, {total:g}: pass "
+                               "this sum, or leave total out")
         if not self.weight_known:
             self.total = total
 
 
 def _by_total(bucket: WorkerBucket) -> bool:
-    """Whether x must be a part of the mean from the start. Staged paths learn the total weight before they code."""
+    """Whether values must be scaled as parts of the mean before encoding. Paths over collectives learn the total weight before
+    they encode, and need not assume it."""
     return bucket.in_means and bucket.served
 
 
 # ---- measures how long a worker computes in each step, without its waits
 
 LAPS_KEPT = 256
-"""Most laps that wait for `take`; older ones are dropped."""
+"""Largest number of measured steps that are kept for `take`; older ones are dropped."""
 
 
 class StepTiming(NamedTuple):
-    """A step, counted from 0, and its seconds from the end of the previous averaging to the end of its backward pass."""
+    """Computation time of one step. `step` counts from 0. `seconds` extends from the end of the previous averaging to the end
+    of this step's backward pass."""
 
     step: int
     seconds: float
 
 
 class Stopwatch:
-    """Always on: a step costs two clock reads. On CUDA it times events of the stream, since enqueued work is not yet computed.
-    """
+    """Measures the computation time of every step, without waits. On CUDA it records events in the stream, because the host
+    only enqueues work."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -300,15 +318,15 @@ class Stopwatch:
         self._laps: deque[tuple[int, float | torch.cuda.Event, float | torch.cuda.Event, float]] = deque(maxlen=LAPS_KEPT)
 
     def start(self) -> None:
-        """An averaging has ended. Calling it again discards the time since the first call."""
+        """Starts to time a step, after an averaging has ended. Calling it again restarts the time."""
         self._begin, self._skipped_s = self._now(), 0.0
 
     def drop(self) -> None:
-        """The current step computes nothing: no lap."""
+        """Discards the current measurement, because this step computes nothing."""
         self._begin = None
 
     def skip(self, seconds: float) -> None:
-        """Excludes these seconds, which were spent waiting or on other work."""
+        """Excludes `seconds` of waiting or other work from the current measurement."""
         self._skipped_s += seconds
 
     def stop(self, step: int) -> None:
@@ -317,7 +335,7 @@ class Stopwatch:
             self._begin = None
 
     def take(self) -> list[StepTiming]:
-        """The completed laps that were not taken before."""
+        """Returns the measurements that are complete and were not returned before."""
         laps = []
         while self._laps:
             step, begin, end, skipped_s = self._laps[0]
@@ -341,15 +359,15 @@ class Stopwatch:
 
 # ---- detects whether a worker aborted the step that was just exchanged, and which one
 #
-# A worker whose backward pass failed sends an abort when its next pass begins, instead of its parts: a flag with a line of
+# A worker whose backward pass failed sends an abort when its next pass begins, instead of its gradients: a flag with a line of
 # text to servers, weight NaN in collectives. So all workers see it in the result.
 
 BROKEN = "its backward pass broke off"
 
 
 def broken_off(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
-    """Which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
-    `by_this_worker`: this worker did."""
+    """Returns which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
+    `by_this_worker`: whether this worker aborted it."""
     if reason := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
         return reason
     # Collectives run in plan order, so the last weight covers all workers that finished the pass.
@@ -361,7 +379,7 @@ def broken_off(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
 # ---- finds the peer that caused an error, once the coordinator has had time to report it
 
 class RootCause:
-    """The first death that the coordinator reported, or the coordinator's own silence."""
+    """Keeps the first lost peer that the coordinator reported, or that the coordinator itself is silent."""
 
     def __init__(self) -> None:
         self.error: CommError | None = None
@@ -372,10 +390,11 @@ class RootCause:
         self._heard.set()
 
     def explain(self, error: BaseException, link: Uplink | None, *, notice_s: float, verdict_s: float) -> BaseException:
-        """Returns a more precise error for a broken collective, or for a server that ended with the job, if there is one.
+        """Returns a more precise error for a failed collective, or for a server that ended with the job, if one is known; else
+        the same error.
 
-        A collective names no peer, so its verdict waits for a dead worker's heartbeat timeout, `verdict_s`. Others wait
-        `notice_s`.
+        A collective names no peer, so it waits up to `verdict_s` for the coordinator to report a dead worker. An error of a
+        server waits up to `notice_s`.
         """
         if link is None or not isinstance(error, CommError):
             return error
@@ -397,11 +416,12 @@ class RootCause:
 FIRST_S = 5.0
 GROWTH = 2.0
 LOOK_S = 1.0
-"""Seconds between two checks. Training only stores when it began to wait, or 0; this thread reads it."""
+"""Seconds between two checks of the training thread's wait. The training thread only stores when its wait began, or 0; the
+thread that logs reads it."""
 
 
 class Waiting(Protocol):
-    """The current worker, or the groups of a call between two steps."""
+    """An object that waits for peers: the current worker, or the process groups of a call between two steps."""
 
     waiting_since: float
 
@@ -412,7 +432,8 @@ class Waiting(Protocol):
 
 
 class WaitState(NamedTuple):
-    """What has been logged of the wait that began at `since`."""
+    """What has been logged about the current wait. `since`: when it began (0: none). `who`: the peers in the last logged line.
+    `next_s`: seconds of waiting before the next line."""
 
     since: float = 0.0
     who: str = ""
@@ -420,9 +441,11 @@ class WaitState(NamedTuple):
 
 
 def wait_notice(state: WaitState, since: float, now: float, source: Callable[[], tuple[str, str]]) -> tuple[WaitState, str]:
-    """The state after a check, and the line to log or "".
+    """Returns the state after a check, and the line to log ("": none).
 
-    `since`: when the current wait began, 0 for none. `source`: returns the peers and how long the wait may last."""
+    `since`: when the current wait began; 0: no wait. `source` returns the names of the missing peers, and the limit of the wait
+    as text.
+    """
     if since != state.since:
         line = f"continues after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
         return WaitState(since), line
@@ -433,11 +456,12 @@ def wait_notice(state: WaitState, since: float, now: float, source: Callable[[],
 
 
 class WaitNotices:
-    """A thread that checks for waits until close()."""
+    """Thread that logs which peers the training thread waits for, until close()."""
 
     def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
                  log: Callable[[str, int], None]) -> None:
-        """`called` gives a peer's name for the user. A peer that is silent for `silent_s` counts as dead."""
+        """Starts the thread. `called` returns a peer's name for the user. A peer that is silent for `silent_s` seconds counts
+        as dead."""
         self._waiting, self._called, self._silent_s, self._log = waiting, called, silent_s, log
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)

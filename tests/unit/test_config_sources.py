@@ -80,7 +80,7 @@ MISTAKES = [
     (None, {}, "nod = 1", "commlayer.toml:nod); did you mean node?"),
     (None, {}, "node = ", "commlayer.toml is not TOML"),
     ({"dead_after_s": 1.5}, {"COMMLAYER_HEARTBEAT_S": "1"}, "",
-     "dead_after_s: got 1.5 from argument dead_after_s, but it must be at least twice heartbeat_s, which is 1 from environment"),
+     "dead_after_s: got 1.5 from argument dead_after_s, but it must be at least twice heartbeat_s, which is 1 from"),
     ({"cut_nbytes": MAX_BUCKET_NBYTES + 1}, {}, "", f"from 4096 to {MAX_BUCKET_NBYTES}"),
     (None, {"COMMLAYER_THREADS": "2"}, "", "threads: "),
     ({"join": "somewhere"}, {}, "", "join: got 'somewhere'"),
