@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from support import rank_pool
 from support.rank_pool import Servers, pool
-from support.ways import Training
+from support.sync_modes import Training
 
 WORLD = 2
 _ranks = rank_pool.ranks_first(WORLD)

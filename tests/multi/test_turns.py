@@ -15,8 +15,8 @@ from support.learning import learnt
 from support.planner import at, price, random_space
 from support.plans import toy_job
 from support.rank_pool import Servers, pool
-from support.ways import WORLD, Training
-from support.ways import plan as plan_for
+from support.sync_modes import WORLD, Training
+from support.sync_modes import plan as plan_for
 
 import commlayer.engine.switch as by_itself
 from commlayer.autotune import replanner, search

@@ -11,7 +11,7 @@ import torch
 from support import rank_pool
 from support.attached import mlp
 from support.rank_pool import Servers, pool
-from support.ways import LOCAL, WAYS, WORLD, Training
+from support.sync_modes import LOCAL, MODES, WORLD, Training
 from torch import nn
 
 _ranks = rank_pool.ranks_first(WORLD)
@@ -21,7 +21,7 @@ def walk(how: str = "") -> list[str]:
     """A way through all ordered pairs of ways, each once (Hierholzer)."""
     # A GradScaler wants gradients in every step, and late ones are none in the first.
     without = {"forward"} if "ddp" in how else {"late"} if "scaled" in how else set()
-    ways = [way for way in WAYS if way not in without]
+    ways = [way for way in MODES if way not in without]
     left = {a: [b for b in ways if b != a] for a in ways}
     path, found = ["gradients"], []
     while path:
@@ -34,7 +34,7 @@ def walk(how: str = "") -> list[str]:
 
 def test_the_walk_sees_all_ordered_pairs() -> None:
     path = walk()
-    assert sorted(pairwise(path)) == sorted(permutations(WAYS, 2))
+    assert sorted(pairwise(path)) == sorted(permutations(MODES, 2))
 
 
 def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_any_way_follows_any_other(how: str) -> None:
     assert first["said"] == []
     for way, local, planned in first["local"]:
         assert local == (way in LOCAL)
-        assert [getattr(planned, name) for name in WAYS[way]] == [*WAYS[way].values()]
+        assert [getattr(planned, name) for name in MODES[way]] == [*MODES[way].values()]
     assert median(first["losses"][-9:]) < 0.8 * first["losses"][0]
 
 
@@ -109,7 +109,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
                 training.optimizer.step()
             step += 1
     end = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = {"put": put, "applied": start - end, "owed": RATE * training.owed()}
+    found = {"put": put, "applied": start - end, "owed": RATE * training.residuals()}
     training.session.close()
     return found
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import rank_pool
 from support.rank_pool import Servers, pool
-from support.ways import WORLD, Training, plan
+from support.sync_modes import WORLD, Training, plan
 
 from commlayer.engine.allowed_ways import allowed_ways
 from commlayer.engine.observers import Observer, ObserverOrder

@@ -40,7 +40,7 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
     plan = plan_of(model, local_steps=2) if how == "local" else "auto"
-    said = ""
+    line = ""
     config = quick(ranks_per_node=WORLD, drift=drift, drift_steps=2)
     session = commlayer.attach(wrapped, optimizer, plan=plan, config=config)
     try:
@@ -56,10 +56,10 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
                         optimizer.state.clear()
             optimizer.step()
     except commlayer.CommError as error:
-        said = str(error)
+        line = str(error)
     decisions = session.inspect.decisions()
     session.close()
-    return {"said": said, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
+    return {"error": line, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
             "momentum": momentum(optimizer)}
 
 
@@ -67,49 +67,26 @@ def equal(results: list[dict[str, Any]], what: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(results[0][what], results[1][what], strict=True))
 
 
-@pytest.mark.parametrize("how", ["module", "ddp", "local"])
-def test_drift_is_told_and_all_go_on_from_rank_0(how: str) -> None:
-    results = pool(WORLD).call(run, how, "resync", True)
-    assert [r["said"] for r in results] == ["", ""]
-    if how == "local":  # an exchange brings weights together again by itself; what optimizers keep is each one's own
-        assert results[0]["decisions"] == []
-    else:
-        (line,) = results[0]["decisions"]
-        assert "rank 1 and rank 0 have drifted apart in 2.weight" in line
-        assert "all ranks continue with rank 0's weights, with the optimizer's state" in line
+@pytest.mark.parametrize(("how", "drift", "strays", "unlike"), [
+    ("module", "resync", True, False), ("ddp", "resync", True, False), ("local", "resync", True, False),
+    ("module", "resync", True, True), ("module", "warn", True, False), ("ddp", "warn", True, False),
+    ("module", "end", True, False), ("ddp", "end", True, False),
+    ("module", "end", False, False), ("ddp", "end", False, False), ("local", "end", False, False),
+])
+def test_a_changed_weight_is_reported_and_handled_as_configured(how: str, drift: str, strays: bool, unlike: bool) -> None:
+    """After local steps an exchange makes weights equal again. `unlike`: also the entries of the optimizer's state differ."""
+    results = pool(WORLD).call(run, how, drift, strays, unlike)
+    if drift == "end" and strays:
+        for result in results:
+            assert re.search(r"rank 1 and rank 0 .*2\.weight.*E-REPLICAS", result["error"])
+            assert "\n" not in result["error"]
+        return
+    assert [r["error"] for r in results] == ["", ""]
+    reported = strays and how != "local"
+    assert any("rank 1 and rank 0 have drifted apart in" in line for line in results[0]["decisions"]) == reported
+    assert equal(results, "weights") == (drift != "warn")
+    if drift == "resync" and reported:
         assert equal(results, "momentum")
-    assert equal(results, "weights")
-
-
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_a_warning_changes_nothing(how: str) -> None:
-    results = pool(WORLD).call(run, how, "warn", True)
-    assert [r["said"] for r in results] == ["", ""]
-    assert "rank 1 and rank 0 have drifted apart in 2.weight" in results[0]["decisions"][0]
-    assert "training continues with different models" in results[0]["decisions"][0]
-    assert not equal(results, "weights")
-
-
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_the_job_ends_where_that_is_asked_for(how: str) -> None:
-    for result in pool(WORLD).call(run, how, "end", True):
-        assert re.search(r"rank 1 and rank 0 .*2\.weight.*E-REPLICAS", result["said"])
-        assert "\n" not in result["said"]
-
-
-@pytest.mark.parametrize("how", ["module", "ddp", "local"])
-def test_nothing_is_said_where_nothing_drifts(how: str) -> None:
-    results = pool(WORLD).call(run, how, "end", False)
-    assert [r["said"] for r in results] == ["", ""]
-    assert [r["decisions"] for r in results] == [[], []]
-
-
-def test_states_with_other_entries_are_taken_as_a_whole() -> None:
-    results = pool(WORLD).call(run, "module", "resync", True, True)
-    for result in results:
-        assert any("with the optimizer's state" in line for line in result["decisions"])
-    assert equal(results, "momentum")
-    assert equal(results, "weights")
 
 
 def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from support.attached import Run, Setting, coordinators, loss_of, mlp, play, weights
+from support.attached import Run, Setting, coordinators, mlp, play
 from support.rank_pool import pool
 from torch import nn
 
@@ -257,28 +257,3 @@ def test_a_resumed_run_goes_over_to_the_plan_of_the_save(tmp_path: Path) -> None
     went_on, resumed = results
     assert went_on[0]["buckets"] == resumed[0]["buckets"] == len(plan(job_of(mlp()), "small topk").buckets)
     torch.testing.assert_close(resumed[0]["moved"], went_on[0]["moved"], rtol=1e-5, atol=1e-5)
-
-
-def descend(run: Run) -> dict[str, torch.Tensor]:
-    model = mlp()
-    called = run.wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(2 * STEPS):
-        if step == STEPS and not run.alone:
-            commlayer.switch(run.sessions[0], plan(run.sessions[0].inspect.connection.worker.job, "staged exact"))
-        with run.no_sync(called):
-            (loss_of(run, called, step + 100) / 2).backward()
-        (loss_of(run, called, step) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_staged_plans_run_through_both_doors_with_accumulation(how: str) -> None:
-    alone = play(0, WORLD, descend, None)
-    with coordinators(1, WORLD, SERVERS) as made:
-        results = pool(WORLD).call(play, WORLD, descend, Setting(how, (made[0].address,), servers=SERVERS))
-    for name, weight in alone.items():
-        for result in results:
-            torch.testing.assert_close(result[name], weight, rtol=1e-5, atol=1e-6)

@@ -133,6 +133,21 @@ def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: s
         assert all(gone(pid, END_S) for pid in servers)
 
 
+@pytest.mark.parametrize(("server", "sent"), [(0, signal.SIGSTOP), (0, signal.SIGKILL), (1, signal.SIGSTOP)],
+                         ids=["stopped, with the coordinator", "killed, with the coordinator", "stopped, elsewhere"])
+def test_a_server_that_is_stopped_or_killed_is_named_with_its_node(server: int, sent: signal.Signals) -> None:
+    """Long before the deadline: heartbeats show it."""
+    settings = SETTINGS | {"deadline_s": 300.0} | ({"servers": "each"} if server else {})
+    with tree(__file__, 2, args=("module", "-1"), settings=settings) as run:
+        lines = [json.loads(run.until(rank, "{")) for rank in range(2)]
+        os.kill(lines[server]["embedded"][0], sent)
+        for code, errors in run.ended(END_S):
+            assert code == 1
+            expected = rf"commlayer.errors.PeerLost: server {server}: .* on node {server}\b.*E-PEER-LOST"
+            assert re.match(expected, last_line(errors)), errors
+        assert all(gone(pid, END_S) for line in lines for pid in line["embedded"])
+
+
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_ctrl_c_ends_everything(how: str) -> None:
     with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:

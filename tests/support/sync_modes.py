@@ -1,7 +1,8 @@
-"""A training that changes between all ways of exchanging gradients, weights and updates."""
+"""A training that changes between all sync modes."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.optimizers import job_of
+from commlayer.optim import Outer
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 from support import rank_pool
 from support.attached import data
 
 WORLD = 2
-WAYS: dict[str, dict[str, Any]] = {
+MODES: dict[str, dict[str, Any]] = {
     "gradients": {},
     "forward": {"overlap": "forward"},
     "updates": {"codes": "updates"},
@@ -26,15 +28,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole round": {"local_steps": 3, "overlap": "round"},
     "late": {},
 }
-LOCAL = {name for name, fields in WAYS.items() if "local_steps" in fields or "codes" in fields}
+LOCAL = {name for name, fields in MODES.items() if "local_steps" in fields or "codes" in fields}
 
 
-def plan(job: Job, way: str, codec: str = "identity()", per_node: int = 1, **changes: Any) -> Plan:
-    """Results come down whole, so that only workers owe anything."""
-    made = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
-    late = [way == "late" and not job.tensors[b.slices[0].tensor].buffer for b in made.buckets]
+def plan(job: Job, mode: str, codec: str = "identity()", per_node: int = 1, servers: int = 1, **changes: Any) -> Plan:
+    """Results come down whole, so that only workers have residuals."""
+    made = default_plan(job, codec=codec, path="service", servers=servers, ranks_per_node=per_node, fuse_nbytes=2048,
+                        cut_nbytes=4096)
+    late = [mode == "late" and not job.tensors[b.slices[0].tensor].buffer for b in made.buckets]
     buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(made.buckets, late, strict=True))
-    return structs.replace(made, buckets=buckets, **WAYS[way] | changes)
+    return structs.replace(made, buckets=buckets, **MODES[mode] | changes)
 
 
 class Net(nn.Module):
@@ -60,8 +63,9 @@ OPTIMIZERS: dict[str, Any] = {
 class Training:
     """One rank's."""
 
-    def __init__(self, rank: int, address: str, way: str, *, optimizer: str = "plain", codec: str = "identity()",
-                 how: str = "", model: nn.Module | None = None, **fields: Any) -> None:
+    def __init__(self, rank: int, address: str, mode: str, *, optimizer: str = "plain", codec: str = "identity()",
+                 how: str = "", model: nn.Module | None = None, servers: int = 1, outer: Outer | None = None,
+                 **fields: Any) -> None:
         self.rank, self.how, self.codec, self.model = rank, how, codec, model or Net()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
@@ -70,24 +74,26 @@ class Training:
         if "ddp" in how:
             self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
                                                   gradient_as_bucket_view="view" in how)
+        fields |= {"servers": "each"} if servers > 1 else {}
         self.session = commlayer.attach(
-            self.called, self.optimizer, plan=plan(job_of(self.model), way, codec, self.per_node),
-            scaler=self.scaler if "scaled" in how else None,
+            self.called, self.optimizer, plan=plan(job_of(self.model), mode, codec, self.per_node, servers),
+            scaler=self.scaler if "scaled" in how else None, sync=outer or "step",
             config=rank_pool.quick(join=address, ranks_per_node=self.per_node, **fields) if address else None)
 
     @property
     def connection(self) -> Any:
         return self.session.inspect.connection
 
-    def switch(self, way: str, **changes: Any) -> None:
-        commlayer.switch(self.session, plan(self.connection.worker.job, way, self.codec, self.per_node, **changes))
+    def switch(self, mode: str, **changes: Any) -> None:
+        commlayer.switch(self.session, plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes))
 
     def loss(self, number: int) -> torch.Tensor:
-        x, y = data(self.rank, number)
+        dtype = next(self.model.parameters()).dtype
+        x, y = (t.to(dtype) for t in data(self.rank, number))
         return nn.functional.mse_loss(self.called(x), y)
 
-    def train(self, steps: int) -> float:
-        """The last loss."""
+    def train(self, steps: int, *, infinite: int = -1) -> float:
+        """The last loss. In step `infinite` rank 1 has an infinite gradient."""
         for _ in range(steps):
             self.optimizer.zero_grad()
             if "weighed" in self.how:
@@ -96,19 +102,32 @@ class Training:
                 with self.session.no_sync():
                     self.scaler.scale(self.loss(1000 + self.step)).backward()
             loss = self.loss(self.step)
+            if self.step == infinite and self.rank == 1:
+                loss = loss + float("inf") * next(self.model.parameters()).sum()
             self.scaler.scale(loss).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.step += 1
         return float(loss.detach())
 
-    def tensors(self, *, buffers: bool = True) -> list[torch.Tensor]:
-        held = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
-        return [t.detach().clone() for t in held if t.is_floating_point()]
+    def state(self) -> dict[str, Any]:
+        """What a script saves by itself."""
+        return copy.deepcopy({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                              "scaler": self.scaler.state_dict(), "step": self.step})
 
-    def owed(self) -> torch.Tensor:
-        found = [torch.zeros(p.numel()) for p in self.model.parameters()]
+    def load(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        self.step = state["step"]
+        for name in ("model", "optimizer", "scaler"):
+            getattr(self, name).load_state_dict(state[name])
+
+    def tensors(self, *, buffers: bool = True) -> list[torch.Tensor]:
+        tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
+        return [t.detach().clone() for t in tensors if t.is_floating_point()]
+
+    def residuals(self) -> torch.Tensor:
+        tensors = [torch.zeros(p.numel()) for p in self.model.parameters()]
         for bucket in self.connection.worker.buckets:
-            for debt in bucket.debts():
-                found[debt.tensor][debt.start : debt.stop] += debt.values
-        return torch.cat(found)
+            for residual in bucket.debts():
+                tensors[residual.tensor][residual.start : residual.stop] += residual.values
+        return torch.cat(tensors)

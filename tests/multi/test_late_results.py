@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -128,100 +125,3 @@ def test_training_is_delayed_sgd(late: str, optimizer: str, how: str, per_node: 
         for mine, theirs, hand in zip(weights, results[0][2], wanted, strict=True):
             assert torch.equal(mine, theirs)
             torch.testing.assert_close(mine, hand, rtol=1e-5, atol=1e-6)
-
-
-TOPK = "topk(ratio=0.05, values='int8', exact=False)"
-
-
-def save_and_go_on(rank: int, address: str, folder: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    training = Training(rank, address, lambda job: plan(job, TOPK), "adam")
-    training.train(0, STEPS)
-    training.session.save_residuals(folder)
-    state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-    training.train(STEPS, 2 * STEPS)
-    went_on = training.weights()
-    # Back again, with results of the step before under way.
-    training.model.load_state_dict(state[0])
-    training.optimizer.load_state_dict(copy.deepcopy(state[1]))
-    training.session.load_residuals(folder)
-    training.train(STEPS, 2 * STEPS)
-    assert all(torch.equal(a, b) for a, b in zip(training.weights(), went_on, strict=True))
-    training.session.close()
-    return state, went_on
-
-
-def take_up(rank: int, address: str, folder: str, states: list[Any]) -> list[torch.Tensor]:
-    training = Training(rank, address, lambda job: plan(job, TOPK), "adam")
-    training.model.load_state_dict(states[rank][0])
-    training.optimizer.load_state_dict(states[rank][1])
-    training.session.load_residuals(folder)
-    training.train(STEPS, 2 * STEPS)
-    training.session.close()
-    return training.weights()
-
-
-def test_a_save_holds_what_is_under_way(tmp_path: Path) -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        saved = pool(WORLD).call(save_and_go_on, servers.address, str(tmp_path))
-    with Servers(WORLD, SERVERS) as servers:
-        again = pool(WORLD).call(take_up, servers.address, str(tmp_path), [state for state, _ in saved])
-    for rank in range(WORLD):
-        assert all(torch.equal(a, b) for a, b in zip(again[rank], saved[rank][1], strict=True))
-
-
-KINDS = ("some", "none", "all", "some")
-
-
-def slopes(rank: int, step: int, model: nn.Module) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(p.shape, generator=made) for p in model.parameters()]
-
-
-def change_over(rank: int, address: str) -> list[torch.Tensor]:
-    """Gradients are known, the rate is 1: what was applied is what the weights lost."""
-    training = Training(rank, address, plan)
-    training.session.weight(1 + rank)
-    before = training.weights()
-    for group in training.optimizer.param_groups:
-        group["lr"] = 1.0
-    for number, kind in enumerate(KINDS):
-        commlayer.switch(training.session, plan(job_of(training.model), late=kind))
-        for step in range(2 * number, 2 * number + 2):
-            training.optimizer.zero_grad()
-            rows = zip(training.model.parameters(), slopes(rank, step, training.model), strict=True)
-            sum((p * s).sum() for p, s in rows).backward()
-            training.optimizer.step()
-    training.drain()
-    training.session.close()
-    return [b - a for b, a in zip(before, training.weights(), strict=True)]
-
-
-def test_late_results_are_applied_under_the_next_plan() -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        results = pool(WORLD).call(change_over, servers.address)
-    model = mlp(width=64)
-    for number, got in enumerate(results[0]):
-        put = torch.zeros_like(got)
-        for step in range(2 * len(KINDS)):
-            put += sum((1 + rank) * slopes(rank, step, model)[number] for rank in range(WORLD)) / 3
-        torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4)
-        assert torch.equal(got, results[1][number])
-
-
-def ends_at_once(rank: int, address: str) -> str:
-    """Rank 0 is slow to add up and to hand on; rank 1 ends meanwhile."""
-    training = Training(rank, address, lambda job: plan(job, late="all", per_node=2), per_node=2)
-    training.train(0, STEPS - 1)
-    if rank == 0:
-        training.session.inspect.connection.worker._routes.late._lane.put(lambda: time.sleep(1.5))
-    training.train(STEPS - 1, STEPS)
-    worker = training.session.inspect.connection.worker
-    here = rank == 1 or all(one.wait(time.monotonic() + 5.0, worker.now.failed) for one in worker.late.of.values())
-    error = worker.error
-    training.session.close()
-    return str(error or "") if here else "results that rank 1 should have handed on are missing"
-
-
-def test_a_rank_that_ends_at_once_leaves_its_node_no_error() -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        assert pool(WORLD).call(ends_at_once, servers.address) == ["", ""]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import rank_pool
 from support.rank_pool import Servers, last_line, pool, tree
-from support.ways import LOCAL, OPTIMIZERS, WAYS, WORLD, Net, Training, plan
+from support.sync_modes import MODES, OPTIMIZERS, WORLD, Net, Training, plan
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,88 +128,6 @@ def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batc
             assert (refused.steps_locally, asked.steps_locally) == (False, True)
 
 
-def from_the_start(rank: int, address: str, way: str) -> dict[str, Any]:
-    training = Training(rank, address, way, optimizer="adamw", how="ddp", codec="topk(ratio=0.1)", drift="end", drift_steps=2)
-    apart = []
-    for _ in range(8):
-        training.train(1)
-        apart.append([p.grad.clone() for p in training.model.parameters()])
-    training.session.drain()
-    found = {"grads": apart, "rows": training.tensors(), "steps": training.connection.exchanges}
-    training.session.close()
-    training.optimizer.zero_grad()
-    training.loss(0).backward()
-    return found | {"after": [p.grad.clone() for p in training.model.parameters()]}
-
-
-@pytest.mark.parametrize(("way", "steps"), [("every", 4), ("round", 3), ("updates", 8)])
-def test_a_plan_of_local_steps_runs_under_ddp_without_arguments(way: str, steps: int) -> None:
-    with Servers(WORLD, 1) as servers:
-        first, second = pool(WORLD).call(from_the_start, servers.address, way)
-    assert first["steps"] == steps
-    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True)), "buffers, too"
-    assert not any(torch.equal(a[0], b[0]) for a, b in zip(first["grads"], second["grads"], strict=True)), "nobody has reduced"
-    assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True)), "behind the end it reduces"
-
-
-def hooks(rank: int, address: str, how: str) -> dict[str, set[int]]:
-    training = Training(rank, address, "gradients", how=how)
-    found: dict[str, set[int]] = {}
-    training.train(1)
-    for way in ("gradients", *(() if how else ("forward",)), "gradients", "round", "gradients"):
-        training.switch(way)
-        training.train(2)
-        held = [training.optimizer._optimizer_step_pre_hooks, training.optimizer._optimizer_step_post_hooks,
-                training.optimizer._optimizer_state_dict_pre_hooks, *(p._backward_hooks for p in training.model.parameters()),
-                *(p._post_accumulate_grad_hooks for p in training.model.parameters())]
-        held += [m._forward_pre_hooks for m in (training.called, *training.model.modules())]
-        found.setdefault(way, set()).add(sum(len(each or ()) for each in held))
-    training.session.close()
-    return found
-
-
-@pytest.mark.parametrize("how", ["", "ddp"])
-def test_hooks_of_a_way_are_there_while_it_is_in_force(how: str) -> None:
-    with Servers(WORLD, 1) as servers:
-        for found in pool(WORLD).call(hooks, servers.address, how):
-            (least,) = found.pop("gradients")
-            assert all(min(more) > least for more in found.values())
-
-
-def decided(rank: int, address: str, how: str) -> dict[str, Any]:
-    """As whoever decides while a job trains: inside a step's end, and inside the exchange of local steps."""
-    training = Training(rank, address, "gradients", optimizer="plain", how=how)
-    training.train(1)
-    ways = ["every", "gradients", "round", "updates", "gradients", "whole round"]
-    if "ddp" not in how:
-        ways = ["forward", *ways, "forward", "every", "forward"]
-    seen, count = [], [0]
-
-    def go_on() -> None:
-        count[0] += 1
-        if count[0] % 3 == 0 and ways:
-            job, way = training.connection.worker.job, ways.pop(0)
-            go_over(training.connection, plan(job, way) if rank == 0 else None)
-            seen.append((way, training.connection.local is not None))
-
-    training.session._driver.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))
-    training.train(80)
-    training.session.drain()
-    found = {"seen": seen, "left": ways, "rows": training.tensors(buffers=False), "said": training.session.inspect.decisions(),
-             "loss": training.train(1)}
-    training.session.close()
-    return found
-
-
-@pytest.mark.parametrize("how", ["", "scaled", "ddp"])
-def test_who_decides_while_a_job_trains_can_change_ways(how: str) -> None:
-    with Servers(WORLD, 1) as servers:
-        first, second = pool(WORLD).call(decided, servers.address, how)
-    assert first["left"] == first["said"] == []
-    assert all(local == (way in LOCAL) for way, local in first["seen"])
-    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
-
-
 def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     """Somebody wants another plan while the script saves, drains, changes plans itself and ends."""
     training = Training(rank, address, "round", optimizer="plain")
@@ -222,7 +140,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
             go_over(training.connection, plan(training.connection.worker.job, way) if rank == 0 else None)
 
     def note() -> None:
-        plans.append(next(name for name, fields in WAYS.items() if all(
+        plans.append(next(name for name, fields in MODES.items() if all(
             getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
 
     training.session._driver.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))

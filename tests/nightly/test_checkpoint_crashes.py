@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -306,59 +305,3 @@ def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
         assert re.search("not whole .*rank 1 .*E-CHECKPOINT", missing), missing
         assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older save was removed"
-
-
-@contextlib.contextmanager
-def nobody() -> Iterator[None]:
-    """Without a root's right to write everywhere."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
-def impossible(rank: int, where: Setting, folder: str) -> list[tuple[str, str]]:
-    """What save_residuals() and load_residuals() say of places where rank 1 can do neither; rank 0 could."""
-    job, said = Job(rank, where), []
-    job.train(0, 1)
-    before = job.kept()
-    for name in ("file", "file/below", "closed/below"):
-        place = f"{folder}/{name}" if rank else f"{folder}/good"
-        lines = []
-        for act in (job.session.save_residuals, job.session.load_residuals):
-            with pytest.raises((OSError, ValueError)) as caught, nobody() if rank else contextlib.nullcontext():
-                act(place)
-            lines.append(str(caught.value))
-        said.append((lines[0], lines[1]))
-    assert equal(job.kept(), before)
-    job.session.save_residuals(f"{folder}/good")
-    job.session.load_residuals(f"{folder}/good")
-    assert equal(job.kept(), before)
-    job.run.close()
-    return said
-
-
-def test_a_directory_that_cannot_be_made_or_read_is_one_line_and_changes_nothing(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder, Servers(WORLD, SERVERS) as servers:
-        place = Path(folder)
-        place.chmod(0o755)
-        (place / "file").write_text("not a directory")
-        (place / "closed").mkdir()
-        (place / "closed" / "below").mkdir(mode=0o555)
-        other, own = pool(WORLD).call(impossible, setting(servers), folder)
-        assert sorted(path.name for path in place.iterdir()) == ["closed", "file", "good"]
-        assert [path.name for path in (place / "good").iterdir()] == ["save-1"], "nothing was left of those that failed"
-        assert list((place / "closed" / "below").iterdir()) == []
-    for line in (line for pair in other for line in pair):
-        assert re.match(r"(save|load)_residuals\(\) .*rank 1\b.*E-OTHER-RANK|.*/good: .*E-CHECKPOINT", line), line
-    cases = {"file": "Not a directory", "file/below": "Not a directory", "closed/below": "Permission denied"}
-    for (name, seen), (saved, loaded) in zip(cases.items(), own, strict=True):
-        assert re.fullmatch(rf"{folder}/{name}: save_residuals\(\) cannot write there: .*({seen}).*; name a directory "
-                            "that this process can create and fill \\[E-FILE\\]", saved), saved
-        assert loaded.startswith(f"{folder}/{name}: ")
-        assert "\n" not in saved + loaded
-        assert code_of(loaded) == "E-CHECKPOINT"

@@ -1,0 +1,556 @@
+"""Local steps, overlapped exchanges, fragments and outer optimizers, against references in numpy and torch. Real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed as dist
+from support import rank_pool
+from support.attached import data, refusals, said_in_lines
+from support.rank_pool import Servers, pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.engine.optimizers import job_of
+from commlayer.optim import Outer
+from commlayer.planner import default_plan, verify_alone
+from commlayer.planner.buckets import fragments_of
+from commlayer.records import Bucket, Plan, Slice
+
+WORLD, H, ROUNDS, TENSORS, SIZE = 2, 4, 3, 4, 600
+NESTEROV = Outer(lr=0.7, momentum=0.9)
+RATE, SLOPE = 0.05, 2.0
+
+
+class Wells(nn.Module):
+    """Each rank is drawn to a point of its own, which moves: gradients depend on weights, and are easy in numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.full((SIZE,), float(t))) for t in range(TENSORS)])
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return sum((0.5 * SLOPE * (p - point) ** 2).sum() for p, point in zip(self.parts, points, strict=True))
+
+
+def points(rank: int, step: int) -> npt.NDArray[np.float64]:
+    return np.random.default_rng([rank, step]).normal(size=(TENSORS, SIZE))
+
+
+def cut_at(ends: Sequence[int]) -> list[tuple[Slice, ...]]:
+    """Buckets that end behind so many elements of all tensors, the last tensor first; they need not hold whole ones."""
+    found = []
+    for start, stop in pairwise((0, *ends)):
+        each = [(TENSORS - 1 - t, max(start - t * SIZE, 0), min(stop - t * SIZE, SIZE)) for t in range(TENSORS)]
+        found.append(tuple(Slice(*part) for part in each if part[1] < part[2]))
+    return found
+
+
+class Training:
+    """One rank's."""
+
+    def __init__(self, rank: int, address: str, *, codec: str = "identity()", path: str = "service", per_node: int = 1,
+                 outer: Outer | None = None, config: dict[str, Any] | None = None, ends: Sequence[int] = (),
+                 scaler: Any = None, **how: Any) -> None:
+        self.rank, self.model = rank, Wells()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        plan = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=per_node,
+                            fuse_nbytes=2048, cut_nbytes=4096)
+        cut = enumerate(cut_at(ends)) if ends else ((b.id, b.slices) for b in plan.buckets)
+        buckets = tuple(Bucket(n, slices, path, codec, owner=n % per_node, down="identity()" if path == "service" else "")
+                        for n, slices in cut)
+        self.session = commlayer.attach(
+            self.model, self.optimizer, config=rank_pool.quick(join=address, ranks_per_node=per_node) | (config or {}),
+            plan=Plan(plan.job, buckets, plan.servers, per_node), sync=outer or "step", scaler=self.scaler, **how)
+
+    @property
+    def local(self) -> Any:
+        return self.session.inspect.connection.local
+
+    def step(self, step: int, *, infinite: str = "") -> npt.NDArray[np.float32]:
+        """`infinite`: "gradients" or "weights" of the first tensor."""
+        self.optimizer.zero_grad()
+        loss = self.model(torch.tensor(points(self.rank, step), dtype=torch.float32))
+        if infinite == "gradients":
+            loss = loss + float("inf") * self.model.parts[0].sum()
+        self.scaler.scale(loss).backward()
+        if infinite == "weights":
+            with torch.no_grad():
+                self.model.parts[0].fill_(torch.inf)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.weights()
+
+    def weights(self) -> npt.NDArray[np.float32]:
+        return np.stack([p.detach().numpy().copy() for p in self.model.parts])
+
+    def starts(self) -> npt.NDArray[np.float32]:
+        return np.stack([s.numpy().copy() for s in self.local.starts])
+
+
+def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bool, every: int = H,
+              shares: Sequence[float] = (0.5, 0.5)) -> Any:
+    """All workers' weights behind each step, and what they have in common. `fragments`: tensors, or which elements of all."""
+    common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
+    workers, velocity = [common.copy() for _ in range(WORLD)], np.zeros_like(common)
+    sent: Any = None
+    turn, found = 0, []
+
+    def merge(part: list[int], changes: Any, ends: Any) -> None:
+        change = np.tensordot(shares, changes, 1)
+        velocity[part] = outer.momentum * velocity[part] + change
+        common[part] -= outer.lr * (change + outer.momentum * velocity[part])
+        for w, end in zip(workers, ends, strict=True):
+            w[part] = common[part] + (w[part] - end)
+
+    for step in range(steps):
+        for rank, w in enumerate(workers):
+            w -= RATE * SLOPE * (w - points(rank, step))
+        if (step + 1) % (every // len(fragments)) == 0:
+            if sent is not None:
+                merge(*sent)
+            part, turn = fragments[turn], (turn + 1) % len(fragments)
+            sent = part, [common[part] - w[part] for w in workers], [w[part].copy() for w in workers]
+            if not overlap:
+                merge(*sent)
+                sent = None
+        found.append((np.stack(workers), common.copy()))
+    return found
+
+
+def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str, Any]:
+    uneven = how.pop("uneven", False)
+    training = Training(rank, address, **{"every": H} | how)
+    if uneven:
+        training.session.weight(1 + 2 * rank)
+    rows = [(training.step(step), training.starts()) for step in range(steps)]
+    under_way = training.local.under_way
+    if under_way:
+        with pytest.raises(ValueError, match="local steps.*E-CHECKPOINT"):
+            training.session.state_dict()
+    training.session.drain()
+    found = {"rows": rows, "end": training.weights(), "under way": under_way, "stats": training.session.stats()}
+    training.session.close()
+    return found
+
+
+STAGED = "encode@cpu all.allgather decode@cpu"
+ENDS = (250, 700, 1100, 1900, TENSORS * SIZE)
+
+
+def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    """The elements of all tensors whose turn is between these, of the last tensor first."""
+    place = np.stack([np.arange(SIZE) + SIZE * (TENSORS - 1 - t) for t in range(TENSORS)])
+    return [(start <= place) & (place < stop) for start, stop in pairwise((0, *cuts, TENSORS * SIZE))]
+
+
+@pytest.mark.commit(4)
+@pytest.mark.parametrize(("how", "parts"), [
+    ({"overlap": "round"}, [[0, 1, 2, 3]]),
+    ({"overlap": "round", "fragments": 2, "outer": NESTEROV}, [[2, 3], [0, 1]]),
+    ({"overlap": "round", "fragments": 4, "path": "allreduce"}, [[3], [2], [1], [0]]),
+    ({"overlap": "round", "fragments": 2, "per_node": 2}, [[2, 3], [0, 1]]),
+    ({"overlap": "round", "fragments": 2, "path": STAGED}, [[2, 3], [0, 1]]),
+    ({"fragments": 4, "outer": NESTEROV}, [[3], [2], [1], [0]]),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "outer": NESTEROV}, turned([1100])),
+    ({"overlap": "round", "fragments": 4, "ends": ENDS, "per_node": 2}, turned([700, 1100, 1900])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": "allreduce"}, turned([1100])),
+    ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
+    ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
+    ({"outer": NESTEROV, "uneven": True}, [[0, 1, 2, 3]]),
+    ({"overlap": "round", "path": "allreduce", "outer": Outer(0.5, 0.5), "uneven": True}, [[0, 1, 2, 3]]),
+    ({"every": 1, "codes": "updates", "overlap": "round"}, [[0, 1, 2, 3]]),
+    ({"every": 1, "codes": "updates", "overlap": "round", "outer": NESTEROV, "per_node": 2}, [[0, 1, 2, 3]]),
+], ids=["whole", "halves, nesterov", "allreduce", "two ranks to a node", "staged", "one after the other",
+        "cut tensors, nesterov", "cut tensors, two ranks to a node", "cut tensors, allreduce", "cut tensors, staged",
+        "cut tensors, waited for", "uneven, nesterov", "uneven, allreduce", "each step", "each step, two ranks to a node"])
+def test_weights_equal_the_reference(how: dict[str, Any], parts: Sequence[Any]) -> None:
+    steps = 4 * H + 1
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(follow, servers.address, steps, how)
+    every = how.get("every", H)
+    wanted = reference(steps, parts, how.get("outer", Outer()), overlap="overlap" in how, every=every,
+                       shares=(0.25, 0.75) if "uneven" in how else (0.5, 0.5))
+    for step, (workers, common) in enumerate(wanted):
+        for rank, result in enumerate(results):
+            weights, starts = result["rows"][step]
+            np.testing.assert_allclose(weights, workers[rank], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(starts, common, rtol=1e-4, atol=1e-5)
+            assert (starts == results[0]["rows"][step][1]).all(), "what ranks have in common is the same to the bit"
+    turns = steps // (every // len(parts))
+    assert all(result["under way"] == ("overlap" in how or turns % len(parts) > 0) for result in results)
+    assert (results[0]["end"] == results[1]["end"]).all(), "drained, weights are the same"
+    assert {result["stats"]["exchanges"] for result in results} == {-(-turns // len(parts)) + 1}
+
+
+def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, Any, Any]:
+    """One fragment of the second round is not finite: only its own changes are lost."""
+    training = Training(rank, address, every=H, fragments=4, ends=ENDS, codec=codec)
+    parameters, masks = list(training.model.parts), turned([700, 1100, 1900])
+    put, since, first = np.zeros((TENSORS, SIZE)), np.zeros((TENSORS, SIZE)), training.weights().astype(float)
+    for step in range(3 * H):
+        turn, spoilt = step % len(masks), step == H + 1
+        for t, (p, g) in enumerate(zip(parameters, points(rank, step), strict=True)):
+            p.grad = torch.tensor(g, dtype=torch.float32)
+            if spoilt and rank == 1:
+                p.data[torch.tensor(masks[turn][t]).nonzero()[:1]] = np.nan
+        since += RATE * points(rank, step)
+        training.session.synchronize()
+        training.optimizer.step()
+        put[masks[turn]] += 0 if spoilt else since[masks[turn]]
+        since[masks[turn]] = 0
+    training.session.drain()
+    residuals = np.zeros((TENSORS, SIZE))
+    for bucket in training.session.inspect.connection.worker.buckets:
+        for residual in bucket.debts():
+            residuals[residual.tensor, residual.start : residual.stop] += residual.values.numpy()
+    applied = first - training.weights()
+    training.session.close()
+    return put + since, applied, residuals
+
+
+@pytest.mark.parametrize("codec", ["topk(ratio=0.05)", "int4(block=64)"])
+def test_a_fragment_that_is_not_finite_leaves_the_others_of_its_round(codec: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(one_fragment_not_finite, servers.address, codec)
+    put, applied, residuals = (np.stack(each) for each in zip(*results, strict=True))
+    assert (applied[0] == applied[1]).all()
+    assert np.isfinite(applied).all()
+    np.testing.assert_allclose(applied.sum(0) + residuals.sum(0), put.sum(0), rtol=1e-3, atol=1e-4)
+
+
+def ahead(rank: int, address: str) -> int:
+    training, far = Training(rank, address, every=H, overlap="round"), H - 1 if rank else 2 * H - 1
+    for step in range(2 * H):
+        if step == far:
+            dist.barrier()  # rank 0 is one step before the end of a round whose exchange rank 1 has not begun
+        training.step(step)
+    training.session.close()  # brings in what is under way
+    return training.session.inspect.connection.exchanges
+
+
+def test_steps_do_not_wait_for_an_exchange_under_way() -> None:
+    with Servers(WORLD, 1) as servers:
+        assert pool(WORLD).call(ahead, servers.address) == [2, 2]
+
+
+def mishaps(rank: int, address: str) -> tuple[list[str], Any]:
+    """Unequal starts on rank 1 are reported, equal ones are not. Then rank 1 has weights that are not finite."""
+    training = Training(rank, address, every=2, overlap="round", config={"drift_steps": 2})
+    for step in range(12):
+        training.step(step)
+    decisions = training.session.inspect.decisions()
+    assert decisions == []
+    if rank:
+        training.local.starts[2][5] += 1.0
+    for step in range(12, 24):
+        training.step(step)
+    decisions = training.session.inspect.decisions()
+    for step in range(24, 32):
+        training.step(step, infinite="weights" if step == 26 and rank == 1 else "")
+    training.session.drain()
+    training.session.close()
+    return decisions, training.weights()
+
+
+def test_starts_that_differ_are_reported_and_weights_that_are_not_finite_are_dropped() -> None:
+    with Servers(WORLD, 1) as servers:
+        (lines, first), (_, second) = pool(WORLD).call(mishaps, servers.address)
+    assert any("drifted apart in parts.2" in line for line in lines)
+    assert np.isfinite(first).all()
+    assert (first == second).all()
+
+
+def dropped(rank: int, address: str) -> tuple[Any, Any]:
+    training = Training(rank, address, every=H, codec="topk(ratio=0.1)")
+    rows = [training.step(step, infinite="weights" if rank and step == H + 1 else "") for step in range(2 * H)]
+    training.session.close()
+    return rows[H - 1], rows[2 * H - 1]
+
+
+def test_weights_that_are_not_finite_go_back_to_those_of_the_last_exchange() -> None:
+    with Servers(WORLD, 1) as servers:
+        for before, after in pool(WORLD).call(dropped, servers.address):
+            assert (before == after).all()
+
+
+def skipped(rank: int, address: str, at: int) -> tuple[Any, Any, float]:
+    training = Training(rank, address, every=H, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    rows = [training.step(step, infinite="gradients" if rank and step == at else "") for step in range(2 * H + 1)]
+    training.session.drain()
+    exchanges = training.session.stats()["exchanges"]
+    training.session.close()
+    return rows[2 * H - 1], training.weights(), exchanges
+
+
+@pytest.mark.parametrize("at", [1, H - 1])
+def test_a_step_that_one_rank_skips_keeps_ranks_together(at: int) -> None:
+    """Also the last step of a round: then the exchange comes before the next forward pass."""
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(skipped, servers.address, at)
+    assert first[2] == second[2] == 3
+    for mine, theirs in zip(first[:2], second[:2], strict=True):
+        assert (mine == theirs).all()
+        assert np.isfinite(mine).all()
+
+
+def few(rank: int, address: str) -> tuple[int, list[str], Any]:
+    training = Training(rank, address, every=6, fragments=6)
+    for step in range(12):
+        training.step(step)
+    training.session.drain()
+    fragments, lines = training.session.inspect.connection.plan.fragments, training.session.inspect.decisions()
+    training.session.close()
+    return fragments, lines, training.weights()
+
+
+def test_a_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(few, servers.address)
+    (fragments, lines, first), (also, others, second) = results
+    assert fragments == also == 3, "the largest divisor of 6 for 4 buckets"
+    assert [line for line in lines if "fragments=6 becomes fragments=3" in line] == lines
+    assert others == []
+    assert (first == second).all()
+
+
+def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:
+    return Bucket(number, tuple(Slice(*s) for s in slices), "service")
+
+
+@pytest.mark.parametrize(("count", "wanted"), [
+    (1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]), (5, [[0], [1], [2], [3], [4]]),
+])
+def test_fragments_are_stretches_of_the_plan(count: int, wanted: list[list[int]]) -> None:
+    buckets = [bucket(0, (3, 0, 100)), bucket(1, (2, 0, 100)), bucket(2, (2, 100, 150), (4, 0, 10)), bucket(3, (1, 0, 60)),
+               bucket(4, (0, 0, 60), (1, 60, 90))]
+    assert fragments_of(buckets, count) == wanted
+
+
+def test_a_plan_of_too_few_buckets_has_too_few_fragments() -> None:
+    with pytest.raises(ValueError, match=r"fragments=3: .* 2 .*E-SYNC-FRAGMENTS"):
+        fragments_of([bucket(0, (0, 0, 10), (1, 0, 5)), bucket(1, (1, 5, 10))], 3)
+
+
+# ---- against AdamW with running statistics, averaged by hand
+
+class Net(nn.Module):
+    """With running statistics, two learning rates, and a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.Tanh())
+        self.head, self.unused = nn.Linear(40, 3), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [{"params": [*self.body.parameters(), *self.unused.parameters()], "lr": 0.01},
+                {"params": [*self.head.parameters()], "lr": 0.003}]
+
+
+def tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x, y = data(rank, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any, rank: int, step: int, how: str,
+            no_sync: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """One step of the script, the same by hand and attached."""
+    optimizer.zero_grad()
+    if "gathered" in how:
+        with no_sync():
+            scaler.scale(loss_of(model, rank, 1000 + step)).backward()
+    scaler.scale(loss_of(model, rank, step)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaler_of(how: str) -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, enabled="scaled" in how)
+
+
+def squares(tensors: Sequence[torch.Tensor]) -> float:
+    return sum(float(t.square().sum()) for t in tensors)
+
+
+def by_hand(how: str, every: int, shares: Sequence[Sequence[float]]) -> list[list[torch.Tensor]]:
+    """All workers in one process; the norm of the mean change is matched. `shares`: by round and rank. After each exchange."""
+    models = [Net() for _ in range(WORLD)]
+    optimizers = [torch.optim.AdamW(m.groups()) for m in models]
+    scalers, found = [scaler_of(how) for _ in models], []
+    starts = [p.detach().clone() for p in models[0].parameters()]
+    for step in range(every * len(shares)):
+        for rank, model in enumerate(models):
+            stepped(model, optimizers[rank], scalers[rank], rank, step, how, contextlib.nullcontext)
+        if step % every == every - 1:
+            with torch.no_grad():
+                share = shares[step // every]
+                changes = [[p.double() - s for p, s in zip(m.parameters(), starts, strict=True)] for m in models]
+                means = [sum(s * c for s, c in zip(share, row, strict=True)) for row in zip(*changes, strict=True)]
+                own = sum(s * squares(each) for s, each in zip(share, changes, strict=True))
+                ratio = min((own / squares(means)) ** 0.5, sum(s * s for s in share) ** -0.5)
+                for start, mean, *row in zip(starts, means, *(m.parameters() for m in models), strict=True):
+                    start.add_(ratio * mean)
+                    for p in row:
+                        p.copy_(start)
+                for row in zip(*([b for b in m.buffers() if b.is_floating_point()] for m in models), strict=True):
+                    average = sum(s * b.double() for s, b in zip(share, row, strict=True))
+                    for b in row:
+                        b.copy_(average)
+            found.append(tensors(models[0]))
+    return found
+
+
+def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, Any]:
+    model = Net()
+    optimizer, scaler = torch.optim.AdamW(model.groups()), scaler_of(how)
+    wrapped: Any = model
+    if "ddp" in how:
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.002, find_unused_parameters="unused" in how,
+                                          static_graph="static" in how, gradient_as_bucket_view="view" in how)
+    session = commlayer.attach(wrapped, optimizer, plan=codec, every=every, codes="updates", scaler=scaler,
+                               config=rank_pool.quick(join=address))
+    no_sync = wrapped.no_sync if "own no_sync" in how else session.no_sync
+    rows, grads = [], []
+    for step in range(ROUNDS * every):
+        if "weighed" in how:
+            session.weight(*weights(rank, step))
+        stepped(wrapped, optimizer, scaler, rank, step, how, no_sync)
+        rows.append(tensors(model))
+        grads.append(model.head.weight.grad.clone())
+    found = {"rows": rows, "grads": grads, "stats": session.stats(), "plan": session.inspect.plan}
+    session.close()
+    if "ddp" in how:  # it reduces again
+        optimizer.zero_grad()
+        loss_of(wrapped, rank, 0).backward()
+        found["after"] = model.head.weight.grad.clone()
+    return found
+
+
+def weights(rank: int, step: int) -> tuple[float, float]:
+    both = [4.0, 2.0 + step % 3]
+    return both[rank], sum(both)
+
+
+def shares(how: str, every: int) -> list[list[float]]:
+    """Each rank's part of the weights of a round."""
+    if "weighed" not in how:
+        return [[1 / WORLD] * WORLD] * ROUNDS
+    steps = [range(every * r, every * r + every) for r in range(ROUNDS)]
+    return [[sum(weights(rank, s)[0] for s in mine) / sum(weights(0, s)[1] for s in mine) for rank in range(WORLD)]
+            for mine in steps]
+
+
+@pytest.mark.parametrize("how", [
+    "module", "module, gathered, scaled, weighed", "ddp, unused, gathered, own no_sync", "ddp, static, scaled",
+    "ddp, unused, view, gathered, weighed",
+])
+@pytest.mark.parametrize("every", [1, H])
+def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None:
+    with Servers(WORLD, 2) as servers:
+        first, second = pool(WORLD).call(run, servers.address, how, every, "identity()")
+    assert (first["stats"]["steps"], first["stats"]["exchanges"]) == (ROUNDS * every, ROUNDS)
+    assert first["plan"].local_steps == every
+    wanted = by_hand(how, every, shares(how, every))
+    for step, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
+        assert not torch.equal(first["grads"][step], second["grads"][step]), "gradients are not averaged"
+        exchanged = step % every == every - 1
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)) == exchanged
+        for a, b in zip(mine, wanted[step // every], strict=True) if exchanged else ():
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert "ddp" not in how or torch.equal(first["after"], second["after"]), "DDP averages again after the session"
+
+
+@pytest.mark.parametrize("plan", ["int4()", "auto"])
+def test_any_codec_and_auto_take_local_steps(plan: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        found = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
+    assert {b.codec for b in found[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}
+    assert all(torch.equal(a, b) for a, b in zip(found[0]["rows"][-1], found[1]["rows"][-1], strict=True))
+
+
+# ---- refusals
+
+def refused(rank: int, address: str) -> dict[str, str]:
+    model = Net()
+    adamw, sgd = torch.optim.AdamW(model.groups()), torch.optim.SGD(model.parameters(), lr=0.1)
+    config = rank_pool.quick(join=address)
+    plan = msgspec.structs.replace(default_plan(job_of(model), codec="int4()", path="service", servers=1, ranks_per_node=1,
+                                                fuse_nbytes=2048, cut_nbytes=4096), local_steps=8)
+    stale = msgspec.structs.replace(plan, local_steps=1,
+                                    buckets=tuple(msgspec.structs.replace(b, stale=True) for b in plan.buckets))
+    hooked = DistributedDataParallel(Net(), find_unused_parameters=True)
+    hooked.register_comm_hook(None, commlayer.comm_hook)
+    attach = commlayer.attach
+    tries: dict[str, Callable[[], Any]] = {
+        "every=0": lambda: attach(model, adamw, every=0),
+        "every=2.5": lambda: attach(model, adamw, every=2.5),
+        "codes": lambda: attach(model, adamw, codes="weights"),
+        "gradients": lambda: attach(model, adamw, every=4, codes="gradients"),
+        "no optimizer": lambda: attach(model, every=4),
+        "no optimizer, updates": lambda: attach(model, codes="updates"),
+        "no optimizer, plan": lambda: attach(model, plan=plan, config=config),
+        "lbfgs": lambda: attach(model, torch.optim.LBFGS(model.parameters()), every=4),
+        "hooked": lambda: attach(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), every=4),
+        "plan": lambda: attach(model, sgd, plan=plan, every=4, config=config),
+        "stale": lambda: attach(model, sgd, plan=stale, codes="updates", config=config),
+        "ranks differ": lambda: attach(model, sgd, plan="int4()", every=2 + rank, config=config),
+        "overlap": lambda: attach(model, sgd, every=4, overlap="always"),
+        "overlap, every=1": lambda: attach(model, sgd, every=1, overlap="round"),
+        "overlap alone": lambda: attach(model, sgd, plan="int4()", overlap="round", config=config),
+        "fragments > every": lambda: attach(model, sgd, every=2, fragments=4),
+        "fragments=3": lambda: attach(model, sgd, every=4, fragments=3),
+        "fragments=0": lambda: attach(model, sgd, every=4, fragments=0),
+    }
+    lines = refusals(tries)
+    session = attach(model, adamw, plan="int4()", every=2, config=config)  # the refusals left nothing attached
+    commlayer.switch(session, msgspec.structs.replace(plan, local_steps=1))
+    assert session.inspect.plan.local_steps == 2, "the script's value stays"
+    lines |= refusals({"switch": lambda: commlayer.switch(session, plan)})
+    session.close()
+    return lines
+
+
+def test_contradictions_and_wrong_values_are_refused_in_one_line() -> None:
+    with Servers(WORLD, 1) as servers:
+        said_in_lines(pool(WORLD).call(refused, servers.address), {
+            "every=0": "every: got 0", "every=2.5": "every: got 2.5", "codes": "codes: got 'weights'",
+            "gradients": "every=1", "no optimizer": "every=4", "no optimizer, updates": "codes='updates'",
+            "no optimizer, plan": "E-SYNC-OPTIMIZER", "lbfgs": "LBFGS", "hooked": "communication hook",
+            "plan": "every=4, but the plan has 8", "stale": "E-SYNC-MODE",
+            "ranks differ": "every=2, codes='updates' on rank 0",
+            "overlap": "overlap: got 'always'", "overlap, every=1": "every=1", "overlap alone": "every=2 or more",
+            "fragments > every": "fragments: got 4 with every=2", "fragments=3": "fragments: got 3",
+            "fragments=0": "fragments: got 0", "switch": "every=2, but the plan has 8",
+        })
+
+
+def test_local_steps_and_late_results_exclude_each_other() -> None:
+    job = job_of(Wells())
+    plan = default_plan(job, codec="int4()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+    late = tuple(msgspec.structs.replace(b, stale=True) for b in plan.buckets)
+    assert len(verify_alone(msgspec.structs.replace(plan, buckets=late, local_steps=H))) == 1
+
+
+@pytest.mark.parametrize("arguments", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}])
+def test_impossible_outer_optimizers_are_refused(arguments: dict[str, float]) -> None:
+    (name, value), = arguments.items()
+    with pytest.raises(ValueError, match=f"Outer: {name} {value}.*E-OPTIM-ARGUMENT"):
+        Outer(**arguments)
