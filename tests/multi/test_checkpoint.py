@@ -24,7 +24,7 @@ FILES = ["manifest.json", "plan.json", *(f"{who}-{n}.safetensors" for who in ("r
 
 def training(rank: int, address: str, mode: str = "gradients", how: str = "scaled", codec: str = TOPK) -> Training:
     """Under local steps with an outer optimizer, whose momentum is a part of the save, too."""
-    local = mode not in ("gradients", "late")
+    local = mode not in ("gradients", "late", "forward")
     return Training(rank, address, mode, optimizer="adamw", codec=codec, how=how, servers=SERVERS,
                     outer=Outer(lr=0.7, momentum=0.9) if local else None,
                     model=Net().to(torch.bfloat16) if "bfloat16" in how else None)
@@ -64,9 +64,9 @@ def resume(rank: int, address: str, mode: str, how: str, before: int, folder: st
 
 @pytest.mark.commit(4)
 @pytest.mark.parametrize(("mode", "how", "before"), [
-    ("gradients", "scaled", 6), ("late", "", 7), ("round", "weighed", 7), ("every", "scaled, weighed", 5), ("every", "bfloat16", 5),
-    ("updates", "", 5), ("gradients", "scaled, skipped", 6), ("gradients", "ddp, scaled", 6),
-    ("gradients", "ddp, scaled, skipped", 6), ("whole round", "", 5),
+    ("gradients", "scaled", 6), ("late", "", 7), ("round", "weighed", 7), ("every", "scaled, weighed", 5),
+    ("every", "bfloat16", 5), ("updates", "", 5), ("gradients", "scaled, skipped", 6), ("gradients", "ddp, scaled", 6),
+    ("gradients", "ddp, scaled, skipped", 6), ("whole round", "", 5), ("forward", "", 6),
 ])
 def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before: int, tmp_path: Path) -> None:
     folder = str(tmp_path)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.optimizers import job_of
-from commlayer.errors import CommError, StepAbandoned
+from commlayer.errors import CommError
 from commlayer.planner import default_plan
 
 WORLD = 2
@@ -106,91 +104,6 @@ def test_all_reduces_and_sums_inside_a_node_come_in_the_same_way(codec: str, per
     """All ranks of one node: one all-reduce for each bucket, or sums inside it and a server behind."""
     plain, overlapped = both(routed, codec, per_node)
     assert [same(a, b) for a, b in zip(plain, overlapped, strict=True)] == [True, True]
-
-
-def held(rank: int, address: str) -> tuple[dict[str, torch.Tensor], bool]:
-    """No result comes in before backward() has returned."""
-    training, ahead, kept = Training(rank, address, "forward", codec="int8()", ranks_per_node=2), True, {}
-    exchange = training.worker._routes.exchange
-    answered = exchange._answered
-    for step in range(6):
-        training.optimizer.zero_grad()
-        waiting: list[Any] = []
-        exchange._answered = lambda *args, waiting=waiting: waiting.append(args)
-        training.backward(step)
-        ahead = ahead and (training.worker.recorder.on or training.overlap._out is not None)
-        exchange._answered = answered
-        for args in waiting:
-            answered(*args)
-        training.step()
-        kept = training.state()
-    training.session.close()
-    return kept, ahead
-
-
-@pytest.mark.nightly
-def test_ranks_of_one_node_go_on_without_each_other() -> None:
-    with rank_pool.Servers(WORLD, 1) as servers:
-        results = pool(WORLD).call(held, servers.address)
-    with rank_pool.Servers(WORLD, 1) as servers:
-        wanted = pool(WORLD).call(routed, servers.address, None, "int8()", 2, 6)
-    assert [ahead for _, ahead in results] == [True, True]
-    assert [same(a, b) for a, (b, _) in zip(wanted, results, strict=True)] == [True, True]
-
-
-def compiled(rank: int, address: str, overlap: str | None, what: str) -> dict[str, torch.Tensor]:
-    model = Net()
-    if what == "a part":
-        model.hidden.compile(backend="eager")
-    training = Training(rank, address, overlap, model=model)
-    training.train(0, 2)
-    held = Held(training.worker, until_awaited=True) if overlap == "forward" else None
-    called = torch.compile(model, backend="eager") if what == "the whole" else model
-    for step in range(2, 6):
-        training.optimizer.zero_grad()
-        x, y = batch(rank, step)
-        nn.functional.cross_entropy(called(x).flatten(0, 1), y.flatten()).backward()
-        training.step()
-    assert held is None or held.count
-    kept = training.state()
-    training.session.close()
-    return kept
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", ["the whole", "a part"])
-def test_compiled_code_finds_all_that_it_reads(what: str) -> None:
-    plain, overlapped = both(compiled, what)
-    assert [same(a, b) for a, b in zip(plain, overlapped, strict=True)] == [True, True]
-
-
-def saved(rank: int, address: str, overlap: str | None, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    training = Training(rank, address, overlap, codec="topk(ratio=0.1)")
-    training.train(0, 3)
-    if overlap == "forward":
-        Held(training.worker, until_awaited=True)
-    training.train(3, 6)
-    training.session.save_residuals(folder)
-    state = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-    training.train(6, 9)
-    first = training.state()
-    training.model.load_state_dict(state[0])
-    training.optimizer.load_state_dict(state[1])
-    training.session.load_residuals(folder)
-    for _ in range(3):
-        training.schedule.last_epoch -= 1
-    training.train(6, 9)
-    again = training.state()
-    training.session.close()
-    return first, again
-
-
-def test_a_save_holds_the_whole_last_step(tmp_path: Path) -> None:
-    plain, overlapped = both(saved, str(tmp_path))
-    for (waited, _), (first, again) in zip(plain, overlapped, strict=True):
-        assert same(waited, first)
-        weights = [name for name in first if name in Net().state_dict()]
-        assert [name for name in weights if not torch.equal(first[name], again[name])] == []
 
 
 # ---- what is refused
@@ -289,44 +202,6 @@ def test_other_ways_are_refused_beside_it() -> None:
 
 
 # ---- when somebody is gone
-
-def abandons(rank: int, address: str, overlap: str | None) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Rank 1 breaks a backward pass off: nobody applies anything of that step, and training goes on."""
-    training, said = Training(rank, address, overlap), []
-    training.train(0, 3)
-    for step in range(3, 7):
-        try:
-            training.optimizer.zero_grad()
-            loss = loss_of(training.model, rank, step)
-            if step == 4 and rank == 1:
-                handle = training.model.conv.weight.register_hook(fails)
-            try:
-                loss.backward()
-            finally:
-                if step == 4 and rank == 1:
-                    handle.remove()
-            training.step()
-            if step == 4:
-                training.session.drain()
-        except (StepAbandoned, ZeroDivisionError) as error:
-            said.append(type(error).__name__)
-            if rank == 1:
-                training.schedule.step()  # as the other has, behind the step that is none
-    kept = {name: t.clone() for name, t in training.model.state_dict().items()}
-    training.session.close()
-    return said, kept
-
-
-def fails(_gradient: torch.Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def test_a_step_that_somebody_breaks_off_is_applied_by_nobody() -> None:
-    with rank_pool.Servers(WORLD, 1) as servers:
-        (first, one), (second, other) = pool(WORLD).call(abandons, servers.address, "forward")
-    assert (first, second) == (["StepAbandoned"], ["ZeroDivisionError"])
-    weights = [name for name, _ in Net().named_parameters()]
-    assert all(torch.equal(one[name], other[name]) for name in weights)
 
 
 def main(how: str) -> None:

@@ -217,20 +217,3 @@ def test_gradients_that_are_not_final_cannot_be_used() -> None:
 
 
 # ---- what looks on
-
-def watched(rank: int, address: str) -> tuple[list[str], float]:
-    """Digests of parameters go round every third step; rank 0 has no result before it waits for it, rank 1 all at once."""
-    training = Training(rank, address, "forward", drift_steps=3, drift="end")
-    training.train(0, 2)
-    if rank == 0:
-        Held(training.worker, until_awaited=True)
-    training.train(2, 30)
-    training.session.drain()
-    said, steps = training.session.inspect.decisions(), training.session.stats()["steps"]
-    training.session.close()
-    return said, steps
-
-
-def test_ranks_that_have_results_at_other_times_see_the_same_weights() -> None:
-    with rank_pool.Servers(WORLD, 1) as servers:
-        assert pool(WORLD).call(watched, servers.address) == [([], 30.0)] * WORLD
