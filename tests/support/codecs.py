@@ -21,6 +21,7 @@ from commlayer.compressors import (
     kernels,
     onebit,
     parse,
+    powersgd,
     qsgd,
     randomk,
     topk,
@@ -77,7 +78,7 @@ NAMED: dict[str, str] = {
 """Every name that a plan may use, as a plan would spell it."""
 EVERY: dict[str, Codec] = {name: wrap(parse(text)) for name, text in NAMED.items()}
 """What a plan makes of them: error feedback where it is needed."""
-EACH: dict[str, Codec] = EVERY | {str(codec): codec for codec in CODECS}
+EACH: dict[str, Codec] = EVERY | {str(codec): codec for codec in (*CODECS, powersgd(rank=200))}
 COARSE = ("int4", "qsgd", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]

@@ -97,14 +97,6 @@ def test_refusals_are_one_line_that_begins_with_who_refuses() -> None:
         assert why.partition(":")[0] in text
 
 
-@pytest.mark.parametrize(("text", "says"), [
-    ("error_feedback(momentum(topk()))", "error_feedback: inner is momentum.*E-CODEC-ARGUMENT"),
-])
-def test_what_cannot_work_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        parse(text)
-
-
 @pytest.mark.parametrize("down", ["int8(block=64)", "topk(ratio=1.0, values='fp32')", "topk(ratio=0.3)"])
 @pytest.mark.parametrize("up", ["topk(ratio=0.2)", "momentum(int8(block=64))"])
 def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:

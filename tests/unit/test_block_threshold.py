@@ -104,17 +104,3 @@ def test_a_count_that_does_not_fit_the_runs_is_refused() -> None:
         bad[8:12] = other.to_bytes(4, "little")
         with pytest.raises(CorruptFrame, match="last run.*E-PAYLOAD"):
             codec.decode(bytes(bad), {}, torch.empty(n))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"ratio": 0}, "block_threshold: ratio is 0"),
-        ({"run": 12}, "block_threshold: run is 12, but it must be one of 8, 16, 32, 64"),
-        ({"run": True}, "block_threshold: run is True"),
-        ({"values": "int2"}, "block_threshold: values is 'int2'"),
-    ],
-)
-def test_arguments_are_named(arguments: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
-        block_threshold(**arguments)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import Codec, int4, int8, onebit, parse, qsgd, restore, seed, snapshot
+from commlayer.compressors import Codec, int4, int8, onebit, qsgd, restore, seed, snapshot
 from commlayer.compressors.state import SERVER
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -133,17 +133,3 @@ def test_no_legal_byte_decodes_to_infinity(codec: Codec, scale: bytes, nbytes: i
     above = (int.from_bytes(scale, "little") + 1).to_bytes(len(scale), "little")
     with pytest.raises(CorruptFrame):
         kit.decoded(codec, good[:16] + above + bytes(nbytes), 8)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("int4(block=12)", "int4: block is 12"),
-        ("onebit(block=0)", "onebit: block is 0"),
-        ("qsgd(levels=2)", "qsgd: levels is 2"),
-        ("qsgd(norm='l1')", "qsgd: norm is 'l1'"),
-    ],
-)
-def test_arguments_that_are_wrong_are_named(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
-        parse(text)

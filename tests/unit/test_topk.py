@@ -185,21 +185,6 @@ def test_bytes_per_entry(ratio: float) -> None:
     assert ratio != 0.01 or bits <= 17.5
 
 
-@pytest.mark.parametrize("ratio", [0.0, -0.1, 1.0001, float("nan"), "0.1", True])
-def test_a_ratio_outside_its_range_is_named(ratio: object) -> None:
-    with pytest.raises(ValueError, match=f"topk: ratio is {ratio!r}, .*E-CODEC-ARGUMENT"):
-        topk(ratio=ratio)  # type: ignore[arg-type]
-
-
-def test_other_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="topk: values is 'int3'.*'int8', 'fp16', 'fp32', 'bf16', 'int4'.*E-CODEC-ARGUMENT"):
-        topk(values="int3")
-    with pytest.raises(ValueError, match=r"topk: exact is 1\b.*E-CODEC-ARGUMENT"):
-        topk(exact=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"topk: values is \[1\].*E-CODEC-ARGUMENT"):
-        topk(values=[1])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("ratio", [1e-4, 0.01, 0.37, 1.0])
 def test_the_bound_holds_for_every_count(ratio: float) -> None:
     """The size of positions is not quite monotone in the count: walk over all counts at a small size."""

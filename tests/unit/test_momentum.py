@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from support import codecs as kit
@@ -131,15 +129,3 @@ def test_units() -> None:
     assert in_updates(momentum(on))
     assert not in_updates(error_feedback(int8()))
     assert "lr_correction" not in str(error_feedback(int8())), "plans from before there was a choice"
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: error_feedback(int8(), lr_correction=1), "error_feedback: lr_correction is 1"),
-        (lambda: momentum(topk(), 1.0), "momentum: beta is 1.0"),
-    ],
-)
-def test_what_does_not_fit_is_named(make: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"{words}.*E-CODEC-ARGUMENT"):
-        make()
