@@ -1,4 +1,4 @@
-"""One bucket on one worker: its memory, and the copies between gradients, payload and result."""
+"""One bucket on one worker: its memory, and the copies between gradients, encoded payload and result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from commlayer.records import Bucket, Job, Slice
 # ---- checks whether tensors are finite, if possible in one pass over their memory
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Any dtype and device; on a device the caller waits for the result."""
+    """Whether all elements are finite, for any dtype and device. For a tensor on a GPU the host waits for the result."""
     plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
     return kernels.all_finite(tensor.detach().view(-1)) if plain else bool(tensor.isfinite().all())
 
@@ -38,14 +38,16 @@ ALIGN = 64
 
 
 class BucketLayout:
-    """The layout of one bucket. It fits any memory that holds the bucket's elements in order."""
+    """Layout of one bucket's elements: which slices of which tensors it contains, and their shapes. It applies to any memory
+    that contains the elements in order."""
 
     def __init__(self, bucket: Bucket, job: Job) -> None:
         self.slices = bucket.slices
         self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The slices of x, each in the shape of its tensor. A part of a tensor is flat."""
+        """Splits x, the elements of a bucket, into views, one for each slice. A complete tensor has its own shape; a slice of a
+        split tensor is flat."""
         views, at = [], 0
         for s, shape in zip(self.slices, self.shapes, strict=True):
             views.append(x[at : at + s.numel].view(shape))
@@ -55,9 +57,10 @@ class BucketLayout:
     def pairs(
         self, tensors: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs (view, the same elements of the tensor) of the slices that have a tensor.
+        """Returns pairs (view, the same elements of the tensor) for all slices whose tensor is not None.
 
-        A complete tensor is paired in its own shape, so any strides work. A split one must be contiguous (see `contiguous`).
+        A complete tensor is paired in its own shape, so it can have any strides. A split tensor must be contiguous; see
+        `contiguous`.
         """
         pairs = []
         for view, tensor, s in zip(views, tensors, self.slices, strict=True):
@@ -72,8 +75,8 @@ def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
 
 
 def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Memory for `lead` bytes followed by `nbytes` on a 64-byte boundary. It does not come from the allocator's heap, where
-    memory of earlier plans would leave holes."""
+    """Allocates `lead` bytes followed by `nbytes` bytes, the latter on a 64-byte boundary. The memory is not from the
+    allocator's heap, where memory of earlier plans would leave holes."""
     room = ALIGN + lead + nbytes + ALIGN
     raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else fresh_zeros(-(-room // 4)).view(torch.uint8)
     skip = -(raw.data_ptr() + lead) % ALIGN
@@ -82,7 +85,8 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
-    """Yields the targets, with contiguous zeros for split targets that are not contiguous; they are copied back at the end."""
+    """Yields the targets, where zeros replace targets that are split between buckets and not contiguous. At the end their
+    contents are copied into these targets. `cut` tells whether a tensor is split."""
     copies = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
               if target is not None and cut(t) and not target.is_contiguous()}
     yield [copies.get(t, target) for t, target in enumerate(targets)]
@@ -95,7 +99,7 @@ def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool
 # ---- A bucket's result as sparse entries, without dense memory
 
 MOST_NUMEL = 2**31 - 1
-"""Of a bucket: torch compares positions as signed numbers."""
+"""Largest number of elements of a bucket whose result can stay sparse: torch compares positions as signed 32-bit numbers."""
 
 
 class SparseResult:
@@ -105,12 +109,12 @@ class SparseResult:
         self._cuts: list[int] = torch.searchsorted(idx, torch.tensor(self._starts, dtype=torch.int32)).tolist()
 
     def entries(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions in the slice's tensor, and values."""
+        """Returns the sparse entries of slice `number`: positions in the slice's tensor, and values."""
         low, high = self._cuts[number], self._cuts[number + 1]
         return self._idx[low:high] + (self._layout.slices[number].start - self._starts[number]), self._values[low:high]
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Sets targets to elements times factor, by slice; None skips one."""
+        """Writes each slice times `factor` into its target; None skips a slice. Elements without an entry become 0."""
         for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
             if target is None:
                 continue
@@ -138,16 +142,17 @@ def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor
 # ---- keeps a bucket's result encoded and decodes it where it is written, without a float32 copy in between
 
 def codec_of_results(codec: Any) -> OneRound | None:
-    """The codec whose results can be checked on arrival and decoded later; None if that is impossible."""
+    """The codec that can check a result on arrival and decode it later; None if that is impossible for `codec`."""
     inner = result_codec(codec)
     return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
 
 
 class CodedResult:
-    """One result, kept until the bucket's next exchange."""
+    """One bucket's result in encoded form, kept until the bucket's next exchange."""
 
     def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview, numel: int) -> None:
-        """Checks the body in full; raises CorruptFrame as `decode` would. Decoding it later cannot fail."""
+        """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. So decoding them later cannot
+        fail."""
         self._codec, self._layout, self._numel = codec, layout, numel
         self.body = body
         head = payload.read(body, codec.id, numel)
@@ -158,7 +163,7 @@ class CodedResult:
         return self._parts is not None
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Sets targets = elements times factor, by slice. None skips a slice."""
+        """Decodes each slice, times `factor`, into its target. None skips a slice."""
         s, target = self._layout.slices[0], targets[0]
         if len(targets) == 1 and target is not None:
             to = target.detach()
@@ -193,26 +198,30 @@ class CodedResult:
 # in float64.
 
 class SharedBuffers:
-    """Of one bucket. `values` are in the bucket's own order, and the same on all ranks."""
+    """For a bucket of a module's buffers: the values that all ranks had after the last exchange, and the values before it.
+    `values` contains the elements in the bucket's order."""
 
     def __init__(self, like: torch.Tensor, layout: BucketLayout) -> None:
-        """`like`: memory of the bucket's elements, whose type and device the values get."""
+        """Allocates the values with the type and device of `like`, memory for the bucket's elements."""
         self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
         self.layout, self._own_views = layout, layout.views(self._own)
         self._sizes = [s.numel for s in layout.slices]
         self._repeats = torch.tensor(self._sizes, device=like.device)
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
-        """By slice, whether this rank's values have changed. Stays on the device, so the host does not wait."""
+        """One flag per slice: whether this rank has changed the buffer since the last exchange. The result stays on the device,
+        so the host does not wait."""
         return torch.stack([part.any() for part in torch.ne(x, self.values).split(self._sizes)])
 
     def commit(
         self, y: torch.Tensor, views_y: Sequence[torch.Tensor], flags: torch.Tensor, factor: float | torch.Tensor,
         targets: Sequence[torch.Tensor | None],
     ) -> None:
-        """Writes the means, y times factor, into the targets. Where `flags` show no change, writes the agreed values.
+        """Writes the means, y times factor, into the targets. A buffer whose entry in `flags` shows no change on any rank gets
+        the value of the last exchange.
 
-        If some rank's values are not finite, each rank keeps its own."""
+        If the value of some rank is not finite, each rank keeps its own.
+        """
         finite = torch.isfinite(y).all()
         into = [target.detach() for _, target in self.layout.pairs(targets, views_y)]
         torch._foreach_copy_([own for own, _ in self.layout.pairs(targets, self._own_views)], into)
@@ -226,11 +235,12 @@ class SharedBuffers:
 
 
 ByBucket = Mapping[int, SharedBuffers]
-"""By bucket number."""
+"""Maps the id of a bucket to the shared values of its buffers."""
 
 
 def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Records the buffers, which are now the same on all ranks. `tensors` by number; None entries are skipped."""
+    """Stores the buffers' current values, which are now the same on all ranks. `tensors` by tensor number; None entries are
+    skipped."""
     for its in shared.values():
         mine = [tensors[s.tensor] for s in its.layout.slices]
         for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
@@ -238,7 +248,7 @@ def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
-    """The reverse: writes the values after the last exchange into the tensors, by number."""
+    """Writes the values after the last exchange into `tensors`, by tensor number. It is the inverse of `agree`."""
     for its in shared.values():
         mine = [tensors[s.tensor] for s in its.layout.slices]
         for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
@@ -259,12 +269,12 @@ def pass_on(before: ByBucket, after: ByBucket) -> None:
 
 
 def snapshot(shared: ByBucket) -> dict[str, torch.Tensor]:
-    """For a checkpoint: between two exchanges of local steps, no model file holds these values."""
+    """Copies the shared values for a checkpoint: between two exchanges of local steps, no model file contains these values."""
     return {f"agreed.{number}": its.values.cpu().clone() for number, its in shared.items()}
 
 
 def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The reverse. Missing values stay unchanged."""
+    """Restores what `snapshot` has saved. Buckets that are missing in `tensors` keep their values."""
     for number, its in shared.items():
         if (saved := tensors.get(f"agreed.{number}")) is not None:
             its.values.copy_(saved)
@@ -277,23 +287,23 @@ def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
 # plan. `carry` is sent with the next gradients; `carried` is the part that was sent with the last ones.
 
 TINY = 1e-30
-"""Replaces a total weight of 0, which ends the step with an error."""
+"""Smallest total weight by which values are divided. A total weight of 0 ends the step with an error elsewhere."""
 
 
 class EntryResult(Protocol):
-    """Sets how much codecs send: entries_sent.py."""
+    """Controls how many entries sparse codecs send; implemented in entries_sent.py."""
 
     def begin(self, step: int) -> None:
-        """Called before each encode of that step."""
+        """Sets the number of entries of all buckets for a step. Called before each encode of the step."""
         ...
 
     def forget(self) -> None:
-        """Codec states were replaced, and the step may be repeated."""
+        """Forgets the current step, because codec states were replaced and the step might be repeated."""
         ...
 
 
 class ResidualLedger:
-    """The residuals of a WorkerBucket."""
+    """Base class of WorkerBucket: its residuals, and the rollback of averages that were not applied."""
 
     codec: Codec
     state: State
@@ -318,16 +328,16 @@ class ResidualLedger:
 
     @property
     def coded_x(self) -> torch.Tensor:
-        """The codec's input."""
+        """The codec's input, in the memory from which the codec reads: host or device."""
         raise NotImplementedError
 
     @property
     def result(self) -> torch.Tensor:
-        """The received sum, in the memory where reading it costs least."""
+        """The received sum, in the memory where reading it costs least: host or device."""
         raise NotImplementedError
 
     def debts(self) -> list[ResidualSlice]:
-        """This worker's residuals on the bucket's elements, in the unit of residuals (Units.worth)."""
+        """This worker's unsent residuals of the bucket's elements, as slices of tensors. Units.worth defines their unit."""
         debts = [] if self.carry is None else list(split_by_tensor(self.slices, 0, self.carry))
         for (low, high), state in self.coders:
             if (values := residual_of(state, high - low)) is not None:
@@ -335,7 +345,8 @@ class ResidualLedger:
         return debts
 
     def judge(self, *, finite: bool) -> None:
-        """Finalizes a step. A slice that no rank used is not applied; neither is anything of a step that is not finite."""
+        """Finalizes a step: records which slices were not applied. These are slices that no rank used, and all slices if
+        `finite` is False."""
         if self.buffer:
             return
         self.sound = self.finite
@@ -344,8 +355,8 @@ class ResidualLedger:
             self.carry_on(self.used)
 
     def carry_on(self, slices: int) -> None:
-        """These slices' average was applied. The part of the inherited residual that did not reach the mean goes with the next
-        step."""
+        """Finalizes slices whose average was applied. The part of the inherited residual that did not reach the mean is kept
+        for the next step."""
         if self.carried is not None and (unsent := 1.0 - self._paid()):
             remainder = torch.zeros_like(self.carried)
             add_ranges(remainder, self.carried * unsent, ranges_of(self.slices, slices))
@@ -353,8 +364,8 @@ class ResidualLedger:
             self.carry = remainder if self.carry is None else self.carry + remainder
 
     def _paid(self) -> float:
-        """The fraction of `carried` that reached the mean. It is 1 if all workers weighed what this worker had assumed, or if
-        this worker encoded again. Other ranks of its node keep their assumption."""
+        """The fraction of the sent inherited residual that reached the mean. It is 1 if the workers' total weight was as
+        assumed, or if this worker encoded again. Other ranks of its node keep their assumption."""
         return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
 
     @property
@@ -362,14 +373,14 @@ class ResidualLedger:
         return (1 << self.nslices) - 1
 
     def forget(self) -> None:
-        """The codec state was replaced, so the last exchange cannot be undone any more."""
+        """Drops all records of the last exchange, because codec states were replaced: it can no longer be rolled back."""
         self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
         if self.entries is not None:
             self.entries.forget()
 
     def take_back(self) -> int:
-        """Undoes the part of the last exchange that was not applied, before the next exchange. Returns the slices that were
-        undone."""
+        """Rolls back the slices of the last exchange that were not applied, before the next exchange. Returns them as a bit
+        mask."""
         slices, self.unapplied = self.unapplied, 0
         if slices:
             cut = ranges_of(self.slices, slices)
@@ -383,51 +394,54 @@ class ResidualLedger:
 
 
 PAYLOAD_HEADER = 16
-"""Bytes before x, so that an in-place codec's payload is its header followed by x itself."""
+"""Bytes before the send buffer, so that the payload of an in-place codec is its header followed by the send buffer itself."""
 SMALL_NUMEL = 1 << 14
-"""Mean elements per slice up to which one call per slice costs more than a second pass over the whole bucket."""
+"""Mean elements per slice up to which one call per slice costs more than a second pass over the complete bucket."""
 
 
 class WorkerBucket(ResidualLedger):
-    """Memory of a bucket: `x` (float32), followed by a tail of one `used` flag per slice and the weight.
+    """Memory and state of one bucket: the send buffer `x` (float32), and after it one `used` flag per slice and the weight.
 
-    Collectives sum the tail with x; between nodes the frame header carries the same facts. With a CUDA model `x` is on the
-    device and codecs read `host`, its pinned copy; on CPU both are the same memory. If the codec runs on the device there is no
-    copy, and only payloads pass through pinned memory, one buffer for each direction.
+    Collectives sum the flags and the weight together with x; between nodes the frame header contains them. With a CUDA model, x
+    is on the device and codecs read `host`, its pinned copy; on CPU both are the same memory. If the codec runs on the device
+    there is no such copy. Only payloads then pass through pinned memory, one buffer for each direction.
 
-    The sum arrives in `y`. Without error feedback `y` is `x` again. With error feedback the codec's input stays in x, so that a
-    step whose average was not applied can be undone without a copy of the residual. On a CPU the only rank of a node then has
-    no y: results stay encoded and are decoded when they are written (`coded_result`). If results are wanted as the entries of a
-    sparse codec, they stay entries (`sparse`). Reading y decodes either form.
+    The sum arrives in the receive buffer `y`. Without error feedback, y is the same memory as x. With error feedback the
+    codec's input stays in x. So a step whose average was not applied can be rolled back without a copy of the residual. On a
+    CPU the only rank of a node then has no y: results stay encoded, and are decoded when they are written (`coded_result`). If
+    results are wanted as the entries of a sparse codec, they stay sparse (`sparse`). Reading y decodes either form.
 
-    An all-reduce of doubles or of buffers uses float64 for both, so only the result is rounded. So do buffers that a server
-    averages: the server receives this node's mean in float32 and averages the means of all nodes.
+    An all-reduce of float64 gradients or of module buffers uses float64 for both, so only the result is rounded. The same holds
+    for module buffers that a server averages: the server receives this node's mean in float32 and averages the means of all
+    nodes.
     """
 
     def __init__(
         self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
         on_device: bool = False,
     ) -> None:
-        """`local`: this worker's index in its node. `on_device`: the codec runs on the gradients' device (lanes.py)."""
+        """Allocates the bucket's memory and codec state. `order`: position among all sends. `local`: this worker's index in its
+        node. `on_device`: the codec runs on the gradients' device (lanes.py)."""
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
         self.late = planned.stale
-        """Whether its result is used one step late (late_results.py)."""
+        """Whether the result is applied one step late (late_results.py)."""
         self.served = planned.path == "service"
-        """Whether a server sums it. Then weight and used slices are in the frame header, otherwise in the tail."""
+        """Whether a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the send
+        buffer."""
         self.dense = planned.path == "allreduce"
-        """Whether one all-reduce sums it uncompressed."""
+        """Whether the bucket is summed by one all-reduce, without compression."""
         self.staged = not (self.served or self.dense)
-        """Whether its path is a sequence of collectives with encodes and decodes between them."""
+        """Whether the bucket's path is a sequence of collectives, with encoding and decoding between them."""
         self.coded = coded = self.served and planned.owner == local
-        """Whether this worker encodes and decodes it. Other workers of the node only take part in collectives and have no codec
-        state."""
+        """Whether this worker encodes and decodes the bucket. Other workers of the node only take part in collectives, and have
+        no codec state."""
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         self.in_updates = not self.dense and in_updates(codec)
         self.in_means = not self.dense and codec.keeps
-        """Whether gradients are coded as parts of the mean, so that residuals keep their value when weights change."""
+        """Whether gradients are encoded as parts of the mean, so that residuals keep their value when weights change."""
         self.means = self.served and self.buffer and of_means(codec)
-        """Whether the server averages what workers hold, instead of summing their parts (Flag.MEAN)."""
+        """Whether the server averages the values that workers send, instead of summing their parts (Flag.MEAN)."""
         self.spec = planned.spec
         self.layout = BucketLayout(planned, job)
         self.numel, self.nslices = planned.numel, len(planned.slices)
@@ -449,10 +463,10 @@ class WorkerBucket(ResidualLedger):
                 block_y = y_block.view(torch.float32) if on_host else torch.empty(floats, device=device)
         self._reader: Reads | None = None
         self.sparse: SparseResult | None = None
-        """The last result, if kept as entries."""
+        """The last result as sparse entries; None if it has another form."""
         self._decoder: OneRound | None = None
         self.coded_result: CodedResult | None = None
-        """The last result, if kept encoded."""
+        """The last result in encoded form; None if it has another form."""
         self.lie_in(block_x, block_y)
         self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
         if coded:
@@ -470,31 +484,33 @@ class WorkerBucket(ResidualLedger):
         else:
             self.state, self.bound, self.payload = {}, 0, memoryview(b"")
         self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
-        """Element range and codec state of each encoder whose residuals this worker owns."""
+        """Element range and codec state of each encoder whose residuals belong to this worker."""
         self.carry: torch.Tensor | None = None
         self.carried: torch.Tensor | None = None
         self.entries: EntryResult | None = None
-        """Set if the sent ratio differs between steps."""
+        """Sets the number of sent entries before each encode; None if the codec's ratio does not change between steps."""
         self.codes = False
-        """Whether the last exchange encoded something on this worker."""
+        """Whether this worker has encoded something in the last exchange."""
         self.sound = True
         """Whether the last average was finite."""
         self.unapplied = 0
-        """One bit per slice: the average of the last exchange was not applied."""
+        """Bit mask of the slices whose average in the last exchange was not applied."""
         self.undone = 0
-        """One bit per slice: undone on this worker, not reported to the server yet."""
+        """Bit mask of the slices that were rolled back on this worker, but not yet reported to the server."""
         self.rewind()
         self.reset()
 
     def lie_in(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
-        """Sets the memory of x and y, with their tails. Buckets without a codec may share one memory block with others."""
+        """Sets the memory of the send buffer and the receive buffer, each with flags and weight after it. Buckets without a
+        codec can share one memory block."""
         self.all, self.all_y = every, every_y
         self.x, self.tail = every[: self.numel], every[self.numel :]
         self._y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
         on_host = every.device.type == "cpu"
         self._facts = self.tail.numpy() if on_host else None
         self._facts_y = self.tail_y.numpy() if on_host else None
-        """The same memory as arrays of the host: a small tensor operation costs as much time as thousands of elements."""
+        """The flags and weights in both buffers as numpy arrays, if they are in host memory; else None. (A tensor operation on
+        them would cost as much time as thousands of elements.)"""
         self.views, self.views_y = self.layout.views(self.x), self.layout.views(self._y)
 
     @property
@@ -506,8 +522,8 @@ class WorkerBucket(ResidualLedger):
         return self._y
 
     def keep_coded(self, recycle: Callable[[memoryview], None]) -> None:
-        """Keeps results encoded from now on if they can be decoded later. For the only rank of a node, before its first step.
-        `recycle` takes back the bodies of results."""
+        """Keeps results encoded from now on, if they can be decoded later. Called only on the single rank of a node, before its
+        first step. `recycle` receives the buffers of results for reuse."""
         if self.coded and self.in_means and not self.late and not self.buffer and self.x.device.type == "cpu":
             self._decoder = codec_of_results(self.codec)
         if self._decoder is not None:
@@ -519,7 +535,8 @@ class WorkerBucket(ResidualLedger):
         self._facts_y, self.views_y = None, []
 
     def keep_entries(self) -> None:
-        """Keeps results that arrive as entries in that form. For the only rank of a node, before its first step."""
+        """Keeps results that arrive as sparse entries in that form. Called only on the single rank of a node, before its first
+        step."""
         if self.coded and not self.late and not self.buffer and self.x.device.type == "cpu" and self.numel <= MOST_NUMEL:
             self._reader = reader_of(self.codec)
         if self._reader is not None:
@@ -529,7 +546,7 @@ class WorkerBucket(ResidualLedger):
     def reset(self) -> None:
         self.sources: list[torch.Tensor | None] = [None] * self.nslices
         self.marks: list[object] = []
-        """Points in the callers' streams after which the sources are final."""
+        """Events in the callers' streams after which the source gradients are final."""
         self.waiting = self.nslices
 
     def rewind(self) -> None:
@@ -538,20 +555,21 @@ class WorkerBucket(ResidualLedger):
         self.finite = True
         self.weight, self.used = 0.0, 0
         self.scaled: float | torch.Tensor = 1.0
-        """The factor applied to y since it arrived."""
+        """The factor by which the received sum has been multiplied in place since it arrived."""
         self.spent = 0
-        """One bit per slice: an optimizer has applied this exchange's average before the end of the step."""
+        """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
         self.reported = 0  # slices whose last average was not applied, as this exchange reported to the server
         self.abandoned = ""
-        """Who aborted the step, and why; there is no sum then."""
+        """Which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
         self.total = 0.0
-        """The total weight of all workers on which the scaling of this exchange's gradients is based."""
+        """The assumed total weight of all workers, by which the gradients of this exchange were scaled."""
         self.received_weight: float | None = None
-        """The total weight of all workers, once the host has received it separately from a sum on the device."""
+        """The total weight of all workers, if the host received it separately from a sum that is on the device; else None."""
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
-        """Sets x = gradients times factor, with zeros for missing gradients. With weight 0 all of x is zero: a mean over no
-        samples is NaN, and NaN times 0 stays NaN. `worth` is the value in x of a residual of 1."""
+        """Copies the gradients, times `factor`, into the send buffer, with zeros for missing gradients. With weight 0 the
+        buffer is zero: a mean over no samples is NaN, and NaN times 0 stays NaN. `worth`: the value that an inherited residual
+        of 1 adds."""
         used = 0
         for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
             if tensor is not None:
@@ -572,22 +590,22 @@ class WorkerBucket(ResidualLedger):
         if self.late:  # the sources have changed when the result is used; on a GPU nothing waits for these sums
             self._put_in = torch.stack([view.sum() for view in self.views])
 
-    def _mark_changed(self, there: int) -> int:
-        """Buffers: marks the slices in the mask `there` that this rank has changed, on the device. Returns them as a mask if a
-        frame header needs it, otherwise `there`."""
+    def _mark_changed(self, slices: int) -> int:
+        """For a bucket of module buffers: flags the slices in the bit mask `slices` that this rank has changed. Returns the
+        flags as a bit mask if a frame header needs it, otherwise `slices`."""
         assert self.agreed is not None
-        mask = torch.tensor([there >> i & 1 for i in range(self.nslices)], device=self.x.device)
+        mask = torch.tensor([slices >> i & 1 for i in range(self.nslices)], device=self.x.device)
         self.changed = self.agreed.changed(self.x) * mask
-        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.served else there
+        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.served else slices
 
     def flags(self) -> torch.Tensor:
-        """By slice, above 0 if some rank used it. On the device of x, where the exchange left it."""
+        """One number per slice, above 0 if some rank used the slice. The tensor is on the device of the send buffer."""
         if not self.served:
             return self.tail_y[:-1]
         return torch.tensor([self.used >> i & 1 for i in range(self.nslices)], device=self.x.device)
 
     def write_tail(self, tail: torch.Tensor) -> None:
-        """Writes `used` and weight for a collective to sum or share."""
+        """Writes the used flags and the weight into `tail`, which a collective will sum or distribute."""
         if self.agreed is not None and not self.served:
             tail[:-1] = self.changed
             tail[-1] = self.weight
@@ -599,47 +617,49 @@ class WorkerBucket(ResidualLedger):
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def read_used(self) -> None:
-        """Reads `used` from the summed tail. Skipped if this rank used every slice, since the result is known."""
+        """Reads which slices any rank used from the summed flags. Does nothing if this rank used every slice: the answer is
+        then known."""
         if self.used != self.all_slices or (self.agreed is not None and self.served):
             self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
 
     def read_result(self) -> None:
-        """Reads weight and `used` of the result that the owner shared with this worker. NaN marks a result that is not
-        finite."""
+        """Reads weight and used slices of the result that the bucket's owner has distributed to this worker. A weight of NaN
+        marks a result that is not finite."""
         self.weight = float(self.tail_y[-1])
         self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
         self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
 
     @property
     def read_here(self) -> bool:
-        """Whether the host can read the result of a collective without a device synchronization."""
+        """Whether the host can read a collective's summed weight without waiting for the GPU."""
         return self._facts_y is not None
 
     def over_weight(self, scale: float) -> float | torch.Tensor:
-        """scale / summed weight of a collective. On a device it is a tensor, so that the host does not wait."""
+        """Returns scale / (summed weight of a collective). On a GPU it is a tensor, so that the host does not wait."""
         if self.received_weight == 0.0:
             raise ZeroDivisionError
         return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
 
     def summed_weight(self) -> float:
-        """The summed weight of all workers in the exchange whose result is in y; 0 if only a device knows it."""
+        """The total weight of all workers in the exchange of the last received sum; 0 if it is known only to the GPU."""
         if self.served:
             return self.weight
         return self.received_weight or 0.0 if self._facts_y is None else float(self._facts_y[-1])
 
     def op(self, coding: str) -> str:
-        """"encode" or "decode", with the device, as paths spell it."""
+        """Name of an operation in paths: "encode" or "decode" followed by the device, such as "encode@cpu"."""
         return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
 
     def to_mean(self) -> None:
-        """Divides x, the weighted sum over this node's ranks, by their weight if the server averages means."""
+        """Divides the send buffer, a weighted sum over this node's ranks, by their weight. Does nothing unless the server
+        averages means."""
         if self.means:
             self.x.div_(self.weight or 1.0)
             if self.x.device.type == "cpu":
                 self.host.copy_(self.x)
 
     def encode(self) -> int:
-        """Round 0: encodes x into the payload."""
+        """Encodes the send buffer into the payload of the codec's first round. Returns the payload's bytes."""
         self.started = self.codes = True
         self._drop_result()
         if self.entries is not None:
@@ -653,10 +673,11 @@ class WorkerBucket(ResidualLedger):
         return nbytes
 
     def restart(self, total: float) -> int:
-        """Repeats round 0 because the total weight differs from the assumed one.
+        """Encodes the first round again, because the total weight of all workers differs from the assumed one. Returns the
+        payload's bytes.
 
-        Residuals of other ranks of this node are in x and are scaled, too; each of those ranks keeps the missing part
-        (`carry_on`).
+        The send buffer also contains residuals of other ranks of this node, which are scaled, too. Each of those ranks keeps
+        the part that did not reach the mean (`carry_on`).
         """
         x = self.coded_x
         self.codec.undo(self.state, x)
@@ -667,23 +688,23 @@ class WorkerBucket(ResidualLedger):
 
     @property
     def coded_x(self) -> torch.Tensor:
-        """The codec's input."""
+        """The codec's input, in the memory from which the codec reads: host or device."""
         return self.x if self.on_device else self.host
 
     @property
     def result(self) -> torch.Tensor:
-        """The received sum, in the memory where reading it costs least."""
+        """The received sum, in the memory where reading it costs least: host or device."""
         return self.host_y if self._reader is None and self._decoder is None and not self.on_device else self.y
 
     def slice_of_result(self, number: int) -> torch.Tensor:
-        """The received values of a slice; without zeros if the result arrived as entries."""
+        """The received values of a slice; only the nonzero ones if the result arrived as sparse entries."""
         return self.layout.views(self.y)[number] if self.sparse is None else self.sparse.entries(number)[1]
 
     def encode_next(self, r: int, result: Buffer) -> int:
         return self.codec.next(r, result, self.state, self.payload)
 
     def decode(self, result: memoryview) -> None:
-        """Decodes the last round's result."""
+        """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form."""
         if self._reader is not None:
             self._read(self._reader, result)
             return
@@ -699,18 +720,19 @@ class WorkerBucket(ResidualLedger):
             return
         nbytes = result.nbytes
         if nbytes > self.bound:
-            raise CorruptFrame(f"result of {nbytes} bytes, at most {self.bound} are possible")
+            raise CorruptFrame(f"a result of {nbytes} bytes was received, but at most {self.bound} bytes are possible for "
+                               "this codec and bucket")
         self._pinned[1][:nbytes].numpy().data[:] = result
         self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
         self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
 
     @property
     def keeps_body(self) -> bool:
-        """Whether `decode` has kept the result's body, which the bucket then recycles itself."""
+        """Whether `decode` has kept the received bytes, which the bucket itself then recycles."""
         return self.coded_result is not None
 
     def let_go(self) -> None:
-        """Between two exchanges: returns memory to the system if nothing of the last exchange can be undone."""
+        """Returns memory to the system between two exchanges, unless the last exchange might still be rolled back."""
         if self.started or self.unapplied or self.late or not self.coded or self.on_device:
             return
         self.codes = False
@@ -732,17 +754,17 @@ class WorkerBucket(ResidualLedger):
         self.views_y = [] if entries is not None else self.layout.views(self._y)
 
     def look(self) -> None:
-        """Sets `finite` if no decoder has reported it."""
+        """Checks whether the received sum is finite and sets `finite`, for paths without a decoder that reports it."""
         self.finite = all_finite(self.y)
 
     def late_not_finite(self) -> int:
-        """As `own_not_finite`, for the exchange whose result has arrived one step late."""
+        """Same as `own_not_finite`, for the exchange whose result has arrived one step late."""
         bad = [s.tensor for s, is_finite in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not is_finite]
         return bad[0] if bad else -1
 
     def own_not_finite(self) -> int:
-        """The first tensor for which this worker's own input is not finite; -1 if there is none. Call it before `commit`, which
-        may overwrite the input."""
+        """Number of the first tensor for which this worker's own gradient is not finite; -1 if there is none. Call it before
+        `commit`, which can overwrite the gradient."""
         for s, source in zip(self.slices, self.sources, strict=True):
             if source is not None:
                 values = source.detach()
@@ -753,8 +775,8 @@ class WorkerBucket(ResidualLedger):
         return -1
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Sets targets = y times factor, skipping targets that are None. Buffers stay unchanged if y is not finite. Call it
-        once."""
+        """Writes the received sum times `factor` into the targets; None skips a slice. Module buffers stay unchanged if the sum
+        is not finite. Call it once per exchange."""
         if self.agreed is not None:
             self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
             return
@@ -774,6 +796,6 @@ class WorkerBucket(ResidualLedger):
 # ---- returns freed memory from the allocator to the system
 
 def trim() -> None:
-    """Takes a few milliseconds; called after a change of plan."""
+    """Returns freed heap memory to the system after a change of plan. Takes a few milliseconds."""
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc has it, musl does not
         libc.malloc_trim(ctypes.c_size_t(0))

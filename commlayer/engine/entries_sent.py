@@ -1,7 +1,7 @@
 """Sets how many entries a worker's sparse codecs send in each step, from the step number and the entries sent before.
 
-It covers the buckets that this worker encodes for servers. It runs on the encode lane before a step's first bucket, when all
-buckets of the step before have been encoded. compressors/global_budget.py divides the entries between buckets.
+It concerns the buckets that this worker encodes for servers. It runs on the encode lane before the first bucket of a step, when
+all buckets of the previous step have been encoded. compressors/global_budget.py divides the entries between buckets.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class _One(NamedTuple):
 
 
 class EntriesSent:
-    """The budget of one worker's buckets under one plan. See bucket.Entries."""
+    """Sets the number of entries that one worker's buckets send under one plan. See WorkerBucket.entries."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.forget()
         self._alone: list[_One] = []
         self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
-        """Codecs that share a budget: their magnitudes have one unit, and their entries take the same number of bytes."""
+        """Codecs that share a number of entries, by codec without its ratio and by unit: their magnitudes are comparable, and
+        their entries have equal sizes."""
         for bucket in buckets:
             if (one := _budgeted(bucket.codec, bucket.state)) is None:
                 continue
@@ -53,7 +54,7 @@ class EntriesSent:
 
 
 def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
-    """Connects all buckets whose codec needs a budget with a shared EntriesSent."""
+    """Creates one EntriesSent for all buckets whose codec needs a number of entries, and stores it in these buckets."""
     budgeted = [bucket for bucket in buckets if bucket.coded and _budgeted(bucket.codec, bucket.state) is not None]
     entries = EntriesSent(budgeted)
     for bucket in budgeted:
@@ -61,7 +62,8 @@ def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
 
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
-    """After a change of plan: buckets with a shared budget start with as many entries as their elements had before."""
+    """Sets the number of entries of buckets with a shared budget after a change of plan: as many as their elements had before.
+    """
     dense = [(s, one.state["entries"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
     for bucket in after:
         if one := _divided(bucket):
@@ -83,7 +85,7 @@ def _ratio(one: _One, step: int) -> float:
 
 
 def _budgeted(codec: Any, state: State) -> _One | None:
-    """The codec inside that takes a budget, with its state."""
+    """The codec inside `codec` whose number of entries can be set, with its state; None if there is none."""
     while not isinstance(codec, BudgetedTopK):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]

@@ -1,4 +1,4 @@
-"""Prints one line per rank on Ctrl-C instead of a traceback. The script's signal handlers stay."""
+"""Prints one line per rank on Ctrl-C instead of a traceback. The script's own signal handlers stay."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from commlayer.errors import CommError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 TORCHS = "_distributed_excepthook"
-"""torch's hook, which puts the rank before each line of Python's traceback."""
+"""Name of torch's exception hook, which prints the rank before each line of Python's traceback."""
 
 
 def print_one_line(rank: int) -> None:
-    """Installs the hook, unless the script has set sys.excepthook to its own function."""
+    """Replaces sys.excepthook on this rank, unless the script has set it to its own function."""
     before: Hook = sys.excepthook
     around = [cell.cell_contents for cell in before.__closure__ or ()] if getattr(before, "__name__", "") == TORCHS else []
     if sys.__excepthook__ not in (before, *around):
@@ -34,7 +34,7 @@ def print_one_line(rank: int) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """The line for Ctrl-C on this rank or another; "" for all other errors."""
+    """The line to print if this rank or another was interrupted by Ctrl-C; "" for all other errors."""
     if isinstance(error, KeyboardInterrupt):
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
                   if frame.f_globals.get("__name__") == "__main__"]

@@ -1,4 +1,4 @@
-"""A lane: one thread that runs jobs one at a time, the most urgent first."""
+"""Threads that run queued jobs one at a time, and the copies between device and host that run on them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from commlayer.gpu import launch
 from commlayer.records import Plan
 
 Urgency = tuple[int, ...]
-"""Smaller is sooner. Jobs of equal urgency run in the order in which they were put."""
+"""Priority of a job; smaller tuples run first. Jobs of equal priority run in the order in which they were queued."""
 _LAST: Urgency = (1 << 62,)
 
 
 class Lane:
-    """`put(job)` may be called from any thread. The thread is a daemon, so it never delays the end of a process."""
+    """One thread that runs queued jobs, the most urgent first. Any thread can call `put`. The thread is a daemon, so it does
+    not delay the end of the process."""
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []
         self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """One item per queued job."""
+        """A queue with one item for each queued job; the thread waits on it."""
         self._numbers = itertools.count()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name=f"commlayer-{name}", daemon=True)
@@ -54,7 +55,7 @@ class Lane:
                 self._on_error(error)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for all jobs put before. Returns whether they ran in time."""
+        """Waits until all jobs that are queued now have run. Returns whether they did within `timeout_s` seconds."""
         passed = threading.Event()
         self.put(passed.set, _LAST)
         return passed.wait(timeout_s)
@@ -82,18 +83,19 @@ class Staging:
         self._backs = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
 
     def mark(self) -> object:
-        """An event after everything that the caller's stream has queued so far."""
+        """Records an event after everything that the caller's CUDA stream has queued so far. Returns None on CPU."""
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
     def catch_up(self, bucket: WorkerBucket) -> None:
-        """Makes the current stream wait for the marks of the bucket's sources, on whichever streams they were made."""
+        """Makes the current CUDA stream wait until the bucket's source gradients are final, on whichever streams they were
+        computed."""
         for mark in bucket.marks:
             if isinstance(mark, torch.cuda.Event):
                 torch.cuda.current_stream(self._device).wait_event(mark)
 
     @contextlib.contextmanager
     def lane(self, bucket: WorkerBucket) -> Iterator[None]:
-        """Runs the body on the lane's stream, after the marks of the bucket's sources."""
+        """Context manager: the body runs on the lane's CUDA stream, after the bucket's source gradients are final."""
         if self._stream is None:
             yield
             return
@@ -107,28 +109,29 @@ class Staging:
             yield
 
     def to_host(self, bucket: WorkerBucket) -> None:
-        """On return, x is readable on the host. Called inside `lane`."""
+        """Copies the bucket's send buffer to host memory and waits for the copy. Called inside `lane`."""
         if self._stream is not None and not bucket.on_device:
             bucket.host.copy_(bucket.x, non_blocking=True)
             self._stream.synchronize()
 
     def settle(self) -> None:
-        """Waits for all work queued inside `lane`."""
+        """Waits for all work that was queued on the lane's CUDA stream."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def to_device(self, bucket: WorkerBucket) -> None:
-        """Queues the copy to the device; `join` makes the training stream wait for it."""
+        """Starts to copy a received sum from the host to the GPU. `join` makes the training stream wait for the copy."""
         if self._backs and not bucket.on_device:
             with self.way_back(bucket):
                 bucket.y.copy_(bucket.host_y, non_blocking=True)
 
     def way_back(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
-        """The stream that copies the bucket's results to the device: one for late buckets, one for all others."""
+        """Context manager for the CUDA stream that copies the bucket's results to the GPU: one stream for late buckets, one for
+        all others."""
         return torch.cuda.stream(self._backs[bucket.late]) if self._backs else contextlib.nullcontext()
 
     def join(self) -> None:
-        """Makes the current stream wait until all results are on the device."""
+        """Makes the current CUDA stream wait until all results are on the GPU."""
         for back in self._backs:
             torch.cuda.current_stream(self._device).wait_stream(back)
 
@@ -139,9 +142,10 @@ log = logging.getLogger("commlayer")
 
 
 def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device) -> set[int]:
-    """Server buckets for which the plan asks for it (`coder`) and whose codec supports it. The host codes the others.
+    """Ids of the server buckets that are encoded on the GPU: the plan requests it (`coder`) and their codec supports it. The
+    host encodes all others.
 
-    Empty if the model is on the host, where `coder` has no effect.
+    Empty if the model is on the CPU, where `coder` has no effect.
     """
     if not launch.serves(device):
         return set()
@@ -149,6 +153,6 @@ def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device
     supported = {number for number in wanted if runs_on(codecs[number], device)}
     if unsupported := wanted - supported:
         names = ", ".join(sorted({str(codecs[number]) for number in unsupported}))
-        log.warning("the plan encodes %d buckets on the GPU that must be encoded on the host in this "
-                    "job: %s", len(unsupported), names)
+        log.warning("the plan encodes %d buckets on the GPU, but their codecs need the CPU in "
+                    "this job, so they are encoded on the CPU: %s", len(unsupported), names)
     return supported

@@ -1,7 +1,7 @@
-"""Keeps a DistributedDataParallel module from reducing, while commlayer averages gradients or exchanges weights.
+"""Stops a DistributedDataParallel module from averaging gradients, while commlayer averages them or exchanges weight changes.
 
-DDP decides in its forward pass whether the next backward pass reduces. It also communicates in the forward pass. So its flags
-are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
+DDP decides in its forward pass whether the next backward pass averages gradients. It also communicates in the forward pass. So
+its flags are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from commlayer.errors import InvalidInput
 
 class QuietDDP:
     def __init__(self, ddp: DistributedDataParallel, *, syncing: bool = True, first: bool = True) -> None:
-        """`first`: run before the existing hooks. `syncing`: the value before the first forward pass."""
+        """Adds hooks around the module's forward pass. `first`: they run before existing hooks. `syncing`: value of the
+        attribute before the first forward pass."""
         self._ddp, self._said = ddp, (True, True)
         self.syncing = syncing
-        """Whether the script wants the current pass synchronised: it is not in `ddp.no_sync()`."""
+        """Whether the script wants the current backward pass to be synchronized, which means that it is not inside
+        `ddp.no_sync()`."""
         self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=first),
                          ddp.register_forward_hook(self._restore, always_call=True)]
 
@@ -28,8 +30,9 @@ class QuietDDP:
             return  # a hook before this one has removed it
         if ddp._join_config.enable:
             raise InvalidInput("E-DDP-LOCAL-STEPS",
-                               "the model is in DistributedDataParallel's join(): all ranks must exchange local steps, and "
-                               "steps of homes that may leave, equally often; give all ranks the same number of batches")
+                               "DistributedDataParallel's join() is not supported with local steps or with homes that "
+                               "might leave: all ranks must exchange equally often; give all ranks the same number of "
+                               "batches")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
         # With a static graph, the first pass ends with a reduction of all gradients, even in no_sync().
@@ -41,7 +44,7 @@ class QuietDDP:
         ddp.require_backward_grad_sync, ddp._static_graph_delay_allreduce_enqueued = self._said
 
     def remove(self) -> None:
-        """The module reduces gradients and shares buffers again, as without commlayer."""
+        """Removes the hooks: the module averages gradients and broadcasts buffers again, as without commlayer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -49,19 +52,20 @@ class QuietDDP:
 
 
 def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
-    """ValueError for a module that would train differently with its reduction off. `own`: the state of our hook on it."""
+    """Raises ValueError for a module that would train differently without DDP's averaging. `own`: the state of commlayer's own
+    hook on the module; None: it has none."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           f"DistributedDataParallel ignores {ignored[0]}, which local steps would average: attach without "
-                           "every and codes, or freeze it")
+                           f"DistributedDataParallel ignores the parameter {ignored[0]}, but local steps would average it: "
+                           "attach without every and codes, or freeze the parameter")
     if ddp.mixed_precision is not None:
         raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "DistributedDataParallel(mixed_precision=...) replaces weights around its reductions, which local "
-                           "steps do not run: use torch.autocast")
+                           "DistributedDataParallel(mixed_precision=...) is not supported with local steps, because it "
+                           "replaces weights around averaging that local steps do not run: use torch.autocast")
     if any(state is not own or own is None for _, state in ddp._comm_hooks):
         raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "the DistributedDataParallel module has a communication hook, but local steps reduce no gradients: "
-                           "create the module without it")
+                           "the DistributedDataParallel module has a communication hook, but local steps average no "
+                           "gradients: create the module without the hook")
 
 
 def silenceable(ddp: DistributedDataParallel) -> bool:

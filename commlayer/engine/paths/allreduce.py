@@ -1,7 +1,7 @@
-"""Route for uncompressed buckets: one all-reduce over all workers, on the training thread.
+"""Path for uncompressed buckets: one all-reduce over all workers, called by the training thread.
 
-On a GPU the host does not wait for sums. So the hosts exchange the total weight among themselves; it is NaN if a worker has
-broken the step off.
+On a GPU the host does not wait for sums. So the hosts exchange the total weight separately; it is NaN if a worker has aborted
+the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _Issued(NamedTuple):
 
 
 class AllReducePath(BucketPath):
-    """Without groups a worker is alone, and its gradients are the sum."""
+    """Sums each bucket with one all-reduce over all workers. With `groups` None this worker is the only one, and its gradients
+    are the sum."""
 
     ordered = True
 
@@ -50,7 +51,7 @@ class AllReducePath(BucketPath):
             self._weight = weight, self._hosts.allreduce(weight)
 
     def _hear(self, deadline: float) -> None:
-        """Waits for the hosts' total weight."""
+        """Waits for the total weight that the hosts exchange, and stores it in the buckets."""
         if self._weight is not None:
             weight, pending = self._weight
             pending.wait(deadline, self._step.failed)

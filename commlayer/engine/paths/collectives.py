@@ -1,8 +1,8 @@
-"""Route for buckets whose path is a sequence of collectives, with encodes and decodes between them.
+"""Path for buckets that are summed by a sequence of collectives, with encoding and decoding between them.
 
-Stage j of a path is its j-th exchange and the local ops before it. It runs on lane j and in its own groups, buckets in plan
-order. So every rank issues a group's collectives in one order, and one bucket's second exchange overlaps the next one's first.
-collectives.py runs a stage.
+Stage j of a path consists of its j-th exchange and the local operations before it. It runs on lane j and in its own process
+groups, with the buckets in plan order. So every rank calls a group's collectives in the same order. The second exchange of one
+bucket overlaps the first exchange of the next bucket.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from commlayer.planner.tree import CODING, Op, Path
 from commlayer.records import Plan, Spec
 
 TINY = 1e-30
-"""If all workers have weight 0; the step then ends with an error about it."""
+"""Smallest total weight by which sums are divided. A total weight of 0 ends the step with an error elsewhere."""
 
 
 class CollectivesPath(BucketPath):
-    """Without groups a worker is alone, and its gradients are the sum."""
+    """Exchanges buckets by sequences of collectives. With `groups` None this worker is the only one, and its gradients are the
+    sum."""
 
     ordered = True
 
@@ -58,7 +59,7 @@ class CollectivesPath(BucketPath):
         self._weights: tuple[torch.Tensor, PendingCollective] | None = None
 
     def open(self) -> None:
-        """Exchanges the total weight first: codecs that code parts of the mean need it before they code."""
+        """Starts to sum the workers' weights, before any bucket: codecs that encode parts of the mean need the total weight."""
         if self._groups is not None and self._in_means:
             total = torch.tensor([self._step.units.weight], device=self._groups.device)
             self._weights = total, self._groups.allreduce(total)
@@ -77,7 +78,7 @@ class CollectivesPath(BucketPath):
             self._share_tails(self._groups)
 
     def _share_tails(self, groups: Groups) -> None:
-        """One small all-reduce distributes weights and used slices of all buckets."""
+        """Starts one small all-reduce, which distributes weights and used slices of all buckets."""
         tails = torch.cat([bucket.tail for bucket in self._buckets])
         self._tails = tails, groups.allreduce(tails)
 
@@ -85,7 +86,7 @@ class CollectivesPath(BucketPath):
         self._lanes[stage].put(lambda: self._run(staged, stage))
 
     def _run(self, staged: CollectivesBucket, stage: int) -> None:
-        """Runs on the lane of that stage."""
+        """Runs one stage of a bucket, on the lane of this stage."""
         if self._step.error is not None:
             return
         bucket = staged.bucket
@@ -104,7 +105,8 @@ class CollectivesPath(BucketPath):
             self._finished(bucket)
 
     def _to_means(self, bucket: WorkerBucket) -> None:
-        """Runs on the lane of stage 0: x, so far a part of the sum, becomes a part of the mean."""
+        """Scales a bucket's send buffer from a part of the sum to a part of the mean. Runs on the lane of stage 0, after the
+        total weight has arrived."""
         assert self._groups is not None
         assert self._weights is not None
         total, pending = self._weights
@@ -119,7 +121,8 @@ class CollectivesPath(BucketPath):
     def finish(self, deadline: float) -> None:
         if not self._arrivals.wait(deadline):
             late = next(bucket for bucket in self._buckets if not bucket.done)
-            raise DeadlineExceeded("not exchanged before the deadline", peer=ANY_PEER, step=self._step.number, bucket=late.id)
+            raise DeadlineExceeded("the bucket was not exchanged "
+                                   "before the deadline", peer=ANY_PEER, step=self._step.number, bucket=late.id)
         if self._step.error is not None or self._tails is None:
             return
         tails, pending = self._tails
@@ -159,7 +162,7 @@ class CollectivesPath(BucketPath):
 def _compiled(
     buckets: Sequence[WorkerBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
 ) -> tuple[Channels, dict[int, CollectivesBucket]]:
-    """Every bucket's path as compiled for this rank, and the groups for all of them."""
+    """Compiles every bucket's path for this rank. Returns the process groups for all paths, and the buckets by id."""
     place = ProgramPlace(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
     segments = {}
     wanted = set()
@@ -175,17 +178,19 @@ def _compiled(
 # ---- runs one bucket's path: a sequence of collectives with encodes and decodes between them
 
 LENGTH_NBYTES = 16
-"""Before each payload in its slot: the number of payload bytes. The width keeps the payload aligned."""
+"""Bytes before each payload in its slot, which contain the payload's length. Their number keeps the payload aligned."""
 FOREVER_S = 1e9
-"""For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
+"""Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
+them."""
 
 Error = Callable[[], BaseException | None]
 
 
 def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
-    """Bytes that this member sends and receives in a collective over `total` bytes, of which `own` are its part.
+    """Bytes that this rank sends and receives in a collective over `total` bytes, of which `own` are this rank's part.
 
-    An all-reduce counts as a ring, other collectives as direct sends."""
+    An all-reduce counts as a ring, other collectives as direct sends.
+    """
     others = e.size - 1
     if e.name == "allreduce":
         return 2 * others * total // e.size, 2 * others * total // e.size
@@ -199,18 +204,19 @@ def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
 
 
 class _Coder(NamedTuple):
-    """One payload of one encode: its elements, its codec's state and, for sums of payloads, their accumulator."""
+    """What one encode needs for one payload: its range of elements, the codec's state and, for sums of payloads, an
+    accumulator."""
 
     span: Range
     spec: Spec
     state: State
     acc: dict[str, Any] | None
     given: torch.Tensor
-    """A copy of the codec's input, if the codec keeps residuals, because x later holds sums."""
+    """A copy of the codec's input, because the send buffer later contains sums. Empty if the codec keeps no residuals."""
 
 
 class _Under(NamedTuple):
-    """A collective in flight, and the function that handles its result."""
+    """A collective that is running, and the function that handles its result."""
 
     pending: PendingCollective
     then: Callable[[], None]
@@ -224,20 +230,21 @@ class CollectivesBucket:
         x = bucket.x
         adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
         self._kernels = launch.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
-        """Whether the codec can run on x's own device, as well as on the host."""
+        """Whether the codec can run on the GPU of the send buffer, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
-        """The host's copy of x, for coding; x itself on CPU."""
+        """Host memory of the elements, for encoding on the CPU: a copy for a bucket on a GPU, otherwise the send buffer itself.
+        """
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)
-        """The current payload slots: [unit, piece, byte]."""
+        """The current payloads in slots of equal size, as a tensor with the dimensions [unit, piece, byte]."""
         self._started: list[EncodeStage] = []
         self._round = 0
         self._result = memoryview(b"")
-        """The last round's result, on a path with all-reduced payloads."""
+        """The last round's result, on a path whose payloads are summed by all-reduce; otherwise empty."""
         self._under: _Under | None = None
         self._issued = "", 0, 0.0
-        """Of the collective in flight: its op, bucket, and start time."""
+        """Operation, bucket id and start time of the collective that is running."""
         for segment in segments:
             for step in segment.local:
                 if isinstance(step, EncodeStage):
@@ -248,7 +255,7 @@ class CollectivesBucket:
         bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _on_device(self, step: EncodeStage | DecodeStage) -> bool:
-        """Whether the codec runs on x's device: if the plan requests it and the codec can."""
+        """Whether the codec runs on the GPU for this step: the plan requests it and the codec supports it."""
         return step.device == "gpu" and self._kernels
 
     def _prepare(self, step: EncodeStage, job: str) -> None:
@@ -298,12 +305,12 @@ class CollectivesBucket:
             self._under = self._begin(exchange, self._channels[stage, exchange.scope], now.counters)
 
     def reset(self) -> None:
-        """Runs before a step."""
+        """Discards the rest of the last step, before a new one."""
         self._round = 0
         self._under = None
 
     def undo(self, slices: int) -> None:
-        """Takes back the last step for slices that were not applied. Runs before the next one."""
+        """Rolls back the last step's encodes for slices (a bit mask) that were not applied. Called before the next step."""
         cut = ranges_of(self.bucket.slices, slices)
         for step in self._started:
             for coder in self._coders[step.number]:
@@ -417,7 +424,8 @@ class CollectivesBucket:
         return _Under(pending, lambda: self._keep(rows.transpose(0, 1).reshape(e.units, -1, slot)))
 
     def _reduce_coded(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
-        """One round of a SUM codec: accumulators are summed without decoding."""
+        """Sums one round of a codec's payloads by all-reduce, without decoding them. Only codecs with SUM rounds can do this.
+        """
         r, codec = self._round, self._codec
         coder, slot = self._reduced()
         acc = codec.zeros(coder.spec, r)
@@ -440,12 +448,12 @@ class CollectivesBucket:
         return _Under(_All(works), merge)
 
     def _reduced(self) -> tuple[_Coder, torch.Tensor]:
-        """The only encode of a path with all-reduced payloads, and its slot."""
+        """The only encoder of a path whose payloads are summed by all-reduce, and its payload slot."""
         (coders,), (slots,) = self._coders.values(), self._slots.values()
         return coders[0], slots[0, 0]
 
     def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
-        """These elements, on the device where they are coded."""
+        """The elements of `span`, on the device where they are encoded. Copies them to the host if necessary."""
         source = self.bucket.x[span[0] : span[1]]
         if on_device or self._host is self.bucket.x:
             return source
@@ -467,7 +475,8 @@ class _All(PendingCollective):
 
 
 def within(cut: Ranges, span: Range) -> Ranges:
-    """The elements of a bucket that lie in the span, counted from its start."""
+    """The part of `cut` (element ranges of a bucket) inside `span`, counted from the start of `span`. None means all elements.
+    """
     low, high = span
     if cut is None:
         return None
@@ -477,7 +486,7 @@ def within(cut: Ranges, span: Range) -> Ranges:
 def _payload(slot: torch.Tensor, *, as_tensor: bool = False) -> Buffer:
     nbytes = int(slot[:8].view(torch.int64)[0])
     if not 0 <= nbytes <= slot.numel() - LENGTH_NBYTES:
-        raise CorruptFrame(f"payload of {nbytes} bytes in a slot of {slot.numel() - LENGTH_NBYTES}")
+        raise CorruptFrame(f"the payload's length is {nbytes} bytes, but its slot has only {slot.numel() - LENGTH_NBYTES}")
     slot = slot.contiguous()
     return (slot if as_tensor else slot.numpy().data)[LENGTH_NBYTES : LENGTH_NBYTES + nbytes]
 
@@ -487,7 +496,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _nothing() -> None:
-    """Default of `then`: the result needs no handling."""
+    """Does nothing: the default of `then`, for results that need no handling."""
 
 
 # ---- compiles a path for one rank: which elements the rank holds at every op, and with which ranks it exchanges them
@@ -502,7 +511,8 @@ ROOTED = ("reduce", "gather")
 
 
 class ProgramPlace(NamedTuple):
-    """A rank among nodes of equal size."""
+    """Position of a rank among nodes of equal size: number of nodes, ranks per node, index of its node, index inside the node.
+    """
 
     nodes: int
     per_node: int
@@ -510,7 +520,7 @@ class ProgramPlace(NamedTuple):
     local: int
 
     def group(self, scope: str) -> Range:
-        """(size, own index) of the group that runs an op of this scope."""
+        """Returns (size, this rank's index) of the process group that runs operations of `scope`: "node", "net" or "all"."""
         if scope == "node":
             return self.per_node, self.local
         if scope == "net":
@@ -519,16 +529,18 @@ class ProgramPlace(NamedTuple):
 
 
 class EncodeStage(NamedTuple):
-    """Codes elements `units` of x. `first`: they are gradients or dense sums of gradients; otherwise sums of decoded payloads.
+    """Encodes the ranges `units` of the send buffer. `first`: they are gradients or uncompressed sums of gradients; otherwise
+    sums of decoded payloads.
 
-    Ranks with the same `sender` code the same numbers, and must produce the same bits. One of them `pays`: it keeps the
-    residual."""
+    Ranks with the same `sender` encode the same values, and must produce the same bytes. Exactly one of them keeps the
+    residual; it has `pays` set.
+    """
 
     number: int
-    """Index among the encodes of the path."""
+    """Index of this encode among the encodes of the path."""
     units: tuple[Range, ...]
     widest: int
-    """Elements of the largest unit of any rank: all payloads are sent in slots of one size."""
+    """Number of elements of the largest unit on any rank: all payloads are sent in slots of one size."""
     first: bool
     device: str
     sender: int
@@ -536,7 +548,7 @@ class EncodeStage(NamedTuple):
 
 
 class DecodeStage(NamedTuple):
-    """Sums `pieces` payloads of each unit into x."""
+    """Decodes `pieces` payloads of each unit, and writes their sum into the send buffer."""
 
     units: tuple[Range, ...]
     pieces: int
@@ -544,29 +556,30 @@ class DecodeStage(NamedTuple):
 
 
 class ExchangeStage(NamedTuple):
-    """One collective. `parts`: element ranges of the members' shares, in their order (dense splits and their gathers)."""
+    """One collective of a path. `parts`: element ranges of the members' shares, in member order (only for uncompressed splits
+    and the gathers that undo them)."""
 
     name: str
     scope: str
     coded: bool
     size: int
     place: int
-    """This rank's index among the members."""
+    """Index of this rank among the members of the collective."""
     root: int
     span: Range
-    """The elements it covers, before a split or after a gather."""
+    """The range of elements that the collective covers, before a split or after a gather."""
     parts: tuple[Range, ...]
     units: int
-    """Payloads per piece that this rank contributes."""
+    """Number of units for which this rank contributes payloads."""
     pieces: int
-    """Payloads per unit that this rank contributes."""
+    """Number of payloads per unit that this rank contributes."""
     widest: int
     merges: bool
-    """Whether an allgather puts shares side by side; otherwise it collects payloads of the same elements."""
+    """Whether an allgather joins shares of different elements; otherwise it collects payloads of the same elements."""
 
 
 class ProgramSegment(NamedTuple):
-    """Local ops, then one exchange. None at the end of the path, and where this rank takes no part."""
+    """Local operations, then one exchange. `exchange` is None at the end of the path, and where this rank takes no part."""
 
     local: tuple[EncodeStage | DecodeStage, ...]
     exchange: ExchangeStage | None
@@ -575,10 +588,11 @@ class ProgramSegment(NamedTuple):
 def compile_path(
     path: Path, numel: int, place: ProgramPlace, *, owner: int = 0, rounds: int = 1, bucket: int = 0
 ) -> tuple[ProgramSegment, ...]:
-    """The segments of this rank. `owner`: the local rank that is root inside a node. Between nodes, the root rotates by bucket
-    number.
+    """Compiles a path into the segments that this rank executes. `owner`: the local rank that is root inside a node. Between
+    nodes, the root rotates with the bucket's id.
 
-    A coded allreduce, which only SUM and MAX codecs have, takes one exchange per round of the codec."""
+    An allreduce of payloads, which only SUM and MAX codecs have, takes one exchange per round of the codec.
+    """
     walk = _Walk(path, numel, place, owner, bucket)
     segments: list[ProgramSegment] = []
     local: list[EncodeStage | DecodeStage] = []
@@ -599,7 +613,8 @@ def compile_path(
 
 
 class _Walk:
-    """The state of one rank along the path. It advances as its group's root does; `active` is whether this rank is one."""
+    """What one rank holds at the current position of the path, while it is compiled. Ranks that are not root of a group follow
+    the root's state; `active` tells whether this rank takes part itself."""
 
     def __init__(self, path: Path, numel: int, place: ProgramPlace, owner: int, bucket: int) -> None:
         self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
@@ -611,9 +626,9 @@ class _Walk:
         self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
         self.active = True
         self.summed: set[str] = set()
-        """Scopes whose members' gradients are in this rank's values, or will be once these are decoded."""
+        """Scopes over whose members this rank's values are summed, or will be when its payloads are decoded."""
         self.copied: set[str] = set()
-        """Scopes whose members all hold the same values."""
+        """Scopes whose members all have the same values."""
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
@@ -635,7 +650,7 @@ class _Walk:
         return step if self.active else None
 
     def _sender(self) -> int:
-        """One number for all ranks that hold the sum of the same ranks' gradients."""
+        """A number that is equal on all ranks with the sum of the same ranks' gradients, and different otherwise."""
         nodes, per_node, node, local = self.place
         one_node = not self.summed & {"net", "all"}
         one_local = not self.summed & {"node", "all"}
@@ -702,7 +717,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
 
 
 def stages_of(path: Path, rounds: int = 1) -> list[str]:
-    """The scope of every exchange, in order, including those without this rank."""
+    """The scope ("node", "net" or "all") of every exchange of a path in order, also of those without this rank."""
     scopes: list[str] = []
     coded = False
     for op in path:

@@ -1,4 +1,4 @@
-"""Route for late buckets: their exchange with a server continues after its step, and the next step uses the result.
+"""Path for buckets with late results: their exchange with a server continues after its step, and the next step uses the result.
 
 A step waits only until its gradients are copied. The copy waits for the bucket's result of the previous step.
 """
@@ -24,7 +24,7 @@ class LatePath(BucketPath):
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange,
     ) -> None:
-        """`results` by the number of their bucket."""
+        """`results` maps a bucket's id to its late result."""
         self._results, self._buckets, self._step, self._staging, self._exchange = results, buckets, step, staging, exchange
         self._arrivals = step.arrivals()
 
@@ -32,7 +32,8 @@ class LatePath(BucketPath):
         self._results[bucket.id].push(lambda: self._exchange.put(bucket, self._copy, self._arrived))
 
     def _copy(self, bucket: WorkerBucket) -> float:
-        """Runs on the encode lane, after the last result has arrived."""
+        """Copies a bucket's gradients into its send buffer, on the encode lane, after the previous result has arrived. Returns
+        the start time."""
         self._results[bucket.id].take()
         bucket.rewind()
         bucket.step = self._step.number
@@ -43,7 +44,7 @@ class LatePath(BucketPath):
         return begin
 
     def _arrived(self, bucket: WorkerBucket) -> None:
-        """Runs on the decode lane."""
+        """Marks the bucket's late result as arrived. Called on the decode lane."""
         self._results[bucket.id].arrived()
 
     def finish(self, deadline: float) -> None:
@@ -54,14 +55,14 @@ class LatePath(BucketPath):
         self._staging.join()
 
     def quiet(self, deadline: float) -> None:
-        """Waits until no exchange is in flight; then all results can be taken."""
+        """Waits until no exchange is running. All results can then be read."""
         for bucket in self._buckets:
             if not self._results[bucket.id].wait(deadline, self._step.failed):
                 raise self._exchange.overdue(bucket)
         self._staging.join()
 
     def reset(self) -> None:
-        """Exchanges continue."""
+        """Starts to count copied buckets for the next step. Running exchanges continue."""
         self._arrivals.expect(len(self._buckets))
 
 
@@ -76,7 +77,7 @@ class LateNodePath(NodePath):
         self, results: Mapping[int, LateResult], buckets: Sequence[WorkerBucket], step: Step, staging: Staging,
         exchange: ServerExchange, groups: Groups,
     ) -> None:
-        """`results` by the number of their bucket."""
+        """`results` maps a bucket's id to its late result."""
         late = groups.inside.late
         super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late, late,
                          groups.inside.late_ready)
@@ -84,7 +85,7 @@ class LateNodePath(NodePath):
         self._arrivals = step.arrivals()
         self._begun = 0
         self._waits: InNode | None = None
-        """The exchange for whose result the lane waits."""
+        """The exchange for whose result the lane waits; None if it waits for none."""
 
     def begin(self, bucket: WorkerBucket) -> None:
         self._results[bucket.id].begun()
@@ -95,7 +96,7 @@ class LateNodePath(NodePath):
                 self._lane.put(partial(self._hand_on, one))
 
     def _copy(self, bucket: WorkerBucket) -> None:
-        """Runs on the lane, after the last result has arrived."""
+        """Copies a bucket's gradients into its send buffer, on the lane, after the previous result has been distributed."""
         if self._step.error is not None:
             return
         with self._staging.lane(bucket):
@@ -110,7 +111,7 @@ class LateNodePath(NodePath):
         self._arrivals.arrived()
 
     def _hand_on(self, one: InNode) -> None:
-        """Runs on the lane."""
+        """Distributes the results of one exchange inside the node and marks them as arrived. Runs on the lane."""
         self._waits = one
         if self._bring(one):
             self._waits = None
@@ -123,7 +124,7 @@ class LateNodePath(NodePath):
         self._staging.join()
 
     def quiet(self, deadline: float) -> None:
-        """As `LatePath.quiet`."""
+        """Waits until no exchange is running. All results can then be read."""
         for one in self._ones:
             for bucket in one.buckets:
                 if not self._results[bucket.id].wait(deadline, self._step.failed):
@@ -131,7 +132,7 @@ class LateNodePath(NodePath):
         self._staging.join()
 
     def reset(self) -> None:
-        """Exchanges continue."""
+        """Starts to count copied buckets for the next step. Running exchanges continue."""
         self._begun = 0
         self._arrivals.expect(len(self._buckets))
 

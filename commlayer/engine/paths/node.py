@@ -1,7 +1,8 @@
 """Sums buckets among the ranks of a node, and distributes the results to them.
 
-A single bucket is reduced onto its owner, which broadcasts the result. Shards, one per rank, share one exchange: every rank
-sends the others their shards of its gradients, and sums those that it receives. One all-gather distributes all results.
+A single bucket is reduced onto its owner, which broadcasts the result. Shards, one for each rank, share one exchange: every
+rank sends the other ranks their shards of its gradients, and sums the shards that it receives. One all-gather distributes all
+results.
 """
 
 from __future__ import annotations
@@ -28,32 +29,33 @@ Error = Callable[[], BaseException | None]
 
 
 class InNode(ABC):
-    """One rank's part. The calls are `add_up`, `added`, `hand_on`, `handed`, in this order, in every step."""
+    """One rank's part in the sum and distribution of some buckets inside a node. Every step calls `add_up`, `added`, `hand_on`,
+    `handed`, in this order."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self.buckets = tuple(buckets)
         self.mine = next((bucket for bucket in buckets if bucket.coded), None)
-        """The bucket that this rank codes."""
+        """The bucket that this rank encodes; None if it encodes none of them."""
 
     @abstractmethod
     def add_up(self, channel: Channel) -> None:
-        """Begins to sum x and tail of all buckets."""
+        """Starts to sum send buffers, flags and weights of all buckets over the node's ranks."""
 
     @abstractmethod
     def added(self, deadline: float, failed: Error) -> None:
-        """Waits for the sums: each owner has that of its bucket. After that, buffers of other owners' buckets may be
+        """Waits for the sums: each owner then has the sum of its bucket. After that, buffers of other owners' buckets can be
         overwritten."""
 
     @abstractmethod
     def hand_on(self, channel: Channel) -> PendingCollective:
-        """Begins to distribute y and its tail from each owner to all."""
+        """Starts to distribute each owner's result, with flags and weight, to all ranks of the node."""
 
     @abstractmethod
     def handed(self) -> None:
-        """Puts the results in place, after the wait for them."""
+        """Moves the distributed results into the buckets' receive buffers, after the wait for them."""
 
     def tell(self, channel: Channel) -> PendingCollective:
-        """Completes when every owner has its result. Runs on the host."""
+        """Starts a collective that completes when every owner has its result. It runs on the hosts, without the GPUs."""
         return channel.allreduce(torch.zeros(1))
 
 
@@ -72,11 +74,11 @@ class OwnedInNode(InNode):
         return channel.broadcast(self._bucket.all_y, self._bucket.owner)
 
     def handed(self) -> None:
-        """Results are already in place."""
+        """Does nothing: the broadcast has written the result into the receive buffer."""
 
 
 class ShardedInNode(InNode):
-    """One bucket of each local rank, in their order."""
+    """Sums and distributes one bucket for each local rank (its shard), in the order of local ranks."""
 
     def __init__(self, buckets: Sequence[WorkerBucket], local: int) -> None:
         super().__init__(buckets)
@@ -84,9 +86,9 @@ class ShardedInNode(InNode):
         self._own, self._sizes = mine, [bucket.all.numel() for bucket in buckets]
         most = max(self._sizes)
         self._parts = mine.all.new_zeros(sum(bucket.all.numel() for bucket in others))
-        """This rank's gradients in the others' shards, side by side."""
+        """This rank's gradients in the shards of other ranks, one shard after the other."""
         self._rows = mine.all.new_zeros(len(buckets), most)
-        """The others' gradients in this rank's shard, and later all results."""
+        """First the other ranks' gradients in this rank's shard, later all results; one row for each rank."""
         self._row = mine.all.new_zeros(most)
         self._local = local
         at = 0
@@ -113,11 +115,11 @@ class ShardedInNode(InNode):
         return channel.allgather(self._rows.view(-1), self._row)
 
     def handed(self) -> None:
-        """Results are already in place, in the rows of their buckets."""
+        """Does nothing: each row is the receive buffer of a bucket."""
 
 
 def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) -> list[InNode]:
-    """The exchanges that these buckets of a plan need, in order."""
+    """The sums inside a node that these buckets of a plan need, in order."""
     return [
         ShardedInNode(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedInNode(buckets[run.start])
         for run in together([bucket.planned for bucket in buckets], ranks_per_node)
@@ -130,7 +132,8 @@ def in_node(buckets: Sequence[WorkerBucket], ranks_per_node: int, local: int) ->
 # same time.
 
 class NodePath(BucketPath):
-    """Every rank of a node has all these buckets, and codes those that it owns."""
+    """Base class of paths for nodes with several ranks. Every rank of a node has all of the path's buckets, and encodes those
+    that it owns."""
 
     ordered = True
 
@@ -138,8 +141,8 @@ class NodePath(BucketPath):
         self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane, out: Channel, back: Channel, ready: Channel | None,
     ) -> None:
-        """`lane` distributes results over `back`, after a notice over `ready`. Routes that share one of the three share all of
-        them."""
+        """`lane` distributes results over the channel `back`, after a notice over `ready`. Paths that share one of these three
+        must share all of them."""
         self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
         self._ready, self._lane, self._out, self._back = ready, lane, out, back
         self._first_rank = groups.rank - groups.local
@@ -148,7 +151,7 @@ class NodePath(BucketPath):
         self._answers = step.arrivals()
 
     def _send(self, one: InNode) -> None:
-        """Its buckets are filled: sums them, and exchanges the sum of this rank's own bucket."""
+        """Sums filled buckets over the ranks of the node, and starts the exchange of this rank's own bucket with its server."""
         issued = time.perf_counter()
         one.add_up(self._out)
         for bucket in one.buckets:
@@ -160,7 +163,8 @@ class NodePath(BucketPath):
 
     def _added(self, one: InNode, issued: float) -> Callable[[WorkerBucket], float]:
         def added(bucket: WorkerBucket) -> float:
-            """Runs on the encode lane."""
+            """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane; returns the
+            start time."""
             one.added(time.monotonic() + FOREVER_S, self._step.failed)
             self._step.recorder.add("node.reduce", bucket.id, issued)
             begin = time.perf_counter()
@@ -171,11 +175,12 @@ class NodePath(BucketPath):
         return added
 
     def _answered(self, _bucket: WorkerBucket) -> None:
-        """Runs on the decode lane."""
+        """Counts an answer of the server. Runs on the decode lane."""
         self._answers.arrived()
 
     def _bring(self, one: InNode) -> bool:
-        """Runs on the route's lane, until all ranks have the results. Returns whether they have them."""
+        """Waits for the servers' answers and distributes the results inside the node. Runs on the path's lane. Returns False if
+        the step failed before."""
         mine, failed, forever = one.mine, self._step.failed, time.monotonic() + FOREVER_S
         if self._step.error is not None:
             return False
@@ -199,14 +204,14 @@ class NodePath(BucketPath):
         return True
 
     def _missing(self, ones: Sequence[InNode]) -> CommError:
-        """An error that names the peer because of which the first of these has not arrived."""
+        """Creates the deadline error for the first missing result. It names the peer that caused the delay."""
         if (mine := next((one.mine for one in ones if one.mine is not None and not one.mine.done), None)) is not None:
             return self._exchange.overdue(mine)
         others = [bucket for one in ones for bucket in one.buckets if bucket is not one.mine]
         bucket, peer = ones[0].buckets[0], "a rank of this node"
         if others:
             bucket, peer = others[0], peer_name(self._first_rank + others[0].owner)
-        return DeadlineExceeded("its result was not passed on inside the node before the deadline", peer=peer,
+        return DeadlineExceeded("the result was not distributed inside the node before the deadline", peer=peer,
                                 step=bucket.step, bucket=bucket.id)
 
 
@@ -237,7 +242,7 @@ class NodeReduce(NodePath):
                 self._lane.put(partial(self._hand_on, each))
 
     def _hand_on(self, one: InNode) -> None:
-        """Runs on the lane."""
+        """Distributes the results of one exchange inside the node. Runs on the lane."""
         if self._bring(one):
             self._here.update(bucket.id for bucket in one.buckets)
             for _ in one.buckets:

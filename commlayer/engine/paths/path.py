@@ -1,10 +1,10 @@
-"""Interface of a route: how one kind of bucket gets from final gradients to the sum over all workers.
+"""Interface of a path: how one kind of bucket gets from final gradients to the sum over all workers.
 
-In a step the worker calls, for each route: `open` at the first gradient; `begin` for each of its buckets; `finish` after the
-backward pass, with `take` of single buckets before that if results are taken one by one. Then it commits the results in the
-buckets, and calls `reset`. Between steps, or after the first error, it may call `undo`. `drain` and `close` end the route.
-These calls come from one thread at a time. A route may use threads of its own. It reports their errors, counts and arrivals to
-the step that it was given.
+In each step, and for each path, the worker calls `open` at the first gradient, and `begin` for each of the path's buckets. It
+calls `finish` after the backward pass, and before that `take` for single buckets if results are applied one by one. Then it
+commits the results in the buckets, and calls `reset`. Between steps, or after the first error, it can call `undo`. `drain` and
+`close` end the path. These calls come from one thread at a time. A path can have threads of its own. It reports their errors,
+counts and arrivals to the Step object that it received.
 """
 
 from __future__ import annotations
@@ -17,55 +17,60 @@ from commlayer.engine.step import Step
 
 
 class BucketPath(ABC):
-    """Carries some buckets of one worker."""
+    """Base class of paths. A path exchanges some of the buckets of one worker."""
 
     ordered = False
-    """Whether `begin` calls a collective: then all ranks must call it for their buckets in plan order."""
+    """Whether `begin` calls a collective. All ranks must then call `begin` for the path's buckets in the order of the plan."""
 
     def open(self) -> None:  # noqa: B027  not every route needs it
-        """A step begins: its first gradient is final."""
+        """Called at the start of a step, when its first gradient is final."""
 
     @abstractmethod
     def begin(self, bucket: WorkerBucket) -> None:
-        """The bucket's gradients are final. Starts its exchange without waiting."""
+        """Starts the exchange of a bucket whose gradients are final, without waiting for it."""
 
     @abstractmethod
     def finish(self, deadline: float) -> None:
-        """Every bucket has begun. Waits until commit can read `y`, `used` and `weight` of each, and the step can continue.
+        """Waits until commit can read `y`, `used` and `weight` of every bucket, and the step can continue. Called after `begin`
+        for all.
 
-        Raises an error that names the missing peers when the deadline passes. Returns early when the step has failed."""
+        Raises an error that names the missing peers when the deadline passes. Returns early when the step has failed.
+        """
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool | None:
-        """Whether commit can read this bucket before the others; waits for it until `deadline`, if one is given.
+        """Whether commit can read this bucket before the others. Waits for it until `deadline`; None: does not wait.
 
-        None: this route has all its results together, see `finish`. `finish` is called after the last bucket in any case."""
+        Returns None if results of this path arrive only together, in `finish`. The worker calls `finish` after the last bucket
+        in any case.
+        """
         del bucket, deadline
         return None
 
     def undo(self, bucket: WorkerBucket) -> bool:
-        """Takes back the slices of the bucket's last exchange that were not applied. Returns whether there were any."""
+        """Rolls back the slices of the bucket's last exchange that were not applied. Returns whether there were any."""
         return bucket.take_back() != 0
 
     @abstractmethod
     def reset(self) -> None:
-        """Runs before a step, after the commit of the last one."""
+        """Prepares the path for the next step. Called after the commit of the last one."""
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether its threads finished their work within that time. A route without threads returns at once."""
+        """Waits until the path's threads have finished their work. Returns whether they did within `timeout_s` seconds."""
         return True
 
     def close(self, timeout_s: float) -> None:  # noqa: B027  not every route has threads
-        """Ends its threads."""
+        """Ends the path's threads, and waits up to `timeout_s` seconds for each."""
 
 
 def take_back(route: BucketPath, bucket: WorkerBucket, staging: Staging) -> None:
-    """Before an exchange: takes back what was not applied of the last one. Later readers of the bucket wait for that."""
+    """Rolls back the averages of a bucket's last exchange that were not applied, before its next exchange. Later readers of the
+    bucket wait for the rollback."""
     if route.undo(bucket):
         bucket.marks.append(staging.mark())
 
 
 def fill(bucket: WorkerBucket, step: Step, staging: Staging) -> None:
-    """Gathers gradients into x, and writes weight and flags to the tail after x. A collective sums both."""
+    """Copies gradients into the send buffer, and writes weight and used flags after it. A collective sums both."""
     staging.catch_up(bucket)
     step.units.gather(bucket)
     bucket.write_tail(bucket.tail)

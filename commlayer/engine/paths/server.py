@@ -1,4 +1,4 @@
-"""Route for buckets that a worker, alone in its node, exchanges with servers; each result belongs to its own step."""
+"""Path for buckets that a worker, the only one on its node, exchanges with servers. Each result belongs to its own step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ServerPath(BucketPath):
         self._exchange.put(bucket, self._gather, self._arrived)
 
     def _gather(self, bucket: WorkerBucket) -> float:
-        """Runs on the encode lane."""
+        """Copies a bucket's gradients into its send buffer. Runs on the encode lane; returns the start time."""
         begin = time.perf_counter()
         self._step.units.gather(bucket)
         return begin
 
     def _arrived(self, _bucket: WorkerBucket) -> None:
-        """Runs on the decode lane."""
+        """Counts a bucket whose result has been decoded. Runs on the decode lane."""
         self._arrivals.arrived()
 
     def finish(self, deadline: float) -> None:
@@ -63,30 +63,32 @@ class ServerPath(BucketPath):
 log = logging.getLogger("commlayer")
 
 AGAIN = 1 << 30
-"""Larger than any place in the forward pass."""
+"""Added to a bucket's position when it is encoded again, so that it follows all buckets that have not been encoded yet."""
 FOREVER_S = 86400.0
-"""For waits that end from outside: when the training thread's deadline passes, it latches an error that ends them."""
+"""Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
+them."""
 
 Fill = Callable[[WorkerBucket], float]
-"""Runs on the encode lane: fills x, sets weight and used slices. Returns the time.perf_counter() when its own work began."""
+"""Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
+time.perf_counter() when its own work began."""
 
 
 class _Way(NamedTuple):
-    """A bucket in flight, and the function that is called when its sum is in y."""
+    """A bucket whose exchange is running, and the function to call when its sum is in the receive buffer."""
 
     bucket: WorkerBucket
     done: Callable[[WorkerBucket], None]
     urgency: Urgency
-    """Priority on both lanes and on the wire."""
+    """Priority on both lanes and on the network; smaller tuples come first."""
 
 
 class ServerExchange:
-    """Exchanges of one worker with all servers."""
+    """Exchanges of one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
 
     def __init__(
         self, step: Step, transport: Transport | None, recycle: Callable[[memoryview], None], staging: Staging
     ) -> None:
-        """`recycle` takes back the bodies of decoded results."""
+        """`recycle` receives the buffers of decoded results for reuse."""
         self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
         self._encode = Lane("encode", step.latch)
         self._decode = Lane("decode", step.latch)
@@ -95,15 +97,17 @@ class ServerExchange:
     def put(
         self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
     ) -> None:
-        """Queues the bucket. Buckets that the next forward pass needs first are coded first. `done` runs on the decode lane.
+        """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
+        on the decode lane.
 
-        `in_turn`: in the order of `put`, which is the same on all ranks of a node, because `fill` calls collectives of the
-        node."""
+        `in_turn`: encodes in the order of the calls of `put`. This order is the same on all ranks of a node, because `fill`
+        calls collectives of the node.
+        """
         way = _Way(bucket, done, () if in_turn else (self._step.number, bucket.order))
         self._encode.put(lambda: self._push(way, fill), way.urgency)
 
     def _push(self, way: _Way, fill: Fill) -> None:
-        """Runs on the encode lane."""
+        """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
         step, bucket = self._step, way.bucket
         if step.error is not None:
             return
@@ -122,8 +126,9 @@ class ServerExchange:
         self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
     def _give_up(self, way: _Way) -> None:
-        """A rank of this node has broken the step off. The bucket is coded and taken back all the same, as on ranks that cannot
-        know. So counters and shared random numbers of codecs stay equal on all ranks."""
+        """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
+        rolled back all the same, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
+        stay equal on all ranks."""
         way.bucket.weight = 0.0
         self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
@@ -149,7 +154,8 @@ class ServerExchange:
             self._step.latch(error)
 
     def _answered(self, way: _Way, r: int, handle: Handle, begin: float) -> None:
-        """Runs on a receiver thread, so it only queues the next step."""
+        """Queues the decoding of a server's answer, or another encoding. Runs on a receiver thread, so it does no other work.
+        """
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
@@ -163,7 +169,8 @@ class ServerExchange:
             self._decode.put(lambda: self._take(way, r, handle), way.urgency)
 
     def _code_again(self, way: _Way, total: float) -> None:
-        """Runs on the encode lane. The total weight of the workers differs from the one that this worker assumed."""
+        """Encodes a bucket again, because the total weight of all workers differs from this worker's assumption. Runs on the
+        encode lane."""
         if self._step.error is not None:
             return
         self._step.units.hear(total)
@@ -172,7 +179,7 @@ class ServerExchange:
         self._send(way, 0, way.bucket.payload[:nbytes], Flag.AGAIN)
 
     def _take(self, way: _Way, r: int, handle: Handle) -> None:
-        """Runs on the decode lane."""
+        """Decodes a server's answer, and sends the codec's next round if there is one. Runs on the decode lane."""
         step, bucket = self._step, way.bucket
         if step.error is not None:
             return
@@ -210,29 +217,31 @@ class ServerExchange:
         way.done(way.bucket)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """A server reports the workers for which it waits."""
+        """Stores a server's report of the workers for which it waits, for one bucket and step."""
         self._stalled[bucket] = step, missing
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
-        """An error that names the peer because of which this bucket is not done."""
+        """Creates the deadline error of a bucket. It names the peer that caused the delay."""
         step = bucket.step if bucket.started else self._step.number
         error = partial(DeadlineExceeded, step=step, bucket=bucket.id)
         server = peer_name(SERVER_BASE + bucket.server)
         if not bucket.started:
-            return error("not summed inside the node before the deadline", peer="a rank of this node")
+            return error("the bucket was not summed inside the node before the deadline", peer="a rank of this node")
         if (names := self.awaited(bucket)) != (server,):
-            return error(f"did not contribute before the deadline ({server} waits for it)", peer=", ".join(names))
-        return error("no result before the deadline", peer=server)
+            return error(f"sent no contribution to the bucket before the deadline ({server} waits "
+                         "for it)", peer=", ".join(names))
+        return error("sent no result of the bucket before the deadline", peer=server)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """The members that have not contributed, if the server has reported any; else the server."""
+        """Names of the workers that have not contributed to a bucket, if its server has reported any; else the server's name.
+        """
         stalled_step, missing = self._stalled.get(bucket.id, (bucket.step, ()))
         if stalled_step == bucket.step and missing:
             return tuple(map(peer_name, missing))
         return (peer_name(SERVER_BASE + bucket.server),)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether both lanes finished their work."""
+        """Whether both lanes finished their work within `timeout_s` seconds each."""
         return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
 
     def close(self, timeout_s: float) -> None:

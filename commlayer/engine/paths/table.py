@@ -1,4 +1,4 @@
-"""Assigns a route to each bucket of a plan, once per worker. The only module that lists all routes."""
+"""Assigns a path to each bucket of a plan, when a worker is created. The only module that lists all kinds of paths."""
 
 from __future__ import annotations
 
@@ -22,32 +22,33 @@ from commlayer.transport.protocol import Transport
 
 
 class Paths(NamedTuple):
-    """The routes of one worker under one plan."""
+    """The paths of one worker under one plan, and the threads that they share. `of` maps a bucket id to its path."""
 
     of: Mapping[int, BucketPath]
     turns: tuple[tuple[BucketPath, ...], ...]
-    """The routes of each turn's buckets, in the order of waiting. Routes whose server can name missing workers come first."""
+    """Paths for each group of buckets that is exchanged together, in the order of waiting. Paths over servers come first,
+    because a server can name missing workers."""
     late: LatePath | LateNodePath | None
     exchange: ServerExchange | None
-    """Shared by several routes; None if no bucket uses a server."""
+    """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
     handing: Lane | None
-    """Shared likewise, if nodes have several ranks."""
+    """Thread that distributes results inside the node, shared by several paths; None if nodes have one rank."""
 
     @property
     def all(self) -> tuple[BucketPath, ...]:
         return tuple(route for turn in self.turns for route in turn)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Receives a server's report of a bucket and step for which it waits, and of the missing workers."""
+        """Stores a server's report that it waits for the workers `missing` in one bucket and step."""
         if self.exchange is not None:
             self.exchange.stalled(bucket, step, missing)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """The peers without which a bucket that uses a server has no result yet."""
+        """Names of the peers because of which a bucket that uses a server has no result yet."""
         return () if self.exchange is None else self.exchange.awaited(bucket)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether all threads finished their work, each within that time."""
+        """Whether all threads finished their work, each within `timeout_s` seconds."""
         shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]
         return all([route.drain(timeout_s) for route in self.all] + shared)
 
@@ -64,7 +65,8 @@ def routes_of(
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
 ) -> Paths:
-    """`turns`: the buckets in the order of waiting. A late bucket is in its turn, but all late buckets share one route."""
+    """Creates the paths. `turns`: lists of buckets that are exchanged together, in the order of waiting. Buckets with late
+    results are in these lists, but all of them share one path."""
     flat = [bucket for buckets in turns for bucket in buckets]
     late = [bucket for bucket in flat if bucket.late]
     exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
