@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
@@ -45,7 +45,10 @@ from commlayer.planner.plan_rules import in_words
 from commlayer.records import Plan, digest
 
 if TYPE_CHECKING:
+    import torch
+
     from commlayer.autotune.guard import QualityGuard
+    from commlayer.autotune.job_actions import JobActions, Measured
     from commlayer.engine.connection import JobContext
 
 WARM_STEPS = 2
@@ -73,65 +76,12 @@ class Phase(Enum):
     """Ranks exchange rows about their steps and act on rows that all have received."""
 
 
-class Measured(NamedTuple):
-    """What all ranks know after measuring."""
-
-    links: tuple[Link, ...]
-    """One per node."""
-    step_s: float
-    computing_s: tuple[float, ...] = ()
-    """Computing time of each rank; empty if shares of the batch already follow it."""
-    names: tuple[str, ...] = ()
-    """Display name of each rank."""
-    shares: bool = True
-    """Whether shares of the batch could follow computing time."""
-
-
-class Actions(Protocol):
-    """What the controller does to the job: see job_actions.py. All but `pace`, `record` and `find` are collective."""
-
-    def pace(self, links: Sequence[Link]) -> None:
-        """Sets the pace of senders from these links, one per node."""
-
-    def record(self, *, on: bool) -> None:
-        """Workers record the timing of their steps from the next one on."""
-
-    def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
-        """The median step time of all ranks and the shortest wait: who waits for a slower rank waits longer than communication
-        takes."""
-
-    def measure(self) -> Measured:
-        """Reads recorded steps, times collectives, probes links and shares the results."""
-
-    def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
-        """Measures only the links. `planned`: known rates, at which windows start."""
-
-    def any_on_rank_0(self, flag: bool) -> bool: ...
-
-    def switch(self, plan: Plan | None, *, by_itself: bool) -> None: ...
-
-    def prepare_search(self) -> None:
-        """Starts the process that plans, in advance."""
-
-    def begin_search(self, order: SearchRequest) -> Any:
-        """Reads the script's limits, on the training thread."""
-
-    def search(self, order: SearchRequest, limits: Any) -> Candidate:
-        """Runs on the planner thread."""
-
-    def stop_search(self) -> None:
-        """Ends a search in progress, which raises an error."""
-
-    def close(self) -> None:
-        """Ends searches permanently."""
-
-
 class TuningController:
     """Every rank calls `compare` before a step's commit, `after_step` after a step on averaged gradients, and `after_exchange`
     after an exchange of local steps."""
 
     def __init__(
-        self, connection: JobContext, actions: Actions, reports: Reports | None, guard: QualityGuard | None = None, *,
+        self, connection: JobContext, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
         plans: bool = True, per_node: int = 1, keep: bool = False,
     ) -> None:
         """`plans`: whether it chooses plans. With `keep` it searches for plans and never switches, without `reports`.
@@ -181,7 +131,7 @@ class TuningController:
             if self._lead is not None:
                 self._do.prepare_search()
 
-    def report(self, loss: Any) -> None:
+    def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
         if self.guard is not None:
             self.guard.report(loss)
@@ -422,9 +372,7 @@ class TuningController:
                 self._do.stop_search()
                 self._thread.join()
         try:
-            # On the training thread, between two steps: it tries the script's optimizer and restores the random state of
-            # all threads.
-            limits = self._do.begin_search(order)
+            limits = self._do.limits()
         except Exception as error:
             self._found.append((order, None, f"{type(error).__name__}: {error}"))
             return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from msgspec import structs
 
-from commlayer.autotune.controller import Measured, TuningController
-from commlayer.autotune.guard import guard_of
 from commlayer.autotune.measure import calibration, link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.step_times import timing_of
@@ -28,9 +27,7 @@ from commlayer.autotune.measuring import (
 )
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.replanner import PlanLimits, Replanner, limits_of
-from commlayer.autotune.report import Reports
 from commlayer.cluster.collectives import Groups, gather
-from commlayer.config import Config
 from commlayer.engine.connection import JobContext
 from commlayer.engine.switch import switch
 from commlayer.observe import InterfaceCounters, Rates
@@ -47,26 +44,22 @@ PROBE_AGAIN_S = 1.2
 """Time of a probe of links that may have become faster."""
 
 
-def controller_of(connection: JobContext, config: Config) -> TuningController | None:
-    """The controller of a job of several nodes whose plan was left to commlayer, or whose codecs are guarded; otherwise None.
-    """
-    worker, groups = connection.worker, connection.groups
-    if worker is None or groups is None or connection.rows is None:
-        return None
-    plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
-    guard = guard_of(connection, config)
-    if not plans and guard is None:
-        return None
-    actions, reports = JobActions(connection), Reports(connection.rows.rows())
-    if plans:
-        reports.meter = actions.count_traffic()
-    controller = TuningController(connection, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
-    controller.start()
-    return controller
+class Measured(NamedTuple):
+    """What all ranks know after measuring."""
+
+    links: tuple[Link, ...]
+    """One per node."""
+    step_s: float
+    computing_s: tuple[float, ...] = ()
+    """Computing time of each rank; empty if shares of the batch already follow it."""
+    names: tuple[str, ...] = ()
+    """Display name of each rank."""
+    shares: bool = True
+    """Whether shares of the batch could follow computing time."""
 
 
 class JobActions:
-    """Carries out what the controller decides."""
+    """Carries out what the controller decides. All but `pace`, `record` and the search are collective."""
 
     def __init__(self, connection: JobContext, probe_s: float = PROBE_S) -> None:
         """`probe_s` limits the time of all probes together."""
@@ -99,8 +92,11 @@ class JobActions:
             self._connection.local.recorder.switch(on=on)
 
     def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
-        times = _shared(_groups(self._connection), [step_s, waited_s])
-        return median(times[0]), min(times[1])
+        """The median step time of all ranks and the shortest wait: a rank that waits for a slower one waits longer than
+        communication takes."""
+        groups = _groups(self._connection)
+        rows = groups.gather_all(torch.tensor([step_s, waited_s], dtype=torch.float64, device=groups.device))
+        return float(rows[:, 0].median()), float(rows[:, 1].min())
 
     def measure(self) -> Measured:
         """Measures with the steps recorded so far, which ends recording, and with probes."""
@@ -133,6 +129,7 @@ class JobActions:
             tuple(map(connection.called, range(len(rows)))), connection.members is None)  # else a Controller is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
+        """Measures only the links. `planned`: known rates, at which windows start."""
         connection = self._connection
         up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[_groups(connection).node])
         row = self._replanner.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
@@ -145,25 +142,24 @@ class JobActions:
         switch(self._connection, plan, by_itself=by_itself)
 
     def prepare_search(self) -> None:
+        """Starts the process that plans, in advance."""
         self._replanner.start()
 
-    def begin_search(self, order: SearchRequest) -> PlanLimits:
+    def limits(self) -> PlanLimits:
+        """The script's limits. Runs on the training thread: it tries the optimizer and restores the random state."""
         return limits_of(self._connection, self._replanner.rows)
 
     def search(self, order: SearchRequest, limits: PlanLimits) -> Candidate:
+        """Runs on the planner thread."""
         return self._replanner.find(order, limits)
 
     def stop_search(self) -> None:
+        """Ends a search in progress, which raises an error."""
         self._replanner.stop()
 
     def close(self) -> None:
+        """Ends searches permanently."""
         self._replanner.close()
-
-
-def _shared(groups: Groups, row: Sequence[float]) -> list[list[float]]:
-    """Collective: the columns of all ranks' rows."""
-    rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device))
-    return [column.tolist() for column in rows.T]
 
 
 def _groups(connection: JobContext) -> Groups:

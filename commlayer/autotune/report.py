@@ -9,14 +9,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
 from commlayer.autotune.quality import GradientError
 from commlayer.engine.spacing import row_spacing
-from commlayer.observe import Direction, Throughput
+from commlayer.observe import Direction, InterfaceCounters, Throughput
 from commlayer.records import Record
+
+if TYPE_CHECKING:
+    from commlayer.cluster.collectives import Rows
 
 
 class Report(Record, frozen=True):
@@ -55,29 +58,12 @@ class Report(Record, frozen=True):
         return cls(*fields)
 
 
-class Exchange(Protocol):
-    """See cluster.collectives.Rows."""
-
-    def start(self, *row: float) -> None: ...
-
-    @property
-    def under_way(self) -> bool: ...
-
-    def read(self) -> list[list[float]]: ...
-
-
-class Meter(Protocol):
-    """See observe.InterfaceCounters."""
-
-    def look(self) -> Throughput: ...
-
-
 class Reports:
     """All ranks create one together and call it after the same steps: `step`, `read`, then `send` if it is `due`."""
 
-    def __init__(self, rows: Exchange) -> None:
+    def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self.meter: Meter | None = None
+        self.meter: InterfaceCounters | None = None
         """Set on the rank that reads its node's interface counters."""
         self._steps: list[tuple[float, float]] = []
         self._held: list[Report] = []

@@ -13,16 +13,15 @@ from msgspec import structs
 
 from commlayer import planner
 from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price, steps_of
-from commlayer.autotune.shares.comm_cost import communication
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import times
 from commlayer.planner.explanation import by_itself
-from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Policy, Profile
+from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
 from commlayer.planner.search import plain as plain_found
 from commlayer.planner.sync_modes import Found
-from commlayer.records import Job, Plan, with_updates
+from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
 """A predicted step counts as equal to the measured one up to this relative excess."""
@@ -84,12 +83,12 @@ def search(order: SearchOrder) -> SearchResult:
     profile = dearer(alone, contention)
     inputs = PlanInputs(job, cluster, profile, policy)
     best = best_plan(inputs, order.current, apart=order.apart, suggests=order.suggests, young=order.young)
-    current_price = _price(as_planned, job, cluster, profile, policy)
+    current_price = price_of(as_planned, inputs)
 
     def candidate(plan: Plan, leaves: str) -> Candidate:
         return Candidate(
             Basis(plan, inputs), on_servers(plan, order.server_nodes), as_planned, current_s(contention), current_s(1.0),
-            _price(plan, job, cluster, profile, policy), current_price, steps_of(plan, inputs),
+            price_of(plan, inputs), current_price, steps_of(plan, inputs),
             steps_of(as_planned, inputs), leaves)
 
     assert job.timing is not None
@@ -269,20 +268,19 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
 
 def uncompressed(found: Candidate, *, apart: bool = False) -> Candidate | None:
     """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
-    basis_inputs = found.basis.inputs
-    if not basis_inputs.cluster.reachable:
+    inputs = found.basis.inputs
+    if not inputs.cluster.reachable:
         return None
-    inputs = basis_inputs.job, basis_inputs.cluster, basis_inputs.profile, basis_inputs.policy
     plain = planner.default_plan(
-        basis_inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
+        inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
         fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
     )
     if plain.buckets == found.current.buckets:
         return None
-    plain = _in_updates(plain, basis_inputs) if apart else structs.replace(plain, step_s=step_s(plain, basis_inputs))
+    plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_s(plain, inputs))
     plain = _as_asked(plain, found.runnable)
-    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=_price(plain, *inputs),
-                          steps=steps_of(plain, basis_inputs), leaves="")
+    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
+                          steps=steps_of(plain, inputs), leaves="")
 
 
 def _as_asked(plan: Plan, before: Plan) -> Plan:
@@ -290,9 +288,19 @@ def _as_asked(plan: Plan, before: Plan) -> Plan:
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 
-def _price(plan: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Price:
-    cost = communication(plan, job, cluster, profile, policy)
-    return cost.seconds(tuple(range(cluster.ranks))), cost.overlap
+def price_of(plan: Plan, inputs: PlanInputs) -> Price:
+    """Seconds of communication, and the fraction of computing that overlaps it: exact without computing, and with the job's own
+    times. All nodes count as computing for equally long, as balanced ones do."""
+    timing = inputs.job.timing
+    assert timing is not None
+    cluster = structs.replace(inputs.cluster, nodes=tuple(structs.replace(node, speed=1.0) for node in inputs.cluster.nodes))
+
+    def exposed_s(part: float) -> float:
+        job = structs.replace(inputs.job, timing=timing.scaled(part))
+        return planner.simulate(plan, job, cluster, inputs.profile, inputs.policy).exposed_s / plan.local_steps
+
+    comm_s, compute_s = exposed_s(0.0), timing.forward_s + timing.backward_s + timing.update_s
+    return comm_s, min(1.0, max(0.0, (comm_s - exposed_s(1.0)) / compute_s)) if compute_s else 0.0
 
 
 # ---- contention for processors: fits a slowdown of CPU work to the measured step

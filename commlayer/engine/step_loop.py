@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.autotune.job_actions import controller_of
+from commlayer.autotune.start import controller_of
 from commlayer.config import Config
 from commlayer.engine.averages import AverageUse, hand_out
 from commlayer.engine.connection import JobContext

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -86,11 +86,6 @@ class LinkWatch(Record, frozen=True):
     """Number of consecutive slow steps, for any reason."""
     long_cost_s: float = 0.0
     """Total delay of those."""
-
-    def resumed(self) -> LinkWatch:
-        """The watch after a return to the same plan: usual values stay known, even from few rows, since none is a warm-up row.
-        """
-        return LinkWatch(self.planned, tuple(islice(cycle(self.seen), max(SETTLED, len(self.seen)))))
 
     @property
     def settled(self) -> bool:

@@ -20,10 +20,10 @@ from commlayer.autotune.controller import (
     MEASURED_STEPS,
     SOON_S,
     WARM_STEPS,
-    Measured,
     Phase,
     TuningController,
 )
+from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.report import Reports
 from commlayer.engine.plan_choice import PlanTerms
@@ -77,8 +77,8 @@ class Job:
         self.bps, self.share = FAST_BPS, 0.1
         self.thread = threading.current_thread()
         self._row: list[float] | None = None
-        reports = Reports(self)
-        reports.meter = self
+        reports = Reports(self)  # type: ignore[arg-type]
+        reports.meter = self  # type: ignore[assignment]
         self.controller = TuningController(self, self, reports, **options)  # type: ignore[arg-type]
         self.controller.start()
 
@@ -139,7 +139,7 @@ class Job:
     def prepare_search(self) -> None:
         """No process."""
 
-    def begin_search(self, order: SearchRequest) -> None:
+    def limits(self) -> None:
         """It tries the script's optimizer and restores the random state of all threads."""
         assert self.rank == 0
         assert threading.current_thread() is self.thread

@@ -1,0 +1,28 @@
+"""Makes the controller of a job that starts, or whose members have changed."""
+
+from __future__ import annotations
+
+from commlayer.autotune.controller import TuningController
+from commlayer.autotune.guard import guard_of
+from commlayer.autotune.job_actions import JobActions
+from commlayer.autotune.report import Reports
+from commlayer.config import Config
+from commlayer.engine.connection import JobContext
+
+
+def controller_of(connection: JobContext, config: Config) -> TuningController | None:
+    """The controller of a job of several nodes whose plan was left to commlayer, or whose codecs are guarded; otherwise None.
+    """
+    worker, groups = connection.worker, connection.groups
+    if worker is None or groups is None or connection.rows is None:
+        return None
+    plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
+    guard = guard_of(connection, config)
+    if not plans and guard is None:
+        return None
+    actions, reports = JobActions(connection), Reports(connection.rows.rows())
+    if plans:
+        reports.meter = actions.count_traffic()
+    controller = TuningController(connection, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
+    controller.start()
+    return controller
