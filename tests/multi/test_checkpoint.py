@@ -101,7 +101,7 @@ def state_dict_round_trip(rank: int, address: str, file: str) -> None:
     job.train(1)
     assert not all(torch.equal(t, job.session.state_dict()["tensors"][n]) for n, t in kept["tensors"].items())
     # Servers would answer the step before with the results that they have kept of it.
-    with pytest.raises(ValueError, match=rf"step {MORE}, .*step {MORE + 1} .*E-CHECKPOINT"):
+    with pytest.raises(ValueError, match=rf"step {MORE}\b.*step {MORE + 1}\b.*E-CHECKPOINT"):
         job.session.load_state_dict(kept)
     kept["step"] += 1
     job.session.load_state_dict(kept)

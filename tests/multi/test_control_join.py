@@ -64,14 +64,6 @@ def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pyt
     assert not isinstance(told.value, DeadlineExceeded)
 
 
-def test_a_large_plan_fits(opened: list[Any]) -> None:
-    plan = bytes(24 << 20)
-    coordinator = Coordinator(quick())
-    opened.append(coordinator)
-    opened.append(client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=plan), quick(), Failures()))
-    assert opened[-1].plan == plan
-
-
 def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bytes(range(256)) * (3 * messages.PART_NBYTES // 256 + 1)
     coordinator = Coordinator(quick())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.coordinators import WAIT_S, Failures, Process, all_opened, quick  # noqa: F401  (a fixture)
 
-from commlayer.cluster import child_processes, client, messages, uplink
+from commlayer.cluster import client, messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.errors import CommError
@@ -99,17 +99,6 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
         child.close()
 
 
-@pytest.mark.parametrize(("written", "heard", "left"), [
-    (b"secret\nend\n", b"secret", b"end\n"), (b"\nend\n", b"", b"end\n"), (b"half a line", b"", b"")])
-def test_a_child_takes_its_first_line_and_no_more(written: bytes, heard: bytes, left: bytes) -> None:
-    there, here = os.pipe()
-    os.write(here, written)
-    os.close(here)
-    assert child_processes.read_line(there) == heard
-    assert os.read(there, 100) == left
-    os.close(there)
-
-
 def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), Failures(), keep=True)
     keeper = member._keeper
@@ -149,12 +138,6 @@ def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> No
     assert server.over(WAIT_S)
     assert server._process.returncode == 0
     server.close()
-
-
-def test_an_embedded_coordinator_is_closed_though_nobody_came() -> None:
-    server = EmbeddedServer.start(quick(), workers=2, servers=0, number=None)
-    server.close()
-    assert server._process.returncode == 0
 
 
 def test_a_hung_embedded_server_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,20 +13,11 @@ from support.coordinators import WAIT_S, all_opened, quick, until  # noqa: F401 
 from support.membership import PATIENCE_S, several
 from support.site_groups import joined, met
 
-from commlayer import config
-from commlayer.cluster import epoch_change, membership, site_process_group, sites
-from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster import epoch_change, membership, sites
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
-from commlayer.cluster.site_process_group import RelayedGroup, WorldStore
 from commlayer.cluster.sites import PendingWait, WaitTracker
-from commlayer.engine import regroup, start
-from commlayer.engine.agreement import Vote
-from commlayer.engine.connection import WaitsFor
-from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay
-from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError, PeerLost
-from commlayer.records import Member, Plan, View
 
 LIMIT_S = 300.0
 
@@ -166,17 +155,6 @@ def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest
 # ---- at a coordinator
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def dead(coordinator: Coordinator) -> list[int]:
-    return sorted(p.rank for p in coordinator._state.registrations.values() if p.dead)
-
-
 def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
     """At these desks, as those ranks, for a part of that rank's."""
     errors = list[CommError]()
@@ -213,41 +191,6 @@ def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     assert coordinator._rendezvous.pending_waits() == []
 
 
-def test_what_is_said_in_a_view_that_is_over_has_not_come(opened: list[Any]) -> None:
-    coordinator, desks = met(opened, 3, min_workers=1)
-    members = joined(opened, coordinator, 3)
-    members[2].leave("it breaks off")
-    coordinator._rendezvous._waits.add(0, [("a/1", 1)], 30.0, time.monotonic())
-    desks[1].request(time.monotonic() + WAIT_S, put=[("a/1", b"late")], view=1)
-    assert [one.rank for one in coordinator._rendezvous.pending_waits()] == [1]
-    desks[1].request(time.monotonic() + WAIT_S, put=[("a/1", b"in time")], view=2)
-    assert coordinator._rendezvous.pending_waits() == []
-
-
-def test_who_was_held_up_by_one_that_hangs_is_not_sent_away_behind_it(opened: list[Any]) -> None:
-    """0 waits for 1, and 2 and 3 wait for both. When 1 is gone, 0 is on its way."""
-    coordinator, _ = met(opened, 4, min_workers=1, deadline_s=30.0, reconnect_s=20.0)
-    joined(opened, coordinator, 4)
-    clock = Clock()
-    coordinator._clock = coordinator._rendezvous._clock = clock
-    meetings = coordinator._rendezvous._waits
-    with coordinator._lock:
-        for _ in range(5):
-            meetings.add(0, [("pair/1", 1)], 30.0, clock.now)
-            for rank in (2, 3):
-                meetings.add(rank, [("world/0", 0), ("world/1", 1)], 30.0, clock.now)
-            clock.now += 9.0
-            coordinator._drop_awaited()
-        assert dead(coordinator) == [1]
-        meetings.remove(0, ["pair/1"])
-        for now, found in ((54.0, [1]), (63.0, [1]), (65.0, [1]), (66.0, [0, 1])):
-            clock.now = now
-            for rank in (2, 3):
-                meetings.add(rank, [("world/0", 0)], 30.0, now)
-            coordinator._drop_awaited()
-            assert dead(coordinator) == found
-
-
 def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
@@ -270,102 +213,3 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
 
 
 # ---- how long collectives wait for that
-
-
-def test_a_collective_says_its_limit_and_waits_longer() -> None:
-    said = dict[str, Any]()
-
-    class Desk:
-        def request(self, deadline: float, **asked: Any) -> Any:
-            said.update(asked, left_s=deadline - time.monotonic())
-            raise CommError("it is over")
-
-    group = RelayedGroup(Desk(), "test", [4, 7], 1, 20.0)  # type: ignore[arg-type]
-    group.patience_s = 1000.0
-    with pytest.raises(RuntimeError, match="it is over.*E-COMM"):
-        group.barrier().wait()
-    group.shutdown()
-    assert (said["rank"], said["limit_s"], said["want"]) == (7, 20.0, [("test/0/0", 4)])
-    assert 1000.0 < said["left_s"] <= 1020.0
-
-
-@pytest.mark.parametrize("act", ["agree", "go over", "send away"])
-def test_under_local_steps_others_may_be_longer_to_the_step_and_no_longer_behind_it(
-        monkeypatch: pytest.MonkeyPatch, act: str) -> None:
-    """Each waits for every word longer than the limit that it tells: for the verdict."""
-    said = dict[str, tuple[float, float]]()
-    view = View(2, (Member(0, 0, "a", 1), Member(1, 1, "b", 2)), ())
-
-    class Words:
-        newest = view
-
-        def tell(self, view: View, what: str, mine: int, word: Vote, until: float, **how: Any) -> list[Vote]:
-            said[what] = how["limit_s"], until - time.monotonic()
-            if what == "ready" and act == "go over":
-                raise NewerEpoch
-            return [word, word]
-
-    plan = SimpleNamespace(local_steps=8)
-    made = SimpleNamespace(id=0, waits=WaitsFor(3.0, 13.0), plan=plan, lets_in=True, uplink=SimpleNamespace(
-        view=view, subscribe_epochs=lambda _: None, finished=lambda _: -1))
-    worker = SimpleNamespace(step=7, weight=1.0, plan=plan, intact=True, unheard=lambda: ())
-    one = MembershipChange(made, quick(reconnect_s=60.0, deadline_s=600.0), "home")  # type: ignore[arg-type]
-    one._words = Words()  # type: ignore[assignment]
-    if act == "agree":
-        with pytest.raises(EpochChanged):
-            one._agree(worker)  # type: ignore[arg-type]
-    elif act == "go over":
-        one._agreed = view, [Vote(7, 1.0)] * 2
-        monkeypatch.setattr(regroup, "plan_of", lambda *_: Plan("job", (), local_steps=8))
-        with pytest.raises(NewerEpoch):
-            one._go_over(worker, plan)  # type: ignore[arg-type]
-    else:
-        one._send_away(view)
-    limits = {what.rstrip("0"): round(limit_s) for what, (limit_s, _) in said.items()}
-    assert limits == {"agree": {"step": 4800, "sure": 4800}, "go over": {"ready": 600},
-                      "send away": {"ready": 600, "left": 600}}[act]
-    assert all(limit_s + 60.0 < wait_s for limit_s, wait_s in said.values())
-
-
-def test_who_waits_in_torchs_store_says_so() -> None:
-    said = dict[str, Any]()
-
-    class Desk:
-        def request(self, deadline: float, **asked: Any) -> Any:
-            said.update(asked)
-            raise CommError("it is over")
-
-    store = WorldStore(Desk(), 20.0, 7)  # type: ignore[arg-type]
-    for wait, limit_s in ((lambda: store.get("a"), 20.0), (lambda: store.wait(["a"], timedelta(seconds=3.0)), 3.0)):
-        with pytest.raises(RuntimeError, match="it is over.*E-COMM"):
-            wait()
-        assert said == {"want": [("a", -1)], "rank": 7, "limit_s": limit_s}
-
-
-def test_who_gives_or_takes_what_a_new_home_must_know_says_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[tuple[int, float]]()
-
-    class Desk:
-        def request(self, deadline: float, **asked: Any) -> Any:
-            said.append((asked.get("rank", -1), asked.get("limit_s", 0.0)))
-            rows = {"state": msgspec.msgpack.encode(4), "part0": b"data"}
-            word = msgspec.msgpack.encode((1, 1.0))
-            return SimpleNamespace(values=[rows.get(name.split("/")[1], word) for name, _ in asked.get("want", ())])
-
-    monkeypatch.setattr(site_process_group, "kv_client", Desk)
-    view = View(2, (Member(0, 0, "a", 1), Member(7, 1, "b", 2)), ())
-    relay = StateRelay(EpochMessages(view, 0.0), view, 7, Vote(1, 1.0), 20.0, 5.0)
-    assert relay.take(bytes) == b"data"
-    assert said == [(7, 20.0)] * 4
-
-
-@pytest.mark.parametrize(("least", "patience_s"), [(0, 0.0), (2, 60.0 + 10.0 + 3.0)])
-def test_homes_that_others_may_leave_wait_for_the_verdict(
-        monkeypatch: pytest.MonkeyPatch, least: int, patience_s: float) -> None:
-    given = dict[str, Any]()
-    monkeypatch.setattr(site_process_group, "init_world", lambda *_, **how: given.update(how))
-    settings = config.read_config({"min_workers": least, "join": "127.0.0.1:1"}, environ={}, cwd="/nonexistent")
-    monkeypatch.setattr(start, "read_config", lambda: settings)
-    launch = config.read_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    start.begin_world(launch, "gloo")
-    assert (given["skip_lost"], given["patience_s"]) == (least > 0, patience_s)

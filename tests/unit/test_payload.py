@@ -259,7 +259,7 @@ def test_spellings() -> None:
     [
         ("topq()", "'topq' is unknown"),
         ("os.system('true')", "'os.system' is unknown"),
-        ("topk(rate=0.1)", "topk has no argument 'rate', allowed are ratio, values, exact"),
+        ("topk(rate=0.1)", "topk has no argument 'rate'"),
         ("fp16(1)", "fp16 takes 0 arguments"),
         ("fp16(x=1)", "fp16 has no argument 'x'"),
         ("topk(0.1, ratio=0.2)", "topk got 'ratio' twice"),
@@ -275,7 +275,7 @@ def test_spellings() -> None:
         ("topk(ratio=-0.1)", "topk: ratio is -0.1"), ("topk(ratio=1.0001)", "topk: ratio is 1.0001"),
         ("topk(ratio='0.1')", "topk: ratio is '0.1'"), ("topk(ratio=True)", "topk: ratio is True"),
         ("block_threshold(ratio=0)", "block_threshold: ratio is 0"),
-        ("block_threshold(run=12)", "block_threshold: run is 12, allowed is one of 8, 16, 32, 64"),
+        ("block_threshold(run=12)", "block_threshold: run is 12"),
         ("block_threshold(run=True)", "block_threshold: run is True"),
         ("block_threshold(values='int2')", "block_threshold: values is 'int2'"),
         ("randomk(ratio=1.5)", "randomk: ratio is 1.5"), ("randomk(values='int8')", "randomk: values is 'int8'"),
