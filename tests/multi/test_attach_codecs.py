@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.attached import Run, Setting, coordinators, data, loss_of, mlp, play, weights
-from support.rank_pool import Servers, pool
+from support.rank_pool import pool
 from torch import nn
 
 WORLD = 2
@@ -81,88 +81,6 @@ def test_a_session_passes_the_learning_rate_on(how: str) -> None:
     assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
 
 
-# ---- conservation
-
-SIZES = [(300,), (40, 50)]
-SKIPS = {s: s % 2 for s in range(4, 200, 9)}
-"""Step -> the rank on which an inf appears."""
-
-
-def gradient(rank: int, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(s, generator=generator) for s in SIZES]
-
-
-class Given(nn.Module):
-    """Its gradients are what it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(s)) for s in SIZES])
-
-    def forward(self, *gradients: torch.Tensor) -> torch.Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.parts, gradients, strict=True)]).sum()
-
-
-def pass_on(run: Run) -> dict[str, Any]:
-    """SGD with learning rate 1: the parameters are minus the sum of all averages that were applied."""
-    model = Given()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-    wrapped = run.wrap(model, scaler=scaler)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scales = []
-    for step in range(200):
-        given = gradient(run.rank, step)
-        if SKIPS.get(step) == run.rank:
-            given[step % 2].view(-1)[step] = float("inf")
-        optimizer.zero_grad()
-        scaler.scale(wrapped(*given)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    worker = run.sessions[0].inspect.connection.worker
-    residuals = {bucket.id: bucket.state["residual"].clone() for bucket in worker.coded}
-    return {"applied": [-p.detach() for p in model.parts], "scales": scales, "residuals": residuals, "undone": worker.undone(),
-            "buckets": {b.id: [(s.tensor, s.start, s.stop) for s in b.slices] for b in worker.plan.buckets}}
-
-
-@pytest.mark.parametrize(("how", "per_node"), [("module", 1), ("ddp", 1), ("module", WORLD)])
-def test_mass_is_conserved_through_grad_scaler(how: str, per_node: int) -> None:
-    """Applied sums plus all residuals are what went in, over 200 steps, changes of scale and skipped steps."""
-    with Servers(WORLD, 2) as servers:
-        setting = Setting(how, (servers.address,), TOPK, ranks_per_node=per_node, servers=2)
-        results = pool(WORLD).call(play, WORLD, pass_on, setting)
-        kept = servers.residuals()
-    assert results[0]["scales"] == results[1]["scales"]
-    shrinks = [s for s in range(1, 200) if results[0]["scales"][s] < results[0]["scales"][s - 1]]
-    assert shrinks == list(SKIPS)
-    assert not results[0]["undone"], "the last step must not be one that servers still have to hear of"
-    total = [WORLD * a.double() for a in results[0]["applied"]]
-    order = [0, 1] if how == "module" else sizes_in_order(results[0])
-    everyones = [r["residuals"] for r in results]
-    assert sum(len(r) for r in everyones) == len(kept) * WORLD // per_node, "ranks of a node share the buckets"
-    for residuals in [*everyones, kept]:
-        for bucket, residual in residuals.items():
-            at = 0
-            for tensor, start, stop in results[0]["buckets"][bucket]:
-                total[order[tensor]].view(-1)[start:stop] += residual[at : at + stop - start].double()
-                at += stop - start
-    for tensor, size in enumerate(SIZES):
-        put_in = torch.zeros(size, dtype=torch.float64)
-        for step in range(200):
-            for rank in range(WORLD):
-                if step not in SKIPS:  # a skipped step is dropped, as torch alone drops it
-                    put_in += gradient(rank, step)[tensor].double()
-        torch.testing.assert_close(total[tensor], put_in, rtol=0, atol=2e-3)
-
-
-def sizes_in_order(result: dict[str, Any]) -> list[int]:
-    """Through DDP tensors have numbers of their own: told apart by their sizes here."""
-    numel = {}
-    for slices in result["buckets"].values():
-        for tensor, _, stop in slices:
-            numel[tensor] = max(numel.get(tensor, 0), stop)
-    return [[torch.Size(s).numel() for s in SIZES].index(numel[t]) for t in sorted(numel)]
 
 
 # ---- buffers, and ranks without samples

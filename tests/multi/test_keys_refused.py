@@ -286,21 +286,6 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
         each.close()
 
 
-def test_a_channel_is_closed_when_nobody_watches_it_any_more(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC's thread, finding it closed, would end with an exception that Python prints."""
-    from commlayer.cluster.client import CoordinatorChannel
-
-    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
-    channel = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
-    inner = channel._channel
-    watched, close = [], inner.close
-    monkeypatch.setattr(inner, "close", lambda: (watched.append(inner._connectivity_state.polling), close()))
-    assert inner._connectivity_state.polling
-    channel.close()
-    assert watched == [False]
-    coordinator.close()
-
-
 # ---- floods
 
 

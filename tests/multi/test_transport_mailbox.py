@@ -138,17 +138,6 @@ def test_a_signal_interrupts_a_wait_on_the_main_thread() -> None:
         signal.signal(signal.SIGUSR1, former)
 
 
-def test_raising_the_same_error_often_does_not_pile_up_frames() -> None:
-    operation = Operation("receive", 3)
-    operation.fail(PeerLost("gone", peer="worker 3"))
-    depths = set()
-    for _ in range(5):
-        with pytest.raises(PeerLost) as caught:
-            operation.message()
-        depths.add(len(caught.traceback))
-    assert len(depths) == 1
-
-
 @given(st.integers(MIN_NBYTES, 1 << 32))
 def test_size_classes_waste_an_eighth_at_most_and_are_their_own_class(nbytes: int) -> None:
     size = size_class(nbytes)

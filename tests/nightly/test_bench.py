@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import sys
@@ -11,7 +10,6 @@ from statistics import fmean
 from types import ModuleType
 
 import pytest
-from rich.console import Console
 from support import codecs as kit
 
 import bench.__main__ as front
@@ -20,14 +18,11 @@ from bench import (
     check,
     codecs,
     codecs_figures,
-    codecs_plot,
     energy,
     energy_models,
     fuzz,
-    memory,
     report,
     transport,
-    transport_server,
     transport_sums,
 )
 from bench.fuzz_targets import CODECS, Target, targets
@@ -64,19 +59,6 @@ def test_the_file_holds_name_machine_rows_and_summary(monkeypatch: pytest.Monkey
     assert set(written["machine"]) == {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "commit"}
     assert all(written["machine"][key] for key in ("cpu", "cores", "memory_gb", "kernel", "python", "torch"))
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_the_table_shows_every_column_and_value() -> None:
-    out = io.StringIO()
-    report.show("trial", RESULT, Console(file=out, width=40))
-    for word in ("what", "gain", "steps", "extra", "first", "second", "1.5", "3", "yes", "best: 1.5", "note: [none]"):
-        assert word in out.getvalue()
-
-
-def test_what_a_process_said_is_shown_as_it_is() -> None:
-    said, out = "[/a/pair.h:311] Connect timeout [none]", io.StringIO()
-    report.show("trial", {"rows": [{"lines": [said]}], "summary": {}}, Console(file=out))
-    assert said in out.getvalue()
 
 
 def test_an_unknown_name_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,11 +106,6 @@ def test_one_that_is_worse_fails_and_is_named() -> None:
         assert check.compared({name: limit * 0.99}, STORED)["code"] == 0
 
 
-def test_each_way_of_memory_has_a_stored_ratio() -> None:
-    assert {*check.WAYS} <= memory.WAYS.keys()
-    assert all(any(f", {way}," in name for name in STORED) for way in check.WAYS)
-
-
 # ---- The measurement of where entries go: on all its models one threshold keeps more of the energy, in as many byte
 
 SETTLED = 3
@@ -151,18 +128,6 @@ def row(where: str, *, body: str = transport.BODY, void: bool = False, **more: f
     return {"where": where, "body": body, "void": void, "plain_gb_s": 0.01, "socket_gb_s": 0.0115, "vs_socket": 0.9} | more
 
 
-def test_ways_are_compared_on_loopback_and_on_a_line_and_a_line_with_its_bits() -> None:
-    found = transport.summarised([
-        row("loopback", tls_vs_plain=0.5, grpc_vs_tcp=0.2), row("loopback", body="64 KiB", tls_vs_plain=0.4, grpc_vs_tcp=0.1),
-        row("1 Gb/s", tls_vs_plain=0.8, grpc_vs_tcp=0.7), row("100 Mb/s, 150 ms")])
-    assert found == {
-        "tls_vs_plain_loopback": 0.5, "grpc_vs_tcp_loopback": 0.2, "tcp_vs_socket_loopback": 0.9,
-        "tls_vs_plain": 0.8, "grpc_vs_tcp": 0.7, "tcp_vs_socket_1g": 0.9,
-        "tcp_vs_line_1g": pytest.approx(0.08), "socket_vs_line_1g": pytest.approx(0.092),
-        "tcp_vs_socket_100m_150ms": 0.9,
-        "tcp_vs_line_100m_150ms": pytest.approx(0.8), "socket_vs_line_100m_150ms": pytest.approx(0.92)}
-
-
 def test_void_rows_say_nothing() -> None:
     assert transport.summarised([row("1 Gb/s", void=True), {"where": "100 Mb/s, 150 ms", "void": True, "why": "no root"}]) == {}
 
@@ -172,13 +137,6 @@ def test_sums_agree_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, summary = transport_sums.run(quick=True)
     assert [r["body"] for r in rows] == list(transport_sums.IN_QUICK)
     assert summary.keys() == {"tcp_vs_gloo_n2", "small_roundtrip_vs_gloo"}
-
-
-def test_a_servers_adding_is_compared_with_memorys_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_server, "FLOATS", 1 << 16)
-    (row,), summary = transport_server.run(quick=True)
-    assert row["server_gb_s"] > 0 < row["stream_gb_s"]
-    assert summary.keys() == {"server_add_vs_stream"}
 
 
 # ---- The measurement of codecs: every codec is in it, its rows are checked before they are timed, its picture is dr
@@ -206,20 +164,6 @@ def test_figures_of_sparse_payloads() -> None:
     assert all(found[f"position_bits_over_entropy_{share}"] <= 1.15 for share in ("01pct", "1pct", "10pct"))
     assert 0.9 < found["threshold_recall_1pct"] <= 1.0
     assert 0.9 <= found["entries_over_k_1pct"] <= 1.1
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    x = kit.noise(1024)
-    table = [{**codecs.row(text, kit.AVAILABLE[-1], x, quick=True)} for text in codecs.CODECS]
-    table += [{"codec": name, "backend": "torch", "elements": 1024, "bits_per_element": bits, "relative_error": error,
-               "encode_gb_per_s": 1.0} for name, (_, bits, error) in codecs.rivals(x).items()]
-    assert {codecs_plot.family(row) for row in table} == set(codecs_plot.FAMILIES)
-    file = tmp_path / "codecs.json"
-    file.write_text(json.dumps({"rows": table}))
-    target = file.with_suffix(".png")
-    assert codecs.draw(file) == f"drawn: {target}"
-    assert target.read_bytes()[:4] == b"\x89PNG"
 
 
 # ---- Whatever reads bytes of others refuses damaged ones by its own error

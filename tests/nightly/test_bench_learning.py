@@ -16,7 +16,7 @@ from support.workers import Rig, ToldRows, on_ranks, step
 from torch import nn
 
 import bench.__main__ as program
-from bench import Unmeasurable, learning, learning_campaign, learning_run
+from bench import Unmeasurable, learning, learning_run
 from bench import virtual_training as learning_steps
 from bench.learning_run import LOOKS, Variant, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
@@ -136,14 +136,6 @@ def test_a_worker_with_several_batches_learns_of_all_of_them(fields: dict[str, A
     assert one != pytest.approx(learning_steps.train(Variant("", "sgd", workers=1), numbered, steps=24, looks=24), rel=1e-3)
 
 
-def test_batches_that_end_within_a_step_are_said() -> None:
-    def few(seed: int) -> TrainingTask:
-        return numbered(seed)._replace(batches=lambda rank, world: iter([1.0] * 7))
-
-    with pytest.raises(ValueError, match=r"rank 0\b.*after 1\b.*E-USER-CODE"):
-        learning_steps.train(Variant("t", "sgd", workers=1, batches=4), few)
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
     way = Variant(task, "adam", workers=1)
@@ -153,81 +145,6 @@ def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
     made = TASKS[task](0)
     assert curve[1] < made.validation(made.model) * 0.99
     assert 10_000 < sum(p.numel() for p in made.model.parameters()) < 100_000
-
-
-def test_the_campaign_names_each_training_once_and_all_have_a_dense_one() -> None:
-    ways = list(learning_campaign.campaign())
-    assert len({structs.replace(way, rate=1.0) if way.rate else way for way in ways}) > 500
-    assert {way.dense for way in ways if not way.rate} <= set(ways)
-    first = set(ways[: 12 * len(learning_campaign.FIRST)])
-    assert {structs.replace(way, task="", optimizer="") for way in first} >= {
-        Variant("", "", "int4()"), Variant("", "", "int4()", every=16), Variant("", "", "topk(ratio=0.001)"),
-        Variant("", "", "onebit()")}
-    assert set(learning_campaign.quick()) <= set(ways)
-    long = {(way.every, way.overlap, way.outer) for way in ways if way.every > 16}
-    assert long == {(n, overlap, "") for n in (32, 64) for overlap in ("", "round")} | {
-        (32, "", "diloco"), (32, "round", "diloco"), (64, "", "diloco")}
-
-
-def failing(*_: Any, **__: Any) -> list[float]:
-    raise AssertionError("this was measured")
-
-
-def counting(ran: list[Variant]) -> Callable[[Variant], list[float]]:
-    def one(way: Variant) -> list[float]:
-        ran.append(way)
-        return [1.0 + 1.0 / (i + 1) for i in range(LOOKS)]
-
-    return one
-
-
-def test_it_goes_on_where_it_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = Variant("mlp", "sgd", workers=1)
-    learning.measure([way], Store(store))
-    assert list(Store(store).runs) == [way]
-    monkeypatch.setattr(learning, "train", failing)
-    learning.measure([way, way], Store(store))
-    ran: list[Variant] = []
-    monkeypatch.setattr(learning, "train", counting(ran))
-    other = structs.replace(way, seed=1)
-    learning.measure([way, other], Store(store))
-    assert ran == [other]
-    assert set(Store(store).runs) == {way, other}
-
-
-def test_what_the_code_makes_of_it_now_is_measured_anew(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, ran = Variant("mlp", "sgd", workers=1), list[Variant]()
-    Store(store).add(way, Run("another", (1.0,) * LOOKS))
-    assert learning.current(Store(store)) == {}
-    assert learning.shown(Store(store))["summary"]["outdated_runs"] == 1
-    monkeypatch.setattr(learning, "train", counting(ran))
-    learning.measure([way], Store(store))
-    learning.measure([way], Store(store))
-    assert ran == [way]
-
-
-def test_marks_tell_ways_and_tasks_apart() -> None:
-    some = [Variant("mlp", "sgd"), Variant("mlp", "adam"), Variant("autoencoder", "sgd"), Variant("mlp", "sgd", "onebit()"),
-            Variant("mlp", "sgd", "topk(ratio=0.01)"), Variant("mlp", "adam", every=4)]
-    assert len({learning.mark(way) for way in some}) == len(some)
-    assert learning.mark(Variant("mlp", "sgd", seed=1)) == learning.mark(Variant("mlp", "sgd"))
-
-
-def test_nan_is_kept(store: Path) -> None:
-    way = Variant("mlp", "sgd")
-    Store(store).add(way, Run("m", (1.0,) * (LOOKS - 2) + (math.inf, math.nan)))
-    assert all(map(math.isnan, Store(store).runs[way].curve[-2:]))
-    assert Store(store).runs[way].curve[0] == 1.0
-
-
-def test_a_line_that_was_cut_off_is_measured_again(store: Path) -> None:
-    way, other = Variant("mlp", "sgd"), Variant("mlp", "adam")
-    for each in (way, other):
-        Store(store).add(each, Run("m", (1.0,) * LOOKS))
-    store.write_bytes(store.read_bytes()[:-9])
-    assert set(Store(store).runs) == {way}
-    Store(store).add(other, Run("m", (2.0,) * LOOKS))
-    assert set(Store(store).runs) == {way, other}
 
 
 @pytest.mark.parametrize(("damage", "said"), [
@@ -249,18 +166,3 @@ def test_a_store_that_it_cannot_use_ends_it_in_one_line(
     assert said in told.err
     assert len(told.err.splitlines()) == 1
     assert store.read_bytes() == before
-
-
-def test_a_task_that_returns_no_loss_ends_it_in_one_line(
-    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setitem(TASKS, "mlp", lambda seed: TASKS["conv"](seed)._replace(loss=lambda model, batch: None))
-    assert program.main(["learning", "--quick"]) == 2
-    told = capsys.readouterr().err
-    assert "task mlp returned NoneType as its loss" in told
-    assert len(told.splitlines()) == 1
-
-
-def test_a_task_that_there_is_not() -> None:
-    with pytest.raises(Unmeasurable, match="no task is called 'mlb'; there are: mlp, conv"):
-        train(Variant("mlb", "sgd"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 from support.tta import row
 
-from bench import Unmeasurable
-from bench.tta import TASKS, cells, flags, run, shown
+from bench.tta import cells, shown
 from bench.tta.page import KEPT, PARTS, ROOT, Part, figures, overview, table
-from bench.tta.plot import draw, middle, points, unshown
+from bench.tta.plot import draw
 from bench.tta.store import Store, key_of, longest
-from bench.tta.summary import AIMS, Times, summary
+from bench.tta.summary import summary
 
 BOUNDS = [row("ideal", "none", 20.0), row("alone", "none", 50.0)]
 
@@ -39,30 +37,12 @@ def test_ratios_are_of_seconds_to_the_middle_target() -> None:
     assert (told["void_rows"], told["failed_rows"]) == (0, 0)
 
 
-def test_the_worst_task_and_link_count() -> None:
-    rows = [*BOUNDS, row("ideal", "none", 10.0, task="digits"), row("alone", "none", 12.0, task="digits"),
-            row("auto", "100m-30ms", 24.0), row("auto", "100m-30ms", 15.0, task="digits")]
-    told = summary(rows)
-    assert told["auto_vs_ideal_100m"] == pytest.approx(1.5)
-    assert told["auto_vs_alone"] == pytest.approx(15 / 12)
-
-
-def test_the_median_of_seeds_counts() -> None:
-    rows = [*BOUNDS, *(row("auto", "100m-30ms", s, seed=seed) for seed, s in enumerate((24.0, 20.0, 59.0)))]
-    assert summary(rows)["auto_vs_ideal_100m"] == pytest.approx(1.2)
-
-
 def test_who_does_not_get_there_is_never_there_or_counts_with_its_seconds() -> None:
     slow = row("auto", "10m-80ms", 100.0)
     assert summary([*BOUNDS, slow])["auto_vs_ideal_10m"] == "never"
     assert summary([*BOUNDS, slow, row("DDP fp16", "10m-80ms", 40.0)])["auto_vs_best_rival_10m"] == 0
     told = summary([*BOUNDS, row("auto", "10m-80ms", 30.0), row("DDP fp16", "10m-80ms", 600.0)])
     assert told["auto_vs_best_rival_10m"] == pytest.approx(2.0), "60 s had the rival: at least twice as long"
-
-
-def test_where_nobody_reaches_the_middle_target_the_easy_one_counts() -> None:
-    rows = [*BOUNDS, row("auto", "10m-80ms", 100.0), row("int4 H=8 round", "10m-80ms", 80.0)]
-    assert summary(rows)["auto_vs_best_fixed_worst"] == pytest.approx(50 / 40)
 
 
 def test_losses_at_the_end_are_compared_at_equal_steps() -> None:
@@ -99,23 +79,6 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
     assert key_of(one | {"data": "other"}) not in again
 
 
-def test_of_equal_rows_the_longest_that_stands_is_shown() -> None:
-    short, long = row("hivemind", "100m-30ms", 90.0), row("hivemind", "100m-30ms", 90.0, end_s=120.0)
-    assert longest([long, short, row("auto", "100m-30ms", 10.0)])[0] is long
-    assert longest([short, long | {"void": "9 % of passes late"}]) == [short]
-    assert summary(longest([row("auto", "100m-30ms", 45.0), short, long]))["auto_vs_best_rival_100m"] == 2.0
-
-
-def test_a_store_measures_again_what_failed_where_asked(tmp_path: Path) -> None:
-    path, failed = tmp_path / "rows.jsonl", {**row("hivemind", "100m-30ms", 10.0), "error": "boom"}
-    Store(path).add(failed)
-    assert key_of(failed) in Store(path)
-    again = Store(path, again=True)
-    assert key_of(failed) not in again
-    again.add(failed | {"error": ""})
-    assert key_of(failed) in Store(path, again=True), "the newer row counts"
-
-
 def test_what_is_measured_follows_the_flags() -> None:
     quick = cells(True, None, None, None, None)
     named = {(cell.link, cell.system.name) for cell in quick}
@@ -131,24 +94,6 @@ def test_what_is_measured_follows_the_flags() -> None:
     assert {cell.seed for cell in full if cell.system.name == "auto" and cell.link == "10m-80ms"} == {0, 1, 2}
 
 
-def test_what_a_store_has_is_shown_without_measuring(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    flags(parser)
-    path, data = tmp_path / "rows.jsonl", {name: task().digest() for name, task in TASKS.items()}
-    store = Store(path)
-    for row_ in (row("auto", "100m-30ms", 24.0), row("auto", "trace", 30.0, task="digits"), *BOUNDS,
-                 row("auto", "10m-80ms", 30.0, end_s=45.0), row("auto", "1g-2ms", 30.0, task="digits") | {"data": "of before"}):
-        store.add(row_ if row_["data"] == "of before" else row_ | {"data": data[row_["task"]]})
-    found = run(False, parser.parse_args(["--stored", "--store", str(path)]))
-    assert [(line["task"], line["link"], line["system"]) for line in found["rows"]] == [
-        ("chars", "none", "ideal"), ("chars", "none", "alone"), ("chars", "100m-30ms", "auto"), ("digits", "trace", "auto")]
-    assert found["summary"]["auto_vs_ideal_100m"] == pytest.approx(1.2)
-    found = run(False, parser.parse_args(["--stored", "--store", str(path), "--task", "digits"]))
-    assert [line["link"] for line in found["rows"]] == ["trace"]
-    with pytest.raises(Unmeasurable, match="--store FILE"):
-        run(False, parser.parse_args(["--stored", "--store", str(tmp_path / "none.jsonl")]))
-
-
 # ---- The pictures of `bench tta` show what its table says: medians over seeds, of rows that stand
 
 ROWS = [
@@ -158,21 +103,6 @@ ROWS = [
     row("auto", "100m-30ms", 25.0, seed=2),
     *(row("int4", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((100.0, 90.0))),
 ]
-
-
-def times() -> Times:
-    return Times([unshown(shown(one)) for one in ROWS])
-
-
-def test_points_are_the_medians_of_the_table() -> None:
-    assert points(times(), "chars") == {"auto": [(10.0, pytest.approx(40.0)), (100.0, pytest.approx(25.0))]}, "no seed 0 needed"
-    assert points(times(), "digits") == {}
-
-
-def test_a_curve_is_that_of_the_seed_in_the_middle() -> None:
-    found = {(one["link"], one["system"]): one["seed"] for one in middle(times())}
-    assert found == {("none", "ideal"): 0, ("none", "alone"): 0, ("10m-80ms", "auto"): 2, ("100m-30ms", "auto"): 2,
-                     ("10m-80ms", "int4"): 1}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib, of the extra plot, is missing")
@@ -192,17 +122,6 @@ def test_pages_show_the_kept_rows(part: Part) -> None:
     assert page == part.within(page, longest(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
 
 
-def test_a_line_is_the_median_over_seeds_and_says_what_counts_for_nothing() -> None:
-    rows = [row("auto", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((30.0, 50.0, 40.0))]
-    (line,) = table(rows).splitlines()[2:]
-    cells = [cell.strip() for cell in line.split("|")]
-    assert cells[1:10] == ["chars", "10 Mb/s, 80 ms", "auto", "3", "0.300", "0.000", "20.0", "40.0", "60.0"]
-    assert cells[11:16] == ["1", "1", "1", "1", "0.0"]
-    (line,) = table([row("auto", "10m-80ms", 90.0, void="the pace was not kept")]).splitlines()[2:]
-    assert [cell.strip() for cell in line.split("|")][7:10] == ["45.0", "-", "-"]
-    assert line.endswith("| 0.0, void |")
-
-
 def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
     rows = [row("auto", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((30.0, 40.0))]
     rows.append(row("auto", "10m-80ms", 59.0, seed=2, void="the pace was not kept"))
@@ -212,43 +131,10 @@ def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
     assert line.endswith("| 0.0 |")
 
 
-def test_beside_auto_stands_what_a_user_would_have_had() -> None:
-    link = "100m-30ms"
-    rows = [row("auto", link, 30.0), row("ideal", "none", 20.0), row("alone", "none", 200.0), row("DDP fp16", link, 50.0),
-            row("hivemind", link, 58.0), row("DeMo-like", link, 55.0), row("int4 forward", link, 28.0),
-            row("DDP fp16", "10m-80ms", 50.0)]
-    (line,) = overview(rows).splitlines()[2:]
-    assert line == ("| chars, 100 Mb/s, 30 ms | 10 / 20 | above 60 / above 60 | 25 / 50 | 28 / 55 (DeMo-like) | "
-                    "14 / 28 (int4 forward) | 15 / 30 |")
-
-
 def told(rows: list[dict[str, object]]) -> dict[str, list[str]]:
     """The cells behind the first of each line."""
     lines = [line for line in figures(rows).splitlines()[2:] if line.startswith("|")]
     return {cells[1]: cells[2:-1] for cells in ([cell.strip() for cell in line.split("|")] for line in lines)}
-
-
-def test_the_summary_says_what_is_wanted_what_was_measured_and_where_it_is_worst() -> None:
-    rows = [row("ideal", "none", 20.0), row("alone", "none", 50.0), row("ideal", "none", 20.0, task="digits"),
-            *(row("auto", "100m-30ms", goal_s, seed=seed) for seed, goal_s in enumerate((24.0, 26.0, 22.0))),
-            row("auto", "100m-30ms", 30.0, task="digits"), row("hivemind", "100m-30ms", 36.0)]
-    found = told(rows)
-    assert set(found) == {*(aim.key for aim in AIMS), "pace_kept", "void_rows, failed_rows"}
-    assert {key for key, cells in found.items() if cells[2] != "not measured"} == {
-        key for key in (*summary(rows), "void_rows, failed_rows") if key not in ("void_rows", "failed_rows")}
-    assert found["auto_vs_ideal_100m"][1:] == ["<= 1.25", "1.50 (missed)", "2", "digits, 100 Mb/s, 30 ms (1 seed)"]
-    assert found["auto_vs_best_rival_100m"][1:] == [">= 1.5", "1.50", "1", "chars, 100 Mb/s, 30 ms (3 seeds)"]
-    assert found["ideal_vs_alone_steps"][1:] == ["<= 0.5", "0.40", "1", "chars (1 seed)"]
-    assert found["auto_vs_ideal_10m"][1:] == ["<= 1.6", "not measured", "0", ""]
-    assert found["pace_kept"][1:] == ["yes", "yes", "8 rows", "chars, ideal: 0.0 %"]
-
-
-def test_what_a_single_seed_cannot_judge_is_said_by_what_loses_nothing() -> None:
-    bound, halves = row("ideal", "none", 20.0), row("DDP fp16", "1g-2ms", 20.0)
-    above = [(step, s, loss * 1.04) for step, s, loss in halves["curve"]]
-    assert "DDP fp16 at 1 Gb/s, which loses next to nothing, ends +4.0 % on chars (1 seed)" in figures(
-        [bound, halves | {"curve": above}])
-    assert "DDP fp16 at 1 Gb/s, " not in figures([bound])
 
 
 def test_the_readme_shows_rows_of_the_overview() -> None:
@@ -257,8 +143,3 @@ def test_the_readme_shows_rows_of_the_overview() -> None:
     kept = overview(longest(Store(KEPT).rows.values())).splitlines()
     assert [row for row in rows if row not in kept] == []
     assert len(rows) > 4
-
-
-def test_a_page_without_a_place_for_rows_is_named() -> None:
-    with pytest.raises(ValueError, match="<!-- rows: begin --> .*<!-- rows: end -->.*E-ARGUMENT"):
-        PARTS[1].within("# Nothing", [])

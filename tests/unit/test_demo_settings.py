@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
 
-from commlayer.demo.fleet import Progress, RunBegan, RunEnded, read
-from commlayer.demo.report import DemoProgress, line, notes, results, ring_bound_s, size, span, table
+from commlayer.demo.fleet import Progress
+from commlayer.demo.report import notes, results, ring_bound_s
 from commlayer.demo.settings import CODEC, DemoSettings, parse_link, parse_rtt, read_settings
-from commlayer.records import encode
 from commlayer.transport.shaped_links import parse_shape
 
 
@@ -47,12 +41,6 @@ def test_other_links_are_refused(text: str) -> None:
 def test_other_round_trips_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=rf"^--rtt {text!r}.*\[E-CLI-OPTION\]$"):
         parse_rtt(text)
-
-
-@given(st.integers(1, 9999), st.sampled_from([("us", 10**6), ("ms", 10**3)]))
-def test_a_whole_number_of_a_unit_is_that_fraction_of_a_second(n: int, unit: tuple[str, int]) -> None:
-    name, per_s = unit
-    assert parse_rtt(f"{n}{name}") == n / per_s
 
 
 def test_a_round_trip_is_both_hosts_delays_there_and_back(tmp_path: Path) -> None:
@@ -106,53 +94,3 @@ def test_a_run_that_missed_the_target_is_not_compared(reached: tuple[bool, bool]
     assert found["summary"]["speedup"] is None
     assert found["rows"][2]["speedup"] is None
     assert " as fast " not in notes(settings(), found, native=True)
-
-
-@pytest.mark.parametrize("reached", [True, False])
-@pytest.mark.parametrize("steps", [1, 600])
-def test_the_table_fits_a_terminal_of_80_columns(reached: bool, steps: int) -> None:
-    slow = Progress(0, steps, 0.1, 1.0, 999.9, 999.8, 999_900_000)
-    found = results(settings(), 1_126_410, [slow, slow], [reached, reached])
-    console = Console(width=80, file=io.StringIO())
-    console.print(table(settings(), found))
-    text = console.file.getvalue()
-    assert "…" not in text
-    for row in found["rows"]:
-        assert all(cell.split()[0] in text for cell in (str(row["steps"]), span(row["step_s"])))
-    for words in ("speed-", "exposed", "accuracy", CODEC, "1.00x" if reached else "reached"):
-        assert words in text
-
-
-def test_what_is_told_is_read_and_what_others_print_is_not() -> None:
-    stream = [RunBegan(0, 7, True), DENSE, RunEnded(0, True)]
-    assert [read(encode(event) + b"\n") for event in stream] == stream
-    assert [read(text) for text in (b"", b"hello\n", b'{"type":"other"}\n', encode(DENSE)[:-1])] == [None] * 4
-
-
-def test_a_demo_under_way_says_where_it_stands() -> None:
-    progress = DemoProgress(settings())
-    seen = [line(progress)]
-    for event in (RunBegan(0, 7, True), DENSE, RunEnded(0, True), RunBegan(1, 7, True), SPARSE, RunEnded(1, True)):
-        assert not progress.over
-        progress.take(event)
-        seen.append(line(progress))
-    assert progress.over
-    said = [("starting 4 workers",), ("dense", "begins"), ("step 100", "97.0%", "400 ms", "2 MB"), ("fresh",),
-            ("compressed", "begins"), ("step 120", "98.0%", "25 kB"), ("leaving",)]
-    for text, words in zip(seen, said, strict=True):
-        assert all(word in text for word in words), (text, words)
-
-
-@pytest.mark.parametrize(("nbytes", "text"), [
-    (0, "0 B"), (999, "999 B"), (1796, "1.8 kB"), (999_900, "1000 kB"), (2_252_980, "2.25 MB"), (3.04e8, "304 MB"),
-])
-def test_sizes_have_three_figures(nbytes: float, text: str) -> None:
-    assert size(nbytes) == text
-
-
-@given(st.floats(1e-6, 1e4))
-def test_spans_are_true(seconds: float) -> None:
-    number, unit = span(seconds).split()
-    assert number.replace(".", "").isdecimal()
-    near = {"rel_tol": 0.006} if unit == "ms" else {"abs_tol": 0.051}
-    assert math.isclose(float(number) * {"ms": 1e-3, "s": 1.0}[unit], seconds, **near)

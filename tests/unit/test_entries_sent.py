@@ -14,9 +14,8 @@ from support import codecs
 from support import workers as kit
 
 from commlayer.autotune.controller import Phase, TuningController
-from commlayer.compressors import codec_of, parse, restore, snapshot, wrap
+from commlayer.compressors import codec_of, parse, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
-from commlayer.compressors.state import number
 from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import StalePlanWatch
 from commlayer.engine.plan_choice import unsuited
@@ -179,24 +178,6 @@ def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
     assert has == pytest.approx([entries / 2 for entries in had], rel=0.05, abs=10)
 
 
-def test_codecs_whose_states_were_restored_are_told_again() -> None:
-    """To go back in a running job may be to take the same step once more."""
-    with kit.Rig(1, "", shapes=SHAPES, plan=plan(warmup=8)) as rig:
-        worker = rig.workers[0]
-        before = by_tensor(worker)
-        saved = [snapshot(bucket.state) for bucket in worker.buckets]
-        kit.step(worker, list(gradients(0, 0)))
-        told = by_tensor(worker)
-        assert told[0] == FIRST_RATIO * 40_000 > before[0]
-        for bucket, state in zip(worker.buckets, saved, strict=True):
-            restore(bucket.state, state)
-            bucket.forget()
-        worker.step = 0
-        assert by_tensor(worker) == before
-        worker.buckets[0].entries.begin(0)
-        assert by_tensor(worker) == told
-
-
 def by_tensor(worker: Any) -> list[int]:
     found = [0] * len(SHAPES)
     for bucket in worker.buckets:
@@ -225,24 +206,6 @@ def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
         assert entries(out) <= 1.1 * -(-asked // run) * run + run
         assert entries(out) >= min(0.89 * asked, numel)
         assert codec.decode(out[:nbytes], state, torch.empty(numel))
-
-
-def test_a_saved_state_goes_on_bit_for_bit() -> None:
-    codec, spec = told("topk(0.02)"), Spec((40_000,))
-    state, out = codec.init(spec), codecs.room(codec, spec)
-    for step in range(3):
-        codec.inner.set_entries(state["inner"], 500 + 300 * step)
-        codec.start(codecs.noise(40_000, step), state, out)
-    other = codec.init(spec)
-    restore(other, snapshot(state))
-    ours, theirs = [], []
-    for s, into in ((state, ours), (other, theirs)):
-        codec.inner.set_entries(s["inner"], 700)
-        into.append(bytes(out[: codec.start(codecs.noise(40_000, 9), s, out)]))
-    assert ours == theirs
-    assert codec.inner.demand(state["inner"], 0.02) == codec.inner.demand(other["inner"], 0.02)
-    with pytest.raises(ValueError, match=r"inner\.sent.*-2\b.*E-CODEC-STATE"):
-        restore(other, snapshot(state) | {"inner.sent": number(-2)})
 
 
 def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:

@@ -12,7 +12,6 @@ from commlayer.compressors import parse, restore, snapshot, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.optimizers import learning_rate
 from commlayer.planner import default_plan
-from commlayer.records import Bucket, Plan, Slice
 
 WORLD = 3
 SHAPES = [(40, 30), (40,), (5, 3, 3, 3), (1,), (700,)]
@@ -157,32 +156,3 @@ def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
     optimizer.param_groups[0]["lr"] = 0.0
     assert learning_rate(optimizer, 0.5) == 0.5
     assert learning_rate(None, 1.0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("codec", "lr"),
-    [("powersgd(2)", 0.1),
-     ("momentum(topk(0.1), 0.5)", 0.05)],
-)
-def test_small_least_squares_are_solved(codec: str, lr: float) -> None:
-    """Three workers, each with a part of the equations of Y = X W: all reach W."""
-    rows, inputs, outputs = 60, 20, 12
-    generator = torch.Generator().manual_seed(5)
-    truth = torch.randn(inputs, outputs, generator=generator)
-    data = [torch.randn(rows, inputs, generator=generator) for _ in range(WORLD)]
-    job = kit.job([(inputs, outputs)])
-    plan = Plan(job.digest(), (Bucket(0, (Slice(0, 0, inputs * outputs),), "service", codec, shape=(inputs, outputs)),), 1)
-    with kit.Rig(WORLD, codec, shapes=[(inputs, outputs)], plan=plan) as r:
-
-        def body(rank: int) -> torch.Tensor:
-            w = torch.zeros(inputs, outputs)
-            for _ in range(250):
-                gradient = data[rank].T @ (data[rank] @ (w - truth)) / rows
-                (mean,) = kit.step(r.workers[rank], [gradient])
-                w = w - lr * mean
-            return w
-
-        results = kit.on_ranks(WORLD, body)
-    for w in results:
-        assert torch.equal(w, results[0])
-    assert float((results[0] - truth).norm()) < 0.03 * float(truth.norm())

@@ -262,26 +262,6 @@ def test_who_says_nothing_is_named_and_the_others_do_not_hang(opened: list[Any])
     assert re.search(r"\b0\.5 s from rank 1\b.*E-DEADLINE", told[0])
 
 
-def test_parts_that_take_longer_than_a_call_does_elsewhere_get_through(
-    opened: list[Any], monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What a slow link has not brought in time would be sent all over again."""
-    monkeypatch.setattr(site_client, "CALL_S", 0.3)
-    desk, *_ = met(opened, 2)[1]
-    given: list[float] = []
-    call = desk._link.call
-
-    def slow(method: str, request: Any, kind: Any, timeout_s: float) -> Any:
-        given.append(timeout_s)
-        return call(method, request, kind, timeout_s)
-
-    monkeypatch.setattr(desk._link, "call", slow)
-    desk.request(time.monotonic() + 30.0, put=[("a", b"bytes")], want=[("a", 0)])
-    desk.request(time.monotonic() + 600.0, want=[("a", 0)])
-    desk.request(time.monotonic() + 600.0, drop=["a"])
-    assert [round(one, 1) for one in given] == [30.0, site_client.BYTES_S, 0.3]
-
-
 def test_a_coordinator_that_has_ended_is_named_before_the_deadline(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site_client, "CALL_S", 0.3)
     desk, *_ = met(opened, 1)[1]

@@ -235,21 +235,6 @@ def test_clan_learns_as_lans_does_with_a_twentieth_of_the_bytes(codec: str) -> N
     assert max(dense, coded) < 0.3, "of 2.3 at the start"
 
 
-def test_the_virtual_workers_average_is_the_mean() -> None:
-    model = mlp(48, 0)
-    plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1,
-                        fuse_nbytes=1 << 11, cut_nbytes=1 << 12)
-    assert any(len(b.slices) == 1 and b.numel < 48 * 48 for b in plan.buckets), "a tensor is cut"
-    assert any(len(b.slices) > 1 for b in plan.buckets), "small ones are fused"
-    workers = VirtualWorkers(job_of(model), plan, 3)
-    for step in range(2):
-        own = [[torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + rank)) for p in model.parameters()]
-               for rank in range(3)]
-        mean, _ = workers.average(own)
-        for got, *parts in zip(mean, *own, strict=True):
-            assert torch.allclose(got, sum(parts, torch.zeros_like(got)) / 3, atol=1e-6)
-
-
 def test_the_example_learns_and_sends_a_bit_each_way() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     nodes = clean_environment() | {"COMMLAYER_RANKS_PER_NODE": "1", "OMP_NUM_THREADS": "1"}

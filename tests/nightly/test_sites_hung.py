@@ -65,13 +65,6 @@ def test_who_hangs_is_done_without_and_named_and_hears_of_it_when_it_wakes(homes
     assert "continuing with 2 workers; left: worker 1" in said
 
 
-def test_nobody_waits_for_it_at_the_end_either(homes: Homes, tmp_path: Path) -> None:
-    server, every = started(homes, tmp_path / "audit.jsonl", "stays", "--min-workers", "2")
-    assert [one["worlds"][-1] for one in survivors(every[::2], {})] == [2, 2]
-    ended(server)
-    assert every[HANGS].poll() is None
-
-
 def test_where_all_must_stay_all_end_with_its_name(homes: Homes, tmp_path: Path) -> None:
     _, every = started(homes, tmp_path / "audit.jsonl", "wakes")
     codes = [ended(process) for process in every]

@@ -215,14 +215,6 @@ def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narr
         job.put(stays, 3)
 
 
-def test_many_workers_have_room_for_what_they_need_each() -> None:
-    made = RendezvousService(64, 10.0, dict, Audit(""))
-    one = messages.site_request(1)
-    made.register(one)
-    by = made._writer(one.home, 1)
-    assert (by.most_nbytes, by.all_nbytes) == (kv_store.LEAST_EACH_NBYTES, 64 * kv_store.LEAST_EACH_NBYTES)
-
-
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
     now = [0.0]
     made = RendezvousService(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)

@@ -213,23 +213,6 @@ def test_a_round_of_local_steps_is_exchanged_again_by_those_who_are_left(homes: 
     assert any(torch.allclose(weights, one, atol=1e-4) for one in found)
 
 
-def test_who_has_not_heard_how_long_changes_were_goes_on_from_the_same_weights_as_the_others(homes: Homes) -> None:
-    """One takes a mean as it is, the other makes it longer; behind the death both go on from what one of them has."""
-    told = survivors(started(homes, 3, 2, EXACT, "matched", f"0@{ODD}+0.0"), {0: KILLED})
-    assert told[0]["weights"] == told[1]["weights"]
-    assert all(one["worlds"][-1] == 2 for one in told)
-    assert all("had merged the last exchange differently" in "".join(one["said"]) for one in told)
-
-
-def test_what_is_owed_to_a_mean_of_three_is_paid_to_that_of_two(homes: Homes) -> None:
-    """By workers, and by the server. The one that dies has put in nothing."""
-    told = survivors(started(homes, 3, 2, "onebit(block=64)", "counted", f"{SILENT}@6+0.002"), {SILENT: KILLED})
-    assert told[0]["weights"] == told[1]["weights"]
-    put, owed = (torch.tensor([one[what] for one in told], dtype=torch.float64).sum(0) for what in ("put", "owed"))
-    assert owed.abs().max() > 0.1
-    torch.testing.assert_close(torch.tensor(told[0]["weights"], dtype=torch.float64) + owed, put, atol=1e-4, rtol=1e-4)
-
-
 def test_homes_die_one_after_the_other_until_too_few_are_left_and_then_all_stop_with_a_name(homes: Homes) -> None:
     every = started(homes, 4, 2, "topk(ratio=0.1)", "killed", "0@3+0.001 2@3+0.004 1@8+0.0")
     codes = [ended(process) for process in every]

@@ -14,17 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 from support.coordinators import WAIT_S, Failures, quick
 from support.meshes import WIRES, exchange_pair, keys, soon
 
 from commlayer import records
-from commlayer.cluster import client, grpc_server, messages, uplink
+from commlayer.cluster import client, messages, uplink
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
-from commlayer.errors import DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
 from commlayer.transport import grpc_stream
@@ -277,46 +276,6 @@ def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str,
     one._sock.close() if carrier == "grpc" else one._sock.shutdown(socket.SHUT_RDWR)
     assert broken.wait(WAIT_S)
     assert end.missed() == missed
-
-
-@pytest.mark.parametrize("room", [False, None])
-def test_a_stream_that_is_not_taken_is_over(opened: contextlib.ExitStack, room: bool | None) -> None:
-    """Its timer would keep it, and what it has read, for a while."""
-    came: list[Any] = []
-
-    def take(stream: Any, _: str) -> bool:
-        came.append(stream)
-        if room is None:
-            raise LookupError("nobody is here")
-        return room
-
-    port = grpc_server.open_stream_port(None, "127.0.0.1", 0, take, lambda *_: None)
-    opened.callback(port.close)
-    worker = StreamTransport(Hello("job", 0))
-    opened.callback(worker.close)
-    with pytest.raises((PeerLost, Refused)):
-        uplink.dial_grpc(worker, SERVER_BASE, ("127.0.0.1", port.number), None, time.monotonic() + 3.0)
-    until = soon()
-    while not all(stream._over for stream in came):
-        threading.Event().wait(0.01)
-        assert time.monotonic() < until
-    assert came
-
-
-def test_who_is_refused_until_time_is_over_hears_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not that nobody answered, whenever its last try was cut off."""
-    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "come again")
-    answers = iter([full, TimeoutError(), TimeoutError()])
-
-    def run(dialling: Any, _deadline: float) -> None:
-        dialling.close()
-        raise next(answers)
-
-    monkeypatch.setattr(grpc_stream, "run_on_loop", run)
-    with pytest.raises(PeerLost, match="come again.*E-PEER-LOST"):
-        grpc_stream.dial(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
-    with pytest.raises(DeadlineExceeded, match="127.0.0.1:1 .*E-DEADLINE"):
-        grpc_stream.dial(lambda: None, "127.0.0.1", 1, time.monotonic() + 60.0)
 
 
 def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
