@@ -71,10 +71,16 @@ def bits(x: np.ndarray) -> bytes:
     return y.tobytes()
 
 
-def same(run: Callable[[ModuleType], object]) -> Any:
-    """What run(module) gives for the vector bodies, after checking that the other two give the same."""
+def same(run: Callable[[ModuleType], object], *, threads: bool = True) -> Any:
+    """What run(module) gives for the vector bodies, after checking that the other bodies and several threads give the same."""
     with portable(False):
         vector = run(core)
+        try:
+            for count, grain in ((2, 1), (3, 64), (16, 200)) if threads else ():
+                core.threads(count, grain)
+                assert run(core) == vector, f"{count} threads, {grain} elements each"
+        finally:
+            core.threads(1, 1)
     with portable(True):
         assert core.isa() == "portable"
         plain = run(core)

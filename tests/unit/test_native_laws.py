@@ -1,4 +1,4 @@
-"""Every kernel: reference == vector body == portable body, over sizes, special numbers and unaligned memory."""
+"""Every kernel: reference == vector body == portable body == several threads, over sizes, special numbers, unaligned memory."""
 
 from __future__ import annotations
 
@@ -222,3 +222,39 @@ def test_scatter_refuses_positions_out_of_order_or_range(n: int, seed: int, dens
         return mine.tobytes()
 
     assert same(run) == acc.tobytes()
+
+
+@quick
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 6), seeds)
+def test_outer(m: int, n: int, rank: int, seed: int) -> None:
+    p, q = numbers(m * rank, seed), numbers(n * rank, seed + 1)
+
+    def run(module: ModuleType) -> bytes:
+        out = np.empty(m * n, np.float32)
+        module.outer(out, p, q, rank)
+        return out.tobytes()
+
+    wanted = p.reshape(rank, m).T.astype(np.float64) @ q.reshape(rank, n)
+    assert np.allclose(np.frombuffer(same(run), np.float32).reshape(m, n), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_outer_refuses_factors_that_do_not_fit() -> None:
+    x = numbers(9, 0)
+    for columns, rank in ((2, 1), (3, 0)):
+        with pytest.raises(ValueError):
+            core.outer(x, x[:3].copy(), x[:columns].copy(), rank)
+
+
+def test_several_threads_refuse_mistakes_and_numbers_that_are_not_finite() -> None:
+    g, old = numbers(4097, 9), numbers(4097, 2)
+    core.threads(4, 1)
+    try:
+        for threshold, start in ((0.0, 0), (1.0, 4097), (1.0, -1)):
+            with pytest.raises(ValueError, match="select"):
+                core.select(g, None, threshold, start, np.zeros(9, np.uint32), np.zeros(9, np.float32))
+        for place in (0, 1638, 4092):
+            bad, kept = g.copy(), old.copy()
+            bad[place] = np.inf
+            assert not core.int8_encode(bytearray(4097), bytearray(172), bad, kept, 96)
+    finally:
+        core.threads(1, 1)
