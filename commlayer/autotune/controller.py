@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
@@ -38,6 +38,7 @@ from commlayer.autotune.plan_policy import (
 )
 from commlayer.autotune.quality import CodecChange
 from commlayer.autotune.report import Report, Reports
+from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.errors import CommError
 from commlayer.observe import LinkWatch, Rates, SeenStep, StalePlan, differ, slower, spelled
 from commlayer.planner.model import Link
@@ -76,6 +77,14 @@ class Phase(Enum):
     """Ranks exchange rows about their steps and act on rows that all have received."""
 
 
+class ShareMover(Protocol):
+    """Moves shares of the batch: commlayer.Controller."""
+
+    def row(self) -> WorkerTime: ...
+
+    def receive(self, rows: list[WorkerTime], step_s: float) -> None: ...
+
+
 class TuningController:
     """Every rank calls `compare` before a step's commit, `after_step` after a step on averaged gradients, and `after_exchange`
     after an exchange of local steps."""
@@ -96,6 +105,8 @@ class TuningController:
         self._planned_steps = 0
         """Those under automatic plans, after their warm-up."""
         self._plan = connection.plan
+        self.shares: ShareMover | None = None
+        """Moves shares of the batch, if the script does."""
         self._thread: threading.Thread | None = None
         self._found: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
         """Results of the planner thread, processed at the end of the next step."""
@@ -236,10 +247,12 @@ class TuningController:
     # ---- rows of all ranks
 
     def _send(self, *, watching: bool) -> None:
-        """Sends this rank's row if it is due: so it is after a comparison, and every few steps while watching."""
+        """Sends this rank's row if it is due: after a comparison, and every few steps while links are watched or shares moved.
+        """
         error = None if self.guard is None else self.guard.take_error()
         watching = watching and self._phase is Phase.WATCHING and self._links is not None
-        if self._reports is None or not (error is not None or (watching and self._reports.due)):
+        wanted = watching or self.shares is not None
+        if self._reports is None or not (error is not None or (wanted and self._reports.due)):
             return
         request, slow_s = Request.NOTHING, math.inf
         if watching:
@@ -247,12 +260,15 @@ class TuningController:
             slow_s = self._links.watch.slow_s
             if self._lead is not None:
                 self._lead, request = plan_policy.next_request(self._lead, self._links, time.monotonic())
-        if rows := self._reports.send(request, slow_s, error):
+        own_time = WorkerTime() if self.shares is None else self.shares.row()
+        if rows := self._reports.send(request, slow_s, error, own_time):
             self._act_on(rows)
 
     def _act_on(self, rows: Sequence[Report]) -> None:
         """Acts on rows that all ranks have received, so that all ranks act alike."""
         step_s = median(row.step_s for row in rows)
+        if self.shares is not None:
+            self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
         if rows[0].compared and self.guard is not None:
             change = self.guard.decide([row.error for row in rows], step_s)
             if change is not None and self._change_codecs(change):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from commlayer.autotune.quality import GradientError
+from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.spacing import row_spacing
 from commlayer.observe import Direction, InterfaceCounters, Throughput
 from commlayer.records import Record
@@ -42,19 +43,20 @@ class Report(Record, frozen=True):
     compared: float = 0.0
     """Whether `error` is a new comparison with the exact gradients."""
     error: GradientError = GradientError()
+    time: WorkerTime = WorkerTime()
 
     @property
     def carried(self) -> Throughput:
         return Throughput(Direction(self.up_bps, self.up_share), Direction(self.down_bps, self.down_share))
 
     def numbers(self) -> list[float]:
-        return [*structs.astuple(self)[:-1], *self.error.numbers()]
+        return [*structs.astuple(self)[:-2], *self.time, *self.error.numbers()]
 
     @classmethod
     def of(cls, numbers: list[float]) -> Report:
         """The inverse of `numbers`."""
-        first = len(cls.__struct_fields__) - 1
-        fields: Any = (*numbers[:first], GradientError.of(numbers[first:]))
+        first, second = (own := len(cls.__struct_fields__) - 2), own + len(WorkerTime._fields)
+        fields: Any = (*numbers[:first], GradientError.of(numbers[second:]), WorkerTime(*numbers[first:second]))
         return cls(*fields)
 
 
@@ -96,7 +98,10 @@ class Reports:
         rows, self._held = self._held, []
         return rows
 
-    def send(self, request: int = 0, slow_s: float = float("inf"), error: GradientError | None = None) -> list[Report]:
+    def send(
+        self, request: int = 0, slow_s: float = float("inf"), error: GradientError | None = None,
+        own_time: WorkerTime = WorkerTime(),
+    ) -> list[Report]:
         """Sends this rank's row. Returns all rows if all ranks wait for them, as after steps longer than `slow_s`."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
@@ -105,7 +110,7 @@ class Reports:
         up, down = (Direction(), Direction()) if self.meter is None else self.meter.look()
         cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
         row = Report(step_s, waited_s, request, step_s > slow_s, cost_s, *up, *down, error is not None,
-                     error or GradientError())
+                     error or GradientError(), own_time)
         self._rows.start(*row.numbers())
         self._cost_s = time.perf_counter() - begin
         self._left = self._every

@@ -8,6 +8,7 @@ from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.report import Reports
 from commlayer.config import Config
 from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import Observer, ObserverOrder, Observers
 
 
 def controller_of(connection: JobContext, config: Config) -> TuningController | None:
@@ -25,4 +26,21 @@ def controller_of(connection: JobContext, config: Config) -> TuningController | 
         reports.meter = actions.count_traffic()
     controller = TuningController(connection, actions, reports, guard, plans=plans, per_node=groups.ranks_per_node)
     controller.start()
+    return controller
+
+
+def observe(observers: Observers, controller: TuningController) -> None:
+    observers.add(Observer(
+        ObserverOrder.CONTROLLER, controller, controller.after_step, before_commit=controller.compare,
+        looks=controller.has_work, after_exchange=controller.after_exchange, after_drain=controller.after_drain))
+
+
+def reporting(connection: JobContext, observers: Observers) -> TuningController:
+    """The job's controller; one that only exchanges rows if there is none. Collective."""
+    for controller in observers.at(ObserverOrder.CONTROLLER):
+        assert isinstance(controller, TuningController)
+        return controller
+    assert connection.rows is not None
+    controller = TuningController(connection, JobActions(connection), Reports(connection.rows.rows()), plans=False)
+    observe(observers, controller)
     return controller

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.autotune.start import controller_of
+from commlayer.autotune.start import controller_of, observe
 from commlayer.config import Config
 from commlayer.engine.averages import AverageUse, hand_out
 from commlayer.engine.connection import JobContext
@@ -76,9 +76,7 @@ class StepLoop:
         connection, observers = self.connection, self.observers
         self._controller = controller = controller_of(connection, self._config)
         if controller is not None:
-            observers.add(Observer(
-                ObserverOrder.CONTROLLER, controller, controller.after_step, before_commit=controller.compare,
-                looks=controller.has_work, after_exchange=controller.after_exchange, after_drain=controller.after_drain))
+            observe(observers, controller)
         if (watch := watch_of(connection)) is not None:
             observers.add(Observer(ObserverOrder.STALE_PLAN, watch, watch))
 

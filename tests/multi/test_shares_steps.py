@@ -12,6 +12,7 @@ import pytest
 
 from commlayer.autotune.shares import driver as balancing
 from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.balance import Decision, Line, Sampler, solve
 from commlayer.balance.time_models import in_pieces_s
 
@@ -27,18 +28,14 @@ class Exchange:
         self.news = threading.Condition()
         self.local = threading.local()
 
-    def __call__(self, _members: Any, _timeout_s: float) -> Exchange:
-        self.local.read = 0
-        return self
+    def begin(self, rank: int) -> None:
+        """In the thread of this rank."""
+        self.local.rank, self.local.read = rank, 0
 
     def start(self, *row: float) -> None:
         with self.news:
             self.rows[self.local.rank].append(list(row))
             self.news.notify_all()
-
-    @property
-    def under_way(self) -> bool:
-        return len(self.rows[self.local.rank]) > self.local.read
 
     def read(self) -> list[list[float]]:
         with self.news:
@@ -47,8 +44,11 @@ class Exchange:
             self.local.read += 1
             return [rows[at] for rows in self.rows]
 
-    def close(self) -> None:
-        pass
+    def report(self, shares: Any) -> None:
+        """As the job's controller does after each step."""
+        if shares is not None:
+            self.start(*shares.row())
+            shares.receive([WorkerTime(*row) for row in self.read()], 0.1)
 
 
 class Session:
@@ -56,14 +56,14 @@ class Session:
 
     plan = None
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange) -> None:
         self.steps = 0
-        groups = SimpleNamespace(timeout_s=1.0, members=None)
+        self.observers = SimpleNamespace(shares=None)
         self.members, self.own, self.may_leave = (0,), 0, False
         self.followers: dict[str, Any] = {}
         self.given: dict[str, str] = {}
         self.decisions: list[str] = []
-        self.connection = SimpleNamespace(groups=groups, members=None, on_close=[], on_shares=[],
+        self.connection = SimpleNamespace(rows=SimpleNamespace(rows=lambda _: exchange), members=None, on_shares=[],
                                           say=lambda what, _level: self.decisions.append(what),
                                           terms=SimpleNamespace(price=None), explain=lambda error: error)
 
@@ -96,8 +96,7 @@ class Session:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     made = Exchange()
-    monkeypatch.setattr(balancing, "RowChannel", lambda members, timeout_s: SimpleNamespace(
-        rows=lambda what="": made(members, timeout_s), close=made.close))
+    monkeypatch.setattr(balancing, "reporting", lambda _connection, observers: observers)
     monkeypatch.setattr(balancing.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(balancing.dist, "get_world_size", lambda: WORLD)
     return made
@@ -107,11 +106,13 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
 def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
     """It commits that rank's step early, from the first step on or when the ranks know each other."""
     def train(rank: int) -> tuple[Controller, list[str]]:
-        exchange.local.rank, session = rank, Session()
+        exchange.begin(rank)
+        session = Session(exchange)
         sampler = Sampler(80, 8, rank=rank, world=WORLD)
-        controller = Controller(session, sampler, every=1, measure=lambda step, n: LINES[rank].time_s(n))  # type: ignore[arg-type]
+        controller = Controller(session, sampler, measure=lambda step, n: LINES[rank].time_s(n))  # type: ignore[arg-type]
         for _ in controller.follow(sampler):
             session.steps += 1
+            exchange.report(session.observers.shares)
             if rank == 0 and sampler.step >= first:
                 sampler.state_dict()
         return controller, session.decisions
@@ -131,13 +132,16 @@ def test_a_fast_rank_with_little_memory_gets_more_than_it_holds_at_once(exchange
     assert best.micro_batches[1] > 1
 
     def train(rank: int) -> tuple[list[int], Controller]:
-        exchange.local.rank, session, sizes = rank, Session(), list[int]()
+        exchange.begin(rank)
+        session, sizes = Session(exchange), list[int]()
         sampler = Sampler(128 * 16, 128, rank=rank, world=WORLD, cap=caps[rank])
-        controller = Controller(session, sampler, every=1,  # type: ignore[arg-type]
+        controller = Controller(session, sampler,  # type: ignore[arg-type]
                                 measure=lambda step, n: in_pieces_s(lines[rank], n, caps[rank] or 128))
         for batch in controller.follow(sampler):
             sizes.append(len(batch))
             session.steps += sampler.last
+            if sampler.last:
+                exchange.report(session.observers.shares)
         return sizes, controller
 
     with ThreadPoolExecutor(WORLD) as threads:

@@ -17,9 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import Controller
-from commlayer.autotune.shares.policy import latest
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Sampler, shares
-from commlayer.engine.spacing import row_spacing
+from commlayer.engine import spacing
 from commlayer.engine.step import StepTiming
 from commlayer.errors import InvalidInput
 
@@ -39,6 +38,7 @@ def dataset() -> TensorDataset:
 def train(run: Run, *, workers: int = 0, cap: tuple[int, ...] = (0, 0, 0), leave: bool = False, model: Any = None,
           least: int = 1, seconds: Callable[[int, int, int], float] | None = None, **fields: Any) -> dict[str, Any]:
     """`leave`: the loop ends in mid-epoch and begins anew, as one that saves and evaluates may do."""
+    spacing.MOST_STEPS = 1  # a row after each step, whatever it costs
     model = mlp() if model is None else model
     wrapped = run.wrap(model)
     session: Any = None if run.alone else run.sessions[0]
@@ -55,7 +55,7 @@ def train(run: Run, *, workers: int = 0, cap: tuple[int, ...] = (0, 0, 0), leave
             pieces = -(-samples // cap[run.rank]) if cap[run.rank] else 1
             return pieces * LINES[run.rank].time_s(samples / pieces)
 
-        controller = Controller(session, sampler, every=1, measure=measure, **fields)
+        controller = Controller(session, sampler, measure=measure, **fields)
     trained: list[list[int]] = [[] for _ in range(EPOCHS)]
     for epoch in range(EPOCHS):
         for leaves in [2, math.inf] if leave else [math.inf]:
@@ -174,7 +174,7 @@ def test_lines_that_are_known_decide_with_the_first_exchange() -> None:
     assert not more
     assert list(decision.shares) == shares(LINES, BATCH)
     assert decision.step == 0
-    assert decision.from_step == 2
+    assert decision.from_step == 3
 
 
 class Slowed:
@@ -199,12 +199,13 @@ class Slowed:
 
 def really_measured(run: Run) -> dict[str, Any]:
     """The session's own measuring, of every step but the first after a begin."""
+    spacing.MOST_STEPS = 1
     model = mlp()
     run.wrap(model)
     session: Any = Slowed(run.sessions[0], (0.001, 0.002, 0.006)[run.rank])
     sampler = Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD)
     loader = DataLoader(dataset(), batch_sampler=sampler)
-    controller = Controller(session, sampler, every=1)
+    controller = Controller(session, sampler)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, y, _ in controller.follow(loader):
@@ -248,21 +249,6 @@ def test_alone_it_only_hands_out() -> None:
     assert sorted(seen) == list(range(LENGTH))
 
 
-def test_how_often_it_may_measure() -> None:
-    assert [row_spacing(cost_s, 0.1) for cost_s in (0.0, 0.0005, 0.001, 0.0011, 0.01, 99.0)] == [1, 1, 1, 2, 10, 64]
-
-
-def test_a_row_holds_the_last_two_times_of_one_share() -> None:
-    assert latest([(4, 9.0), (5, 1.0), (5, 3.0), (4, 8.0), (5, 2.0)]) == (5, 2.0, 3.0)
-    assert latest([(5, 1.0), (4, 8.0)]) == (4, 8.0, 0.0)
-    assert latest([])[0] == 0
-
-
-def test_every_names_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"every: .*\b0\b.*E-SHARES-ARGUMENT"):
-        Controller(None, Sampler(9, 3, rank=0, world=1), every=0)  # type: ignore[arg-type]
-
-
 def test_shares_that_were_given_hold_until_their_step_and_promise_nothing() -> None:
     """As after a resume, where the saved shares are for a step to come."""
     balancer = Balancer([Joined(w) for w in range(WORLD)], BATCH, shares={0: 2, 1: 2, 2: 8}, from_step=5)
@@ -276,6 +262,7 @@ def test_shares_that_were_given_hold_until_their_step_and_promise_nothing() -> N
 
 def resumed(run: Run) -> dict[str, Any]:
     """A sampler that is taken up with shares that were announced for later; the old controller's decisions go on."""
+    spacing.MOST_STEPS = 1
     model = mlp()
     run.wrap(model)
     session = run.sessions[0]
@@ -288,14 +275,14 @@ def resumed(run: Run) -> dict[str, Any]:
     def measure(step: int, samples: int) -> float:
         return LINES[run.rank].time_s(samples)
 
-    for x, y, _ in Controller(session, before, every=1, measure=measure).follow(loader):
+    for x, y, _ in Controller(session, before, measure=measure).follow(loader):
         nn.functional.mse_loss(model(x), y).backward()
         if before.announced[0] > before.step:
             break
     state = before.state_dict()
     after.load_state_dict(state)
     assert after.announced == before.announced
-    controller = Controller(session, after, every=1, measure=measure)
+    controller = Controller(session, after, measure=measure)
     for epoch in range(EPOCHS):
         after.set_epoch(epoch)
         for x, y, _ in controller.follow(other):

@@ -15,6 +15,7 @@ from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Sampler
+from commlayer.engine import spacing
 from commlayer.engine.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
@@ -37,6 +38,7 @@ def train(run: Run) -> dict[str, Any]:
         # What steps take, and links carry, on a loaded machine is no part of this.
         patch.setattr(plan_policy, "STALE", math.inf)
         patch.setattr(link_monitor, "FACTOR", math.inf)
+        patch.setattr(spacing, "MOST_STEPS", 1)
         return balanced(run)
 
 
@@ -49,7 +51,7 @@ def balanced(run: Run) -> dict[str, Any]:
     def seconds(step: int, samples: int) -> float:
         return (SLOW if run.rank == 1 and step >= SLOW_FROM else FAST).time_s(samples)
 
-    controller = Controller(session, sampler, every=1, measure=seconds)
+    controller = Controller(session, sampler, measure=seconds)
     loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
     verdicts, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
     for batch in controller.follow(loader):

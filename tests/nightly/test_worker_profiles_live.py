@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Decision, Line, Outcome, Sampler, shares, solve
+from commlayer.engine import spacing
 from commlayer.errors import CommError
 
 WORLD = 3
@@ -38,6 +39,7 @@ def script(
     batch: int = BATCH, epochs: int = EPOCHS, **fields: Any,
 ) -> dict[str, Any]:
     """`memory`: samples that each rank holds, profiled and in training. Rank 0 is as slow as rank 2 from `slow_from` on."""
+    spacing.MOST_STEPS = 1
     model = mlp()
     wrapped = run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -58,7 +60,7 @@ def script(
         connection = run.sessions[0].inspect.connection
         connection.on_shares.append(lambda part: heard.append((sampler.step, part)))
         connection.terms.price = price if rank == 0 else None
-        controller = Controller(run.sessions[0], sampler, every=1, measure=seconds, **fields)
+        controller = Controller(run.sessions[0], sampler, measure=seconds, **fields)
         found = controller.profile(wrapped, loss_of, loader)
     first = dict(sampler.announced[1])
     sizes = []

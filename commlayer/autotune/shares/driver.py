@@ -1,14 +1,12 @@
 """Controller: balances a job while it trains, from measured times to shares to the sampler.
 
-Measurements of a step are sent at its end and read at the next one's, so that the exchange overlaps a whole step. The
-decisions are in autotune/shares/policy.py.
+Times travel in the report rows of the job's controller (autotune/controller.py). The decisions are in shares/policy.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,12 +17,12 @@ from torch import nn
 
 from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import policy
-from commlayer.autotune.shares.policy import Action, Announce, RankStart, ShareEvent, SharesState, WorkerTime, WorkMoves, latest
+from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
+from commlayer.autotune.start import reporting
 from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.balance.share_solver import FREE
-from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
@@ -47,30 +45,32 @@ class Controller:
 
     def __init__(
         self, session: Session, sampler: Sampler, *, policy: Policy | None = None, communication: Communication = FREE,
-        line: Line | None = None, every: int | None = None, lookahead: int | None = None,
+        line: Line | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
         """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
 
-        `every`: steps between exchanges; None for the fewest steps whose exchanges cost at most 1 % of the time. `lookahead`:
-        batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's compute
-        seconds, instead of the session's own measurement.
+        `lookahead`: batches that a loader draws in advance; derived from a DataLoader. `measure(step, samples)`: this rank's
+        compute seconds, instead of the session's own measurement.
         """
-        if every is not None and every < 1:
-            raise InvalidInput("E-SHARES-ARGUMENT",
-                               f"every: got {every}, allowed: 1 or more steps, None for as few as cost at most 1 %")
         if mode not in get_args(Mode):
             raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy or Policy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._communication, self._line, self._measure = communication, line, measure
-        self._lookahead, self._every, self._mode = lookahead, every, mode
-        self._rows: Rows | None = None
+        self._lookahead, self._mode = lookahead, mode
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
         """None until the first step is over."""
-        self._own = OwnTimes()
+        self._samples: dict[int, int] = {}
+        """Samples by session step, until the step's time is known."""
+        self._times: list[tuple[int, float]] = []
+        """Samples and compute seconds of steps since the last row."""
+        self._step = -1
+        """The sampler's last step."""
+        self._inbox: deque[tuple[list[WorkerTime], float]] = deque()
+        """Rows that have been received, and the longest step time of any rank."""
         self._ahead = 0
         """Number of batches that the loader draws in advance."""
         self.events: list[Event] = []
@@ -117,16 +117,17 @@ class Controller:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield from self.sampler.follow(loader, self.session, weigh=weigh)
             return
-        self._read(self.sampler.step)  # before the loader draws, so that all batches are drawn with all decisions known
+        self._decide(self.sampler.step)  # before the loader draws, so that all batches are drawn with all decisions known
         self._ahead = _lookahead(loader) if self._lookahead is None else self._lookahead
-        self._own.afresh()
+        self._times.clear()
+        self._samples.clear()
         first = True
         with contextlib.closing(self.sampler.follow(loader, self.session, weigh=weigh)) as batches:
             for batch in batches:
                 _check_plan(self.session)  # each step, because plans change
                 last, step = self.sampler.last, self.sampler.step  # reading its state in the loop body advances the sampler
                 if last and not first:  # evaluation and starting workers may precede an epoch's first step
-                    self._own.begins(int(self.session.stats()["exchanges"]), self.sampler.computed)
+                    self._samples[int(self.session.stats()["exchanges"])] = self.sampler.computed
                 first = first and not last
                 yield batch
                 if last:
@@ -137,50 +138,41 @@ class Controller:
     def _step_over(self, step: int) -> None:
         if self._state is None:  # not earlier: with DDP the first backward pass creates the connection
             self._state = self._begin(step)
-        begin_s = time.perf_counter()
         for lap in self.session.inspect.laps():
-            self._own.took(lap.step, lap.seconds)
+            if lap.step in self._samples:
+                self._times.append((self._samples.pop(lap.step), lap.seconds))
+        if self._measure is not None:
+            self._times = [(self.sampler.computed, self._measure(step, self.sampler.computed))]
+        self._step = step
         # Also covers queues between sampler and loop that were not declared.
         self._ahead = max(self._ahead, self.sampler.drawn - step - 1)
-        exchanged = self._read(step + 1)
-        self._state, moves = policy.step_begins(self._state, step + 1)
-        self._carry_out(moves)
-        if policy.due(self._state, step):
-            self._state = self._send(self._state, step, begin_s)
-            exchanged = True
-        if exchanged:
-            self._own.costs(time.perf_counter() - begin_s)
+        self._decide(step + 1)
+        self._state, parts = policy.step_begins(self._state, step + 1)
+        for part in parts:
+            for moved in self.session.inspect.connection.on_shares:
+                moved(part)
 
-    def _send(self, state: SharesState, step: int, now_s: float) -> SharesState:
-        assert self._rows is not None
-        if self._measure is not None:
-            self._own.given(self.sampler.computed, self._measure(step, self.sampler.computed))
+    def row(self) -> WorkerTime:
+        """This rank's part of the next report row."""
+        assert self._state is not None
+        times, self._times = self._times, []
         price = self.session.inspect.connection.terms.price or (0.0, 0.0)
-        row = self._own.row(step, now_s, lookahead=self._ahead, price=price, shares=policy.checksum(state))
-        with self._explained():
-            self._rows.start(*row)
-        return policy.told(state, step)
+        return WorkerTime(self._step, *latest(times), self._ahead, *price, policy.checksum(self._state))
 
-    def _read(self, to_come: int) -> bool:
-        """Reads the rows of all ranks, if a row was sent. `to_come` is the next step to train."""
-        if self._rows is None or self._state is None or not self._rows.under_way:
-            return False
-        with self._explained():
-            rows = [WorkerTime(*row) for row in self._rows.read()]
-        self._state, actions = policy.decide(self._state, rows, to_come)
-        self._carry_out(actions)
-        return True
+    def receive(self, rows: list[WorkerTime], step_s: float) -> None:
+        """Rows of all ranks, which are decided on after the step. `step_s`: the longest step time of any rank."""
+        if rows[0].step >= 0:  # a row from before the balancing has no times
+            self._inbox.append((rows, step_s))
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Announce(decision):
-                    self.sampler.announce(decision.from_step, decision.by_worker)
-                case WorkMoves(part):
-                    for hear in self.session.inspect.connection.on_shares:
-                        hear(part)
-                case ShareEvent(event):
-                    self._say(event)
+    def _decide(self, to_come: int) -> None:
+        """Decides on received rows. `to_come` is the next step to train."""
+        while self._inbox and self._state is not None:
+            with self._explained():
+                self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
+            if decision is not None:
+                self.sampler.announce(decision.from_step, decision.by_worker)
+            for event in events:
+                self._say(event)
 
     def _say(self, event: Event) -> None:
         self.events.append(event)
@@ -201,23 +193,22 @@ class Controller:
         """All ranks exchange their initial data. `step` is the one that has ended."""
         sampler, connection = self.sampler, self.session.inspect.connection
         connection.terms.balanced = True  # with DDP this is a newer connection than the constructor's
-        assert connection.groups is not None
         if connection.members is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
                                "allowed: sampler.follow(loader, session), or a job in which all stay")
-        # A channel of its own: the script's collectives are in no fixed order with these exchanges.
-        channel = RowChannel(connection.groups.members, connection.groups.timeout_s)
-        connection.on_close.append(channel.close)
-        self._rows = channel.rows()
+        assert connection.rows is not None
+        exchange = connection.rows.rows("samplers")
         from_step, shares = sampler.announced
         line = self._line or Line(1.0)
         with self._explained():
-            self._rows.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
-                                        self._line is not None, line.slope_s, line.intercept_s))
-            rows = [RankStart(*row) for row in self._rows.read()]
-        return policy.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
-                            every=self._every, opening=self._opening, lbb=self._mode == "lbb")
+            exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
+                                      self._line is not None, line.slope_s, line.intercept_s))
+            rows = [RankStart(*row) for row in exchange.read()]
+        state = policy.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
+                             opening=self._opening, lbb=self._mode == "lbb")
+        reporting(connection, self.session.inspect.observers).shares = self
+        return state
 
 
 def _check_plan(session: Session | None) -> None:
@@ -238,55 +229,3 @@ def _lookahead(loader: Iterable[Any]) -> int:
     """Batches that a DataLoader's workers have requested beyond the present one."""
     workers = int(getattr(loader, "num_workers", 0))
     return workers * int(getattr(loader, "prefetch_factor", None) or 2)
-
-
-# ---- one rank's measurements for load balancing between two exchanges
-#
-# The caller passes all times.
-
-COSTS_KEPT = 5
-
-
-class OwnTimes:
-    """Compute times and samples of its steps, and the cost of exchanges."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, int] = {}
-        """Samples by session step, until the step's time is known."""
-        self._times: list[tuple[int, float]] = []
-        self._costs_s: deque[float] = deque(maxlen=COSTS_KEPT)
-        self._told_s, self._told_step = 0.0, 0
-        self._step_s = 0.0
-
-    def afresh(self) -> None:
-        """Clears measurements when a pass over the data begins."""
-        self._times.clear()
-        self._samples.clear()
-        self._told_s = 0.0
-
-    def begins(self, session_step: int, samples: int) -> None:
-        """Records the number of samples in a session step."""
-        self._samples[session_step] = samples
-
-    def took(self, session_step: int, seconds: float) -> None:
-        """Adds a time measured by the session; ignored if the step's samples are unknown."""
-        if session_step in self._samples:
-            self._times.append((self._samples.pop(session_step), seconds))
-
-    def given(self, samples: int, seconds: float) -> None:
-        """Sets a time measured by the caller for the last step, instead of the session's times."""
-        self._times = [(samples, seconds)]
-
-    def costs(self, seconds: float) -> None:
-        """Adds the time that an exchange held up the training thread."""
-        self._costs_s.append(seconds)
-
-    def row(self, step: int, now_s: float, *, lookahead: int, price: tuple[float, float], shares: float) -> WorkerTime:
-        """The row after `step`; starts a new measurement."""
-        computed, compute_s, before_s = latest(self._times)
-        self._times = []
-        if self._told_s:
-            self._step_s = (now_s - self._told_s) / (step - self._told_step)
-        self._told_s, self._told_step = now_s, step
-        cost_s = min(self._costs_s, default=0.0)  # other load on the machine can only increase the cost
-        return WorkerTime(computed, compute_s, before_s, lookahead, cost_s, self._step_s, *price, shares)

@@ -1,4 +1,4 @@
-"""Decisions of load balancing, as pure functions: when ranks exchange their times, and which shares follow.
+"""Decisions of load balancing, as pure functions of (state, rows): which shares follow from the times of all ranks.
 
 All ranks feed the same rows to the same balancer and reach the same decision, so there is no coordinator. `now` is the next
 step to train: a decision applies to a step that no loader has drawn yet.
@@ -17,7 +17,6 @@ from msgspec import structs
 from commlayer.balance.balancer import Balancer, Decision, Event, Joined, Measurement, Outcome, Policy
 from commlayer.balance.share_solver import FREE, Communication
 from commlayer.balance.time_models import Cubic, Line
-from commlayer.engine.spacing import row_spacing
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
-    communication: Communication = FREE, every: int | None = None, opening: InitialShares | None = None, lbb: bool = False,
+    communication: Communication = FREE, opening: InitialShares | None = None, lbb: bool = False,
 ) -> SharesState:
     """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
 
@@ -48,56 +47,45 @@ def begin(
     joined = [Joined(rank, int(row.cap) or None, Line(row.slope_s, row.intercept_s) if row.known else None)
               for rank, row in enumerate(rows)]
     first = opening.decision if opening and opening.decision.from_step == from_step else None
-    total, step = int(rows[0].batch), int(rows[0].step)
+    total = int(rows[0].batch)
     balancer = Balancer(joined, total, policy, communication, shares=first or shares, from_step=max(0, from_step))
     if lbb:
         balancer = _published(joined, total, balancer.latest, policy, opening)
-    return SharesState(balancer, policy, communication, every, every or 1, row_step=step, next_row=step)
+    return SharesState(balancer, policy, communication)
 
 
-def due(state: SharesState, step: int) -> bool:
-    """Whether all ranks send their times after this step."""
-    return step >= state.next_row
-
-
-def told(state: SharesState, step: int) -> SharesState:
-    """Records that a row was sent after this step."""
-    return state._replace(row_step=step, next_row=step + state.every)
-
-
-def decide(state: SharesState, rows: Sequence[WorkerTime], now: int) -> tuple[SharesState, tuple[Action, ...]]:
-    """Decides on the rows of all ranks. Raises CommError if a rank's shares differ from rank 0's."""
+def decide(
+    state: SharesState, rows: Sequence[WorkerTime], step_s: float, now: int,
+) -> tuple[SharesState, Decision | None, list[Event]]:
+    """Decides on the rows of all ranks: new shares, and events for the user. Raises CommError if a rank's shares differ from
+    rank 0's. `step_s`: the longest step time of any rank."""
+    step = int(rows[0].step)
     mismatched = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
     if mismatched:
-        raise CommError(f"decided on other shares than rank 0 at step {state.row_step}: the ranks differ in the arguments of "
+        raise CommError(f"decided on other shares than rank 0 at step {step}: the ranks differ in the arguments of "
                         "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(mismatched)}",
                         code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
-    lead = now + int(max(row.lookahead for row in rows)) - state.row_step
-    balancer.policy = structs.replace(state.policy, lead=lead)
+    balancer.policy = structs.replace(state.policy, lead=now + int(max(row.lookahead for row in rows)) - step)
     if state.communication is FREE and rows[0].comm_s:
         comm_s = rows[0].comm_s
         balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
-    decision = balancer.decide(state.row_step, [
+    decision = balancer.decide(step, [
         Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
         for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
     ])
-    step_s = max(row.step_s for row in rows)
     events = [structs.replace(event, whole_s=step_s) if isinstance(event, Outcome) else event for event in balancer.events]
     balancer.events.clear()
-    actions: list[Action] = [ShareEvent(event) for event in events]
-    if decision is not None:
-        actions.insert(0, Announce(decision))
-        state = state._replace(announced=(*state.announced, decision))
-    every = row_spacing(max(row.cost_s for row in rows), step_s) if state.every_given is None else state.every
-    return state._replace(balancer=balancer, every=every), tuple(actions)
+    announced = state.announced if decision is None else (*state.announced, decision)
+    return state._replace(balancer=balancer, announced=announced), decision, events
 
 
-def step_begins(state: SharesState, step: int) -> tuple[SharesState, tuple[WorkMoves, ...]]:
-    """Called before a step is trained: announced decisions up to this step take effect."""
+def step_begins(state: SharesState, step: int) -> tuple[SharesState, list[float]]:
+    """Called before a step is trained: announced decisions up to this step take effect. Returns the fractions by which they
+    change a step's computing."""
     effective = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))
-    moves = (WorkMoves(abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0) for d in effective)
-    return state._replace(announced=state.announced[len(effective) :]), tuple(moves)
+    parts = [abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0 for d in effective]
+    return state._replace(announced=state.announced[len(effective) :]), parts
 
 
 def checksum(state: SharesState) -> float:
@@ -143,23 +131,22 @@ class RankStart(NamedTuple):
 
 
 class WorkerTime(NamedTuple):
-    """One rank's row after a step. Numbers only, because rows are exchanged as tensors."""
+    """One rank's part of a report row. Numbers only, because rows are exchanged as tensors."""
 
-    computed: float
+    step: float = -1.0
+    """The sampler's last step, the same on all ranks; -1 if no shares are balanced."""
+    computed: float = 0.0
     """Samples of the measured step; 0 if none was measured."""
-    compute_s: float
-    before_s: float
+    compute_s: float = 0.0
+    before_s: float = 0.0
     """Time of another step with as many samples, the latest since the previous row; 0 if there is none. Two outliers count as
     a jump, so one row suffices to detect it if several steps share a row."""
-    lookahead: float
+    lookahead: float = 0.0
     """Batches, and so at most steps, that its loader draws in advance."""
-    cost_s: float
-    """Seconds of the training thread for an exchange, including its part in the step that reads it."""
-    step_s: float
-    comm_s: float
-    overlap: float
+    comm_s: float = 0.0
+    overlap: float = 0.0
     """Rank 0's price of communication under the active plan, and the fraction of computing that overlaps it; 0 if unknown."""
-    shares: float
+    shares: float = 0.0
     """Checksum of the rank's shares."""
 
 
@@ -171,37 +158,8 @@ class SharesState(NamedTuple):
     policy: Policy
     communication: Communication
     """The job's setting; FREE means rank 0's price."""
-    every_given: int | None
-    """Steps between exchanges as set by the user; None for the fewest that cost little."""
-    every: int
-    """The present value."""
-    row_step: int
-    """The step after which the latest row was sent."""
-    next_row: int
-    """No row is sent before this step is over."""
     announced: tuple[Decision, ...] = ()
     """Decisions for steps that have not begun."""
-
-
-class Announce(NamedTuple):
-    """The sampler must use these shares from their step on."""
-
-    decision: Decision
-
-
-class WorkMoves(NamedTuple):
-    """New shares take effect with the next step and change a step's computing by this fraction."""
-
-    part: float
-
-
-class ShareEvent(NamedTuple):
-    """An event for the user."""
-
-    event: Event
-
-
-Action = Announce | WorkMoves | ShareEvent
 
 
 def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:

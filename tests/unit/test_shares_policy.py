@@ -1,0 +1,224 @@
+"""The policy of shares: which shares follow from the rows of all ranks, and from which step."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from commlayer.autotune.shares import policy
+from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
+from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
+from commlayer.balance.profile import WorkerProfile, initial_shares
+from commlayer.errors import CommError
+
+WORLD, BATCH = 3, 24
+LINES = [Line(0.001, 0.002), Line(0.002, 0.002), Line(0.006, 0.002)]
+EVEN = {0: 8, 1: 8, 2: 8}
+
+
+def start(place: int, **fields: float) -> RankStart:
+    known = RankStart(place, BATCH, 0, 1, 0, WORLD - 1, 0, 1.0, 0.0)
+    return known._replace(**fields)
+
+
+def begun(rows: list[RankStart] | None = None, **fields: Any) -> SharesState:
+    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": Policy()} | fields)
+
+
+def rows_of(state: SharesState, step: int, lines: list[Line] = LINES, **fields: float) -> list[WorkerTime]:
+    """The rows of ranks with these lines after a step under the newest shares."""
+    newest = state.balancer.latest.by_worker
+    row = WorkerTime(step, shares=policy.checksum(state))._replace(**fields)
+    return [row._replace(computed=newest[rank], compute_s=line.time_s(newest[rank])) for rank, line in enumerate(lines)]
+
+
+def read(state: SharesState, step: int, step_s: float = 0.1, **fields: float) -> tuple[SharesState, list[Decision], list[Any]]:
+    """A row of `step` is read after the next one: the decision, if there is one, and the events."""
+    return decided(state, rows_of(state, step, **fields), step + 1, step_s)
+
+
+def decided(
+    state: SharesState, rows: list[WorkerTime], now: int, step_s: float = 0.1,
+) -> tuple[SharesState, list[Decision], list[Any]]:
+    state, decision, events = policy.decide(state, rows, step_s, now)
+    return state, [] if decision is None else [decision], events
+
+
+def test_decisions_load_no_torch() -> None:
+    look = "import sys, commlayer.autotune.shares.policy; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ---- which shares, and from when
+
+
+@pytest.mark.parametrize(("lookahead", "other", "from_step"), [(0, 0, 6), (1, 0, 7), (4, 0, 10), (0, 3, 9)])
+def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, other: int, from_step: int) -> None:
+    """The times of step 5 are read when step 6 is the next to train."""
+    rows = rows_of(begun(), 5, lookahead=lookahead)
+    rows[1] = rows[1]._replace(lookahead=max(lookahead, other))
+    state, (decision,), events = decided(begun(), rows, 6)
+    assert (decision.step, decision.from_step) == (5, from_step)
+    assert decision.shares[0] > decision.shares[1] > decision.shares[2]
+    assert state.announced == (decision,)
+    assert decision in events
+
+
+def test_balanced_shares_stay() -> None:
+    best = dict(enumerate(shares(LINES, BATCH)))
+    state = policy.begin([start(r, known=1, slope_s=LINES[r].slope_s, intercept_s=LINES[r].intercept_s) for r in range(WORLD)],
+                         best, -1, policy=Policy())
+    for step in range(6):
+        state, decisions, _ = read(state, step)
+        assert decisions == []
+
+
+def test_no_second_decision_before_the_first_takes_effect() -> None:
+    state, (decision,), _ = read(begun(), 0, lookahead=3)
+    for step in range(1, decision.from_step):
+        state, decisions, _ = read(state, step, lookahead=3)
+        assert decisions == []
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -1.0, 0.0])
+def test_an_impossible_time_is_noted_and_left_out(time_s: float) -> None:
+    rows = rows_of(begun(), 0)
+    rows[1] = rows[1]._replace(compute_s=time_s)
+    _, _, events = decided(begun(), rows, 1)
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert [note.split(":")[0] for note in notes if "measured time" in note] == ["worker 1"]
+    silent = [row._replace(computed=0, compute_s=0.0) for row in rows]
+    assert decided(begun(), silent, 1)[1:] == ([], []), "ranks that have measured nothing"
+
+
+def test_an_outcome_has_the_time_of_a_whole_step() -> None:
+    state, events = begun(), []
+    for step in range(8):
+        state, _, more = read(state, step, 0.25)
+        events += more
+    assert {event.whole_s for event in events if isinstance(event, Outcome)} == {0.25}
+
+
+def test_two_times_of_one_share_show_a_jump_in_one_row() -> None:
+    state = begun()
+    for step in range(6):
+        state, _, _ = read(state, step)
+    newest = state.balancer.latest.by_worker
+    for before_s, text in ((0.0, "one outlier"), (4 * LINES[0].time_s(newest[0]), "new time model")):
+        rows = rows_of(state, 6)
+        rows[0] = rows[0]._replace(compute_s=4 * rows[0].compute_s, before_s=before_s)
+        assert any(text in event.text for event in decided(state, rows, 7)[2] if isinstance(event, Note))
+
+
+@pytest.mark.parametrize(("given", "price", "expected_s"), [
+    (None, (0.05, 0.0), 0.05), (None, (0.0, 0.0), 0.0), (Communication(lambda _: 0.02), (0.05, 0.0), 0.02),
+])
+def test_the_price_of_communication_is_the_jobs_or_rank_0s(
+    given: Communication | None, price: tuple[float, float], expected_s: float,
+) -> None:
+    state = begun() if given is None else begun(communication=given)
+    (free,), (priced,) = read(begun(), 0)[1], read(state, 0, comm_s=price[0], overlap=price[1])[1]
+    assert priced.before_s == pytest.approx(free.before_s + expected_s)
+
+
+def test_ranks_with_different_shares_are_named() -> None:
+    rows = rows_of(begun(), 7)
+    rows[1] = rows[1]._replace(shares=rows[1].shares + 1)
+    with pytest.raises(CommError, match=r"worker 1: .*step 7\b.*E-RANKS-DIFFER"):
+        decided(begun(), rows, 8)
+    state = begun()
+    sums = {policy.checksum(state), policy.checksum(read(state, 0)[0]), policy.checksum(read(state, 1)[0])}
+    assert len(sums) == 3, "shares and steps count"
+
+
+def test_work_moves_once_when_its_step_begins() -> None:
+    state, (decision,), _ = read(begun(), 0, lookahead=2)
+    assert policy.step_begins(state, decision.from_step - 1) == (state, [])
+    after, parts = policy.step_begins(state, decision.from_step)
+    assert parts == [decision.gain_s / decision.before_s]
+    assert policy.step_begins(after, decision.from_step + 1) == (after, [])
+    lost = structs.replace(decision, before_s=math.inf)
+    assert policy.step_begins(state._replace(announced=(lost,)), decision.from_step)[1] == [1.0]
+
+
+@pytest.mark.parametrize(("times", "expected"), [
+    ([(4, 9.0), (5, 1.0), (5, 3.0), (4, 8.0), (5, 2.0)], (5, 2.0, 3.0)), ([(5, 1.0), (4, 8.0)], (4, 8.0, 0.0)),
+    ([], (0, 0.0, 0.0)),
+])
+def test_a_row_has_the_last_two_times_of_one_share(times: list[tuple[int, float]], expected: tuple[int, float, float]) -> None:
+    assert policy.latest(times) == expected
+
+
+# ---- the start
+
+
+@pytest.mark.parametrize(("rank", "fields", "text"), [
+    (1, {"rank": 0}, r"rank 1 .*rank 0\b.*E-SAMPLER-RANKS"),
+    (2, {"batch": 12}, r"rank 2 .*step 0 .*batch 12\b.*rank 0.*batch 24\b.*E-SAMPLER-RANKS"),
+    (2, {"step": 4}, r"rank 2 .*step 4 .*rank 0.*step 0\b.*E-SAMPLER-RANKS"),
+    (0, {"last_worker": 3}, r"rank 0 .*worker 3\b.*0 to 2\b.*E-SAMPLER-RANKS"),
+])
+def test_samplers_that_do_not_belong_together_are_named(rank: int, fields: dict[str, float], text: str) -> None:
+    rows = [start(one, **fields if one == rank else {}) for one in range(WORLD)]
+    with pytest.raises(ValueError, match=text):
+        begun(rows)
+
+
+def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
+    state, (decision,), _ = read(begun([start(0), start(1, least=4), start(2)]), 0)
+    assert state.policy.minimum == min(decision.shares) == 4
+
+
+def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
+    profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
+    first = initial_shares(profiles, BATCH, EVEN, step=3)
+    state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=Policy(), opening=first)
+    assert state.balancer.latest == first.decision
+    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=Policy(), opening=first)
+    assert later.balancer.latest.by_worker == EVEN, "shares that somebody announced since go before those of the profile"
+
+
+@pytest.mark.parametrize("lbb", [False, True])
+def test_a_decision_leaves_the_state_before_it_as_it_was(lbb: bool) -> None:
+    """So that the same rows mean the same, however often they are read."""
+    state = begun(lbb=lbb)
+    for step in range(5):
+        once, *first = read(state, step)
+        again, *second = read(state, step)
+        assert first == second
+        assert policy.checksum(once) == policy.checksum(again)
+        state = once
+    assert state.balancer.latest.by_worker != EVEN
+
+
+# ---- ranks decide alike
+
+
+times = st.sampled_from([0.0, math.nan, 0.004, 0.01, 0.03, 0.1])
+measured = st.tuples(times, times, st.integers(0, 3), st.floats(0, 0.2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(measured, min_size=WORLD, max_size=WORLD), min_size=5, max_size=25))
+def test_ranks_that_read_equal_rows_decide_alike(steps: list[list[tuple[float, ...]]]) -> None:
+    states, done = [begun(), begun()], [list[Any](), list[Any]()]
+    for step, rows in enumerate(steps):
+        for rank, state in enumerate(states):
+            newest = state.balancer.latest.by_worker
+            row = [WorkerTime(step, newest[one], s, before_s, ahead, 0.0, 0.0, policy.checksum(state))
+                   for one, (s, before_s, ahead, _) in enumerate(rows)]
+            after, decisions, events = decided(state, row, step + 1, max(step_s for *_, step_s in rows))
+            for decision in decisions:
+                assert sum(decision.shares) == BATCH
+                assert min(decision.shares) >= 1
+                assert decision.from_step > step
+            states[rank], parts = policy.step_begins(after, step + 1)
+            done[rank].append([repr(decisions), repr(events), parts])
+    assert done[0] == done[1]
