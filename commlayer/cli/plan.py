@@ -59,9 +59,9 @@ def make(
 ) -> None:
     """Find the plan that reaches a loss first, with the reason for each bucket."""
     from commlayer import plan_file, records
-    from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.cli import plan_inputs, plan_output
     from commlayer.cli.loss_part import loss_part
-    from commlayer.cli.plan_assumptions import assumptions
+    from commlayer.cli.plan_output import assumptions
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.explanation import beside, looser
     from commlayer.planner.model import NO_LIMIT, Policy
@@ -95,24 +95,24 @@ def make(
     costs, policy = inputs.costs()
     search = plain(job, machines, costs, policy)
     result = search.explained(search.best(exact=goals.exact))
-    synchronous = None if plan_tables.is_synchronous(result) else search.explained(search.best(exact=True))
+    synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:
         plan_inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
     plan_inputs.write_json(json, records.encode(result).decode())
-    console = plan_tables.console_of()
-    for line in (plan_tables.title(result, job, machines), "assumed", *(f"  {line}" for line in
+    console = plan_output.console_of()
+    for line in (plan_output.title(result, job, machines), "assumed", *(f"  {line}" for line in
                  assumptions(model, job, machines, goals.optimizer, said=bool(optimizer)))):
         console.print(line, markup=False)
-    console.print(plan_tables.summary(result, job, machines, simulate(result, job, machines, costs, policy)), markup=False)
-    for part in plan_tables.to_a_loss(beside(result, job, machines, costs, policy, synchronous), result.steps > 0):
+    console.print(plan_output.summary(result, job, machines, simulate(result, job, machines, costs, policy)), markup=False)
+    for part in plan_output.to_a_loss(beside(result, job, machines, costs, policy, synchronous), result.steps > 0):
         console.print(part)
     if result.steps > 0:
-        console.print(plan_tables.spread(plan_inputs.learning_table(learning, measured), goals.optimizer))
+        console.print(plan_output.spread(plan_inputs.learning_table(learning, measured), goals.optimizer))
         limit = measured_local_steps(costs.learning if costs is not None else learning_rows())
         if result.local_steps > limit:
             console.print(f"x steps: measured up to {limit} local steps; for {result.local_steps} it is extrapolated")
-    console.print(plan_tables.by_decision(result, job, console.width))
-    for line in (*untouched(result, job), *plan_tables.held_up(looser(result, job, machines, costs, policy))):
+    console.print(plan_output.by_decision(result, job, console.width))
+    for line in (*untouched(result, job), *plan_output.held_up(looser(result, job, machines, costs, policy))):
         console.print(line, markup=False)
     if out is not None:
         console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}",
@@ -127,7 +127,7 @@ def explain(
 ) -> None:
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file, records
-    from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.cli import plan_inputs, plan_output
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
 
@@ -136,7 +136,7 @@ def explain(
     _refuse(record, inputs.job)
     result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
     plan_inputs.write_json(json, records.encode(result).decode())
-    _print(lambda width: plan_tables.explanation(result, width))
+    _print(lambda width: plan_output.explanation(result, width))
 
 
 @app.command()
@@ -147,7 +147,7 @@ def diff(
 ) -> None:
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file, records
-    from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.cli import plan_inputs, plan_output
     from commlayer.planner.explanation import diff as differ
 
     plan_inputs.check_json(json)
@@ -155,7 +155,7 @@ def diff(
     job = plan_file.inputs_of(before).job if beside.is_file() else None
     result = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
     plan_inputs.write_json(json, records.encode(result).decode())
-    _print(lambda _: plan_tables.difference(result, str(before), str(after)))
+    _print(lambda _: plan_output.difference(result, str(before), str(after)))
     raise typer.Exit(0 if result.equal else 1)
 
 
@@ -174,7 +174,7 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines: gains, and the link rate below which compression pays."""
     from commlayer import plan_file, records
-    from commlayer.cli import plan_inputs, plan_tables
+    from commlayer.cli import plan_inputs, plan_output
     from commlayer.planner.explanation import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
     from commlayer.planner.tables import at_precision
@@ -189,7 +189,7 @@ def whatif(
                            "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
                            f"NAMES; got {' and '.join(options) or 'none'}")
     if plot is not None:
-        from commlayer.cli.plan_curve import check_plot
+        from commlayer.cli.plan_output import check_plot
 
         check_plot(plot)
     inputs = plan_file.inputs_of(plan)
@@ -209,11 +209,11 @@ def whatif(
         gpus=_listed(gpu),
     )
     if plot is not None:
-        from commlayer.cli.plan_curve import draw
+        from commlayer.cli.plan_output import draw
 
         draw(curve, plot)
     plan_inputs.write_json(json, records.encode(curve).decode())
-    _print(lambda width: plan_tables.curve(curve, width))
+    _print(lambda width: plan_output.curve(curve, width))
 
 
 @app.command()
@@ -260,7 +260,7 @@ def init(
 
 def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
     """Prints the parts of a page; `parts` takes the page's width."""
-    from commlayer.cli.plan_tables import console_of
+    from commlayer.cli.plan_output import console_of
 
     console = console_of()
     for part in parts(console.width):

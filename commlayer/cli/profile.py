@@ -100,7 +100,7 @@ def _besides(profile: Profile, bucket_error: float) -> list[str]:
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:
-    from commlayer.cli.plan_tables import console_of, table
+    from commlayer.cli.plan_output import console_of, table
 
     grid = table("", "codec", ">encode 4 MiB, ms", ">add, ms", ">GB/s", ">bits/element", ">fit error")
     for cost in costs:

@@ -27,7 +27,7 @@ def trace(
 
 
 def _show(told: Comparison) -> None:
-    from commlayer.cli.plan_tables import console_of, ms, table
+    from commlayer.cli.plan_output import console_of, ms, table
 
     console = console_of()
     console.print(f"{told.steps} steps from step {told.first_step} on, {told.ranks} ranks on {told.nodes} nodes, "

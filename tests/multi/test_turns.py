@@ -20,7 +20,7 @@ from support.sync_modes import plan as plan_for
 
 import commlayer.engine.switch as by_itself
 from commlayer.autotune import replanner, search
-from commlayer.cli import plan_tables
+from commlayer.cli import plan_output
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, stepping
 from commlayer.planner import default_plan
@@ -199,7 +199,7 @@ def test_a_slow_link_takes_rounds_in_fragments_and_a_fast_one_none() -> None:
     assert f"H={slow.local_steps} round fragments={slow.fragments}" in way_of(slow)
     assert ("fragments", "1", str(slow.fragments)) in diff(structs.replace(slow, fragments=1), slow).fields
     told = explain(slow, 0, SMALL, at(1e7), measured(at(1e7)), free)
-    assert any(f"in {slow.fragments} turns" in str(part) for part in plan_tables.explanation(told, 100))
+    assert any(f"in {slow.fragments} turns" in str(part) for part in plan_output.explanation(told, 100))
 
 
 def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None:

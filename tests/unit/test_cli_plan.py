@@ -17,7 +17,7 @@ from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.learning import learnt
 
 from commlayer import records
-from commlayer.cli import plan_tables
+from commlayer.cli import plan_output
 from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.convergence import ALONE
@@ -170,7 +170,7 @@ def test_reasons_stand_on_a_narrow_page_too() -> None:
     made = plan(job, machines)
     for width in (80, 120):
         console = Console(width=width, file=io.StringIO(), highlight=False)
-        console.print(plan_tables.by_decision(made, job, width))
+        console.print(plan_output.by_decision(made, job, width))
         out = console.file.getvalue()  # type: ignore[attr-defined]
         header = next(line for line in out.splitlines() if "codec" in line)
         assert header.split()[-1] == "why"
@@ -200,7 +200,7 @@ def test_a_plan_stands_beside_what_it_has_to_beat() -> None:
             out = io.StringIO()
             console = Console(width=width, file=out, highlight=False)
             told = what_if(job, machines, costs, policy, bandwidths=[1e7, 1e9]) if width == 80 and made.steps else None
-            for part in (*plan_tables.to_a_loss(rows, made.steps > 0), *(plan_tables.curve(told, width) if told else ())):
+            for part in (*plan_output.to_a_loss(rows, made.steps > 0), *(plan_output.curve(told, width) if told else ())):
                 console.print(part)
             said = " ".join(out.getvalue().split())
             assert max(map(len, out.getvalue().splitlines())) <= width
@@ -227,7 +227,7 @@ def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> Non
     assert point.alone_s == own.to_loss_s
     assert point.lead == pytest.approx(own.to_loss_s / point.to_loss_s), "a gain is over the best of what there is"
     console = Console(width=120, file=io.StringIO(), highlight=False)
-    for part in plan_tables.curve(Curve("bandwidth", (point,)), 120):
+    for part in plan_output.curve(Curve("bandwidth", (point,)), 120):
         console.print(part)
     out = console.file.getvalue()  # type: ignore[attr-defined]
     assert ("one machine alone is sooner there than this plan: 3 Mb/s" in out) is (own.to_loss_s < point.to_loss_s)
@@ -420,11 +420,11 @@ def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
     curve = what_if(job, machines, gpus=["v100"])
     console = Console(width=width, markup=False, highlight=False)
     for parts, whole in (
-        ([plan_tables.by_decision(made, job, width)],
+        ([plan_output.by_decision(made, job, width)],
          [big.codec, *big.path.split(), "such as", *(["dense, a"] if width > 100 else [])]),
-        (plan_tables.explanation(explain(made, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
-        (plan_tables.difference(diff(made, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
-        (plan_tables.curve(curve, width), ["v100", *(word for point in curve.points for word in point.codec.split())]),
+        (plan_output.explanation(explain(made, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
+        (plan_output.difference(diff(made, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
+        (plan_output.curve(curve, width), ["v100", *(word for point in curve.points for word in point.codec.split())]),
     ):
         with console.capture() as told:
             for part in parts:
@@ -438,7 +438,7 @@ def test_changes_that_are_alike_share_a_row() -> None:
     told = Difference((("servers", "1", "2"),), (Change("z", "nothing", "x"), *changes), (1.0, 2.0), (3, 4))
     console = Console(width=120, markup=False, highlight=False)
     with console.capture() as shown:
-        for part in plan_tables.difference(told, "a.json", "b.json"):
+        for part in plan_output.difference(told, "a.json", "b.json"):
             console.print(part)
     rows = [line.split() for line in shown.get().splitlines()]
     assert ["3", "a[b]", "fp16()", "over", "service", "int8()", "over", "service"] in rows

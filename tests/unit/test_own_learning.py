@@ -11,7 +11,7 @@ from msgspec import structs
 import commlayer
 from bench import own_learning
 from commlayer.cli.main import run
-from commlayer.cli.plan_tables import spread
+from commlayer.cli.plan_output import spread
 from commlayer.config import Config
 from commlayer.engine.plan_choice import settle
 from commlayer.errors import code_of
