@@ -1,0 +1,320 @@
+"""Reads the inputs of `commlayer plan` (jobs, clusters and profiles, by name or file) and writes its JSON output."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from commlayer import records
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel
+from commlayer.config import MOST_LOSS
+from commlayer.errors import InvalidInput
+from commlayer.files import write_whole
+from commlayer.plan_file import text_of
+from commlayer.planner import tables
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.costs import bare
+from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
+from commlayer.planner.model import Cluster, Profile
+from commlayer.planner.tables import LearningTable, rows_in, shipped, table_in
+from commlayer.records import Job
+from msgspec import structs
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+
+def job_named(model: str, batch: int | None) -> Job:
+    """A built-in job, a job file, or the model that a user's function makes, timed on this machine."""
+    if batch is not None and batch < 1:
+        raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
+    if model.endswith(".json"):
+        return tables.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
+    if model.endswith(".py") or ":" in model:
+        # Imported late: it loads torch, which built-in models and job files do not need.
+        from commlayer.cli.user_code import job_of_function
+
+        return tables.on_reference(job_of_function(model, batch))
+    try:
+        return tables.builtin(model, batch)
+    except ValueError as error:
+        raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
+
+
+def _of_batch(job: Job, batch: int | None, file: str) -> Job:
+    """The job with its batch. A file without a batch takes `batch`; a file with one has times for that batch only."""
+    if batch is not None and job.batch not in (None, batch):
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
+                           f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
+    return job if batch is None else structs.replace(job, batch=batch)
+
+
+SERVER = "1Gb"
+
+
+def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
+    """The cluster from one of three options. `server`: the link of the homes' server, else `SERVER`."""
+    options = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
+    if len(options) != 1:
+        raise InvalidInput("E-CLI-OPTION",
+                           "say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
+                           f"FILE (`commlayer plan init` writes a first one); got {' and '.join(options) or 'none'}")
+    if server and not homes:
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--server {server} is the link of the server of --homes; got {options[0]}, which has its own")
+    if homes:
+        return cluster_of_homes(homes, server or SERVER)
+    if nodes:
+        return cluster_from_line(nodes)
+    return cluster_of(text_of(file, "cluster"), f"cluster {file}", toml=not file.endswith(".json"))
+
+
+def profile_named(file: str) -> Profile | None:
+    if not file:
+        return None
+    return profile_of(text_of(file, "profile"), f"profile {file}", toml=file.endswith(".toml"))
+
+
+def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
+    """The codecs in the profile's spelling, which has all arguments."""
+    try:
+        spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
+        return tuple(spelled.get(bare(text), text) for text in texts)
+    except ValueError as error:
+        raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
+
+
+OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
+
+
+def optimizer_named(name: str) -> str:
+    """The family of the optimizer."""
+    if name.lower() not in OPTIMIZERS:
+        raise InvalidInput("E-CLI-OPTION",
+                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
+                           "counts)")
+    return OPTIMIZERS[name.lower()]
+
+
+def objective_named(name: str) -> Literal["loss", "step"]:
+    if name not in ("loss", "step"):
+        raise InvalidInput("E-CLI-OPTION", f"--objective {name}: allowed are loss and step")
+    return "loss" if name == "loss" else "step"
+
+
+def loss_named(file: str) -> LossModel | None:
+    return loss_model.read(Path(file)) if file else None
+
+
+def learning_named(file: str) -> tuple[LearningRow, ...]:
+    return rows_in(Path(file)) if file else ()
+
+
+def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
+    """The source of the convergence factors that plans use, as in `PlanFileInputs`. None: the profile has rows of its own."""
+    if file:
+        return table_in(Path(file))
+    return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
+
+
+def check_json(path: Path | None) -> None:
+    """Checks the file of write_json before the command does its work."""
+    if path is not None:
+        check_out(path)
+
+
+def write_json(path: Path | None, text: str) -> None:
+    """Writes the result of a command to the file of its --json option."""
+    if path is not None:
+        write({path: text + "\n"})
+
+
+def check_out(path: Path) -> None:
+    """Checks an output file before the command does its work."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise InvalidInput("E-CLI-OPTION", f"{path}: is a folder, allowed: the name of a file")
+    if not folder.is_dir():
+        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK):
+        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} cannot be written to")
+
+
+def write(texts: Mapping[Path, str]) -> None:
+    """Writes all files completely, or none."""
+    for path in texts:
+        check_out(path)
+    try:
+        write_whole({path: text.encode() for path, text in texts.items()})
+    except OSError as error:
+        raise InvalidInput("E-CLI-OPTION", f"{error.filename}: {error.strerror}") from None
+
+
+# merged: Loads a user's function named on the command line, and measures the job of the model that it makes.
+# 
+# Accepted forms are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION. A file is imported only if its import starts no work; a module
+# is imported as it is. Torch is loaded only for measuring.
+
+def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
+    """The function that `text` names. `default` is its name if `text` is only a file; `what` describes it in errors."""
+    where, colon, name = text.rpartition(":")
+    if text.endswith(".py"):
+        where, name = text, default
+    elif not colon or not where or not name:
+        raise InvalidInput("E-USER-CODE", f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
+    # As Python does for a script and for `python -m`: the command's own sys.path begins elsewhere.
+    folder = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if where.endswith(".py"):
+        _check_top_level(Path(where))
+    try:
+        module = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except FileNotFoundError:
+        raise InvalidInput("E-USER-CODE", f"{where}: no such file") from None
+    except (Exception, SystemExit) as error:
+        absent = isinstance(error, ModuleNotFoundError) and not where.endswith(".py")
+        reason = str(error) if absent else f"{type(error).__name__}: {error}"
+        raise InvalidInput("E-USER-CODE", f"{text}: {reason}".splitlines()[0]) from None
+    candidate: Any = getattr(module, name, None)
+    if not callable(candidate):
+        raise InvalidInput("E-USER-CODE", f"{text}: has no function {name} {what}")
+    function: Callable[..., Any] = candidate
+    return function
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("commlayer_user", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look up their module
+    spec.loader.exec_module(module)
+    return module
+
+
+QUIET = ("warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
+QUIET_BEGINNINGS = ("os.environ.", "os.getenv", "os.path.", "sys.path.", "torch.set_", "torch.backends.", "torch.manual_seed",
+                    "torch.device", "torch.cuda.is_available")
+"""Calls that a file may make at its top level: modules and functions, and prefixes of dotted names."""
+
+
+def _check_top_level(path: Path) -> None:
+    """InvalidInput if importing the file would do more than define things: planning must not start a training script."""
+    try:
+        source = path.read_bytes()
+        tree = ast.parse(source, str(path))
+    except (OSError, SyntaxError, ValueError):
+        return  # the import itself reports the error
+    working = sorted(_working(tree.body), key=lambda node: node.lineno)
+    if working:
+        line = source.decode(errors="replace").splitlines()[working[0].lineno - 1].strip()
+        more = f" and {len(working) - 1} more statements" if len(working) > 1 else ""
+        raise InvalidInput("E-USER-CODE",
+                           f"{path}:{working[0].lineno}: importing this file would run `{_shortened(line)}`{more}; put them "
+                           "into "
+                           f'a function or under `if __name__ == "__main__":`; or name {path.stem}:FUNCTION, from its folder, '
+                           "which imports the file as it is")
+
+
+def _working(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements that do more than import, define, or assign. Calls to `QUIET` names are allowed."""
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.If):
+            if _is_main(node.test):
+                yield from _working(node.orelse)
+            elif _works(node.test):
+                yield node
+            else:
+                yield from _working([*node.body, *node.orelse])
+        elif isinstance(node, ast.Try):
+            yield from _working([*node.body, *(each for handler in node.handlers for each in handler.body), *node.orelse,
+                                 *node.finalbody])
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Match) or _works(node):
+            yield node
+
+
+def _is_main(test: ast.expr) -> bool:
+    return "__name__" in {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+
+
+def _works(node: ast.AST) -> bool:
+    """Whether the node calls something that is not `QUIET`. The body of a lambda is not called yet."""
+    if isinstance(node, ast.Lambda):
+        return False
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name.split(".")[0] not in QUIET and not name.startswith(QUIET_BEGINNINGS):
+            return True
+    return any(_works(child) for child in ast.iter_child_nodes(node))
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
+
+
+T = TypeVar("T")
+LONGEST_LINE = 60
+
+
+def made_by(text: str) -> Callable[..., Any]:
+    """The function that returns a model and its loss."""
+    return function_of(text, "make", "that returns (model, loss)")
+
+
+def job_of_function(text: str, batch: int | None) -> Job:
+    return job_made_by(made_by(text), text, batch)
+
+
+def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
+    """Times one step of the model that `make` returns. `text` is the user's name for `make`, for errors."""
+    from torch import nn
+
+    from commlayer.autotune.measure.step_times import timed_job
+
+    if batch is not None and batch < 1:
+        raise InvalidInput("E-CLI-OPTION", f"batch of {text}: got {batch}, allowed: at least 1")
+    result = of_user(text, make)
+    try:
+        model, loss_of = result
+    except (TypeError, ValueError) as error:
+        raise InvalidInput("E-USER-CODE", f"{text}: expected (model, function that computes a loss): {error}") from None
+    if not isinstance(model, nn.Module) or not callable(loss_of):
+        raise InvalidInput("E-USER-CODE",
+                           f"{text}: returned {type(model).__name__} and {type(loss_of).__name__}, expected a model and a "
+                           "function that computes a loss")
+    return of_user(f"{text}: a step", lambda: timed_job(model, loss_of, batch=batch, name=text))
+
+
+def of_user(what: str, call: Callable[[], T]) -> T:
+    """Runs user code. An exception becomes one line; the user sees the full trace by running the model alone."""
+    try:
+        return call()
+    except (Exception, SystemExit) as error:
+        raise InvalidInput("E-USER-CODE", f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+# merged: Parses a loss budget of the command line: a fraction, as in settings, or a percentage.
+
+def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
+    """The budget as a fraction. A text that is neither raises a one-line error.
+
+    >>> loss_part("--max-loss", "0.02"), loss_part("--max-loss", "2%"), loss_part("--max-loss", "0.5 %")
+    (0.02, 0.02, 0.005)
+    """
+    number = text.strip().removesuffix("%")
+    try:
+        part = float(number) / (100 if text.strip().endswith("%") else 1)
+    except ValueError:
+        part = math.nan
+    if not (0 <= part <= MOST_LOSS) or (above_0 and not part):
+        allowed = f"above 0, up to {MOST_LOSS:g}" if above_0 else f"from 0 to {MOST_LOSS:g}"
+        raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a part of the loss {allowed}, such as 0.02, or 2%")
+    return part
