@@ -16,7 +16,7 @@ from torch import nn
 
 from bench.convergence import measured, ways_of
 from bench.virtual_training import TrainingTask, Variant
-from commlayer.cli.inputs import function_of, of_user
+from commlayer.cli.arguments import function_of, of_user
 from commlayer.compressors import parse
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole

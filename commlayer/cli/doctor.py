@@ -35,7 +35,7 @@ def doctor(
     json: Annotated[Path | None, typer.Option("--json", help="Also write findings and values there.", metavar="FILE")] = None,
 ) -> None:
     """Check this machine, its network and the server before a run. Exit code 2 if a check fails."""
-    from commlayer.cli.inputs import check_json, write_json
+    from commlayer.cli.arguments import check_json, write_json
 
     check_json(json)
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}

@@ -59,9 +59,7 @@ def make(
 ) -> None:
     """Find the plan that reaches a loss first, with the reason for each bucket."""
     from commlayer import plan_file, records
-    from commlayer.cli import inputs, plan_output
-    from commlayer.cli.inputs import loss_part
-    from commlayer.cli.plan_output import assumptions
+    from commlayer.cli import arguments, plan_output
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.explanation import beside, looser
     from commlayer.planner.model import NO_LIMIT, Policy
@@ -70,44 +68,44 @@ def make(
     from commlayer.planner.tables import at_precision, learning_rows
     from commlayer.planner.tensors import untouched
 
-    inputs.check_json(json)
+    arguments.check_json(json)
     if exact and (max_local_steps > 1 or staleness):
         other_option = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
         raise InvalidInput("E-CLI-OPTION", f"--exact and {other_option}: that is not synchronous SGD; leave one of the two out")
     if out is not None:
-        inputs.check_out(out)
-        inputs.check_out(plan_file.sidecar(out))
-    machines = inputs.cluster_named(cluster, nodes, homes, server)
-    job = inputs.job_named(model, batch)
+        arguments.check_out(out)
+        arguments.check_out(plan_file.sidecar(out))
+    machines = arguments.cluster_named(cluster, nodes, homes, server)
+    job = arguments.job_named(model, batch)
     half = job.timing is not None and job.timing.half
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=half))
-    measured = inputs.profile_named(profile)
-    goals = Policy(codecs=inputs.codecs_named(codec or [], measured),
-                   max_loss=loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
-                   objective=inputs.objective_named(objective),
-                   optimizer=inputs.optimizer_named(optimizer or "adamw"),
+    measured = arguments.profile_named(profile)
+    goals = Policy(codecs=arguments.codecs_named(codec or [], measured),
+                   max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
+                   objective=arguments.objective_named(objective),
+                   optimizer=arguments.optimizer_named(optimizer or "adamw"),
                    exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
                    max_local_steps=max_local_steps, staleness=staleness,
                    # Jobs between homes run with --min-workers, which supports whole exchanges only.
                    fragments=machines.reachable or fragments)
-    inputs = plan_file.PlanFileInputs(job, machines, measured, goals, inputs.loss_named(loss),
-                                      inputs.learning_named(learning))
+    inputs = plan_file.PlanFileInputs(job, machines, measured, goals, arguments.loss_named(loss),
+                                      arguments.learning_named(learning))
     costs, policy = inputs.costs()
     search = plain(job, machines, costs, policy)
     result = search.explained(search.best(exact=goals.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:
-        inputs.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
-    inputs.write_json(json, records.encode(result).decode())
+        arguments.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
+    arguments.write_json(json, records.encode(result).decode())
     console = plan_output.console_of()
     for line in (plan_output.title(result, job, machines), "assumed", *(f"  {line}" for line in
-                 assumptions(model, job, machines, goals.optimizer, said=bool(optimizer)))):
+                plan_output.assumptions(model, job, machines, goals.optimizer, named=bool(optimizer)))):
         console.print(line, markup=False)
     console.print(plan_output.summary(result, job, machines, simulate(result, job, machines, costs, policy)), markup=False)
     for part in plan_output.to_a_loss(beside(result, job, machines, costs, policy, synchronous), result.steps > 0):
         console.print(part)
     if result.steps > 0:
-        console.print(plan_output.spread(inputs.learning_table(learning, measured), goals.optimizer))
+        console.print(plan_output.spread(arguments.learning_table(learning, measured), goals.optimizer))
         limit = measured_local_steps(costs.learning if costs is not None else learning_rows())
         if result.local_steps > limit:
             console.print(f"x steps: measured up to {limit} local steps; for {result.local_steps} it is extrapolated")
@@ -127,15 +125,15 @@ def explain(
 ) -> None:
     """Explain a bucket: path, codec, cost and runner-up."""
     from commlayer import plan_file, records
-    from commlayer.cli import inputs, plan_output
+    from commlayer.cli import arguments, plan_output
     from commlayer.planner.explanation import bucket_of
     from commlayer.planner.explanation import explain as explained
 
-    inputs.check_json(json)
+    arguments.check_json(json)
     record, inputs = plan_file.plan_in(plan), plan_file.inputs_of(plan)
     _refuse(record, inputs.job)
     result = explained(record, bucket_of(record, inputs.job, bucket), inputs.job, inputs.cluster, *inputs.costs())
-    inputs.write_json(json, records.encode(result).decode())
+    arguments.write_json(json, records.encode(result).decode())
     _print(lambda width: plan_output.explanation(result, width))
 
 
@@ -147,14 +145,14 @@ def diff(
 ) -> None:
     """Show the differences of two plans by tensor. Exit code 1 if they differ."""
     from commlayer import plan_file, records
-    from commlayer.cli import inputs, plan_output
+    from commlayer.cli import arguments, plan_output
     from commlayer.planner.explanation import diff as differ
 
-    inputs.check_json(json)
+    arguments.check_json(json)
     beside = plan_file.sidecar(before)
     job = plan_file.inputs_of(before).job if beside.is_file() else None
     result = differ(plan_file.plan_in(before), plan_file.plan_in(after), job)
-    inputs.write_json(json, records.encode(result).decode())
+    arguments.write_json(json, records.encode(result).decode())
     _print(lambda _: plan_output.difference(result, str(before), str(after)))
     raise typer.Exit(0 if result.equal else 1)
 
@@ -174,12 +172,12 @@ def whatif(
 ) -> None:
     """Plan the same job on other machines: gains, and the link rate below which compression pays."""
     from commlayer import plan_file, records
-    from commlayer.cli import inputs, plan_output
+    from commlayer.cli import arguments, plan_output
     from commlayer.planner.explanation import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
     from commlayer.planner.tables import at_precision
 
-    inputs.check_json(json)
+    arguments.check_json(json)
     if bool(add_node) != bool(link):
         raise InvalidInput("E-CLI-OPTION", "--add-node GPU and --link RATE go together: the new machine needs both")
     options = [name for name, value in
@@ -189,14 +187,12 @@ def whatif(
                            "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
                            f"NAMES; got {' and '.join(options) or 'none'}")
     if plot is not None:
-        from commlayer.cli.plan_output import check_plot
-
-        check_plot(plot)
+        plan_output.check_plot(plot)
     inputs = plan_file.inputs_of(plan)
     if loss:
-        inputs = structs.replace(inputs, loss=inputs.loss_named(loss))
+        inputs = structs.replace(inputs, loss=arguments.loss_named(loss))
     if learning:
-        inputs = structs.replace(inputs, learning=inputs.learning_named(learning))
+        inputs = structs.replace(inputs, learning=arguments.learning_named(learning))
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
     # The new node resembles the last one: behind NAT if that one is.
@@ -209,10 +205,8 @@ def whatif(
         gpus=_listed(gpu),
     )
     if plot is not None:
-        from commlayer.cli.plan_output import draw
-
-        draw(curve, plot)
-    inputs.write_json(json, records.encode(curve).decode())
+        plan_output.draw(curve, plot)
+    arguments.write_json(json, records.encode(curve).decode())
     _print(lambda width: plan_output.curve(curve, width))
 
 
@@ -224,21 +218,21 @@ def lint(
 ) -> None:
     """List all problems of a plan, bucket by bucket. Exit code 2 if there are any."""
     from commlayer import plan_file
-    from commlayer.cli import inputs
+    from commlayer.cli import arguments
     from commlayer.errors import RecordError
     from commlayer.planner.plan_lint import lint as linted
 
-    inputs.check_json(json)
+    arguments.check_json(json)
     problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
     plan_ = None if problems else plan_file.plan_in(plan)
     try:
         inputs = plan_file.inputs_of(plan) if plan_file.sidecar(plan).is_file() else None
     except RecordError as error:
         problems.append(str(error))
-    of = inputs.job_named(job, None) if job else inputs.job if inputs else None
+    of = arguments.job_named(job, None) if job else inputs.job if inputs else None
     if plan_ is not None:
         problems += linted(plan_, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
-    inputs.write_json(json, msgspec.json.encode(problems).decode())
+    arguments.write_json(json, msgspec.json.encode(problems).decode())
     for line in problems or [f"{plan}: nothing wrong"]:
         typer.echo(line)
     raise typer.Exit(2 if problems else 0)
@@ -249,12 +243,12 @@ def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
     """Write an example cluster file to edit."""
-    from commlayer.cli import inputs
+    from commlayer.cli import arguments
     from commlayer.planner.inputs import EXAMPLE
 
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: name another file")
-    inputs.write({out: EXAMPLE})
+    arguments.write({out: EXAMPLE})
     typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
 
 

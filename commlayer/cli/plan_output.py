@@ -1,10 +1,16 @@
-"""Renders plans as tables and text for the console."""
+"""What `commlayer plan` prints: assumptions, tables, explanations, and curves as PNG."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from collections.abc import Iterator
+from pathlib import Path
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.planner import tables
@@ -14,11 +20,6 @@ from commlayer.planner.plan_rules import most_used, way_of
 from commlayer.planner.simulation import Timeline, per_step
 from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
 from commlayer.records import Bucket, Job, Plan, Why
-from pathlib import Path
-from rich import box
-from rich.console import Console, RenderableType
-from rich.table import Table
-
 
 PIPE_WIDTH = 120
 BAR = 30
@@ -62,10 +63,10 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
     """The job, and the sync mode of its plan."""
     mode = "synchronous: in every step .grad is the average of all workers"
     if not plan.steps_locally and not is_synchronous(plan):
-        mode = "late results: .grad is the average of all workers, in part of the step before"
+        mode = "one step stale: .grad is the average of all workers, partly of the previous step"
     elif plan.steps_locally:
         how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
-        mode = f"{how} ({way_of(plan)}): attach(plan=FILE) then takes them, and .grad is each worker's own"
+        mode = f"{how} ({way_of(plan)}): between exchanges each worker steps on its own .grad"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
 
@@ -110,12 +111,12 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
         grid.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
     yield grid
     if known:
-        yield ("x steps: how many times as many as dense training needs, the median and cautiously; ms to a loss: cautiously, "
-               "for each step of dense training; alone: the best one, with everybody's batch or its own, whichever is sooner; "
-               "latencies: if links and codecs took no time")
+        yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; one machine "
+               "alone: the fastest one, with its own batch or that of all; latencies alone: if links and codecs took no time")
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
-        yield "one machine alone is sooner there than all together: faster links would be needed, or larger batches"
+        yield (f"NOT WORTH IT: the fastest machine alone is {mine.to_loss_s / alone.to_loss_s:.3g}x faster; try a larger batch "
+               "or faster links")
 
 
 def spread(table: LearningTable | None, optimizer: str) -> str:
@@ -124,13 +125,13 @@ def spread(table: LearningTable | None, optimizer: str) -> str:
     `table`: their source, or None if unknown.
     """
     if table is None:
-        return "x steps: by the profile's own rows, of which no spread is known"
+        return "x steps: from the profile's own rows; their error is not known"
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
-        return f"x steps: on tasks held out, factors were off by {off:.0%} in the median"
+        return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
-    return f"x steps: by {source} of a task of your own, of which no spread over tasks is known"
+    return f"x steps: from {source} of your own task; their error on other tasks is not known"
 
 
 def held_up(looser: Looser | None) -> Iterator[str]:
@@ -138,30 +139,21 @@ def held_up(looser: Looser | None) -> Iterator[str]:
     if looser is not None:
         how = f"{way_of(looser.plan) or 'plain steps'} with {most_used(looser.plan)}"
         what = "to a loss" if looser.to_loss else "a step"
-        yield (f"--max-loss is what holds it up: {how} would take {ms(looser.after_s)} ms {what} instead of "
+        yield (f"--max-loss excludes a faster plan: {how} would take {ms(looser.after_s)} ms {what} instead of "
                f"{ms(looser.before_s)}; {allowing(looser.loss)} allows it")
 
 
 def allowing(loss: float) -> str:
-    """The --max-loss that allows a plan with this loss; beyond the largest valid one, only no budget at all.
+    """The --max-loss that allows a plan with this loss, rounded up to two digits; above the largest one, no limit at all.
 
-    >>> allowing(0.4511), allowing(2.31)
-    ('--max-loss 0.46', 'only no --max-loss, since it loses 2.4 of the loss and 1 is the most to be named,')
-    """
-    least = _up(loss)
-    if least <= MOST_LOSS:
-        return f"--max-loss {least:g}"
-    return f"only no --max-loss, since it loses {least:g} of the loss and {MOST_LOSS:g} is the most to be named,"
-
-
-def _up(loss: float) -> float:
-    """Rounded up to two digits.
-
-    >>> _up(0.4511), _up(0.1), _up(0.0)
-    (0.46, 0.1, 0.0)
+    >>> allowing(0.4511), allowing(0.1), allowing(2.31)
+    ('--max-loss 0.46', '--max-loss 0.1', 'dropping --max-loss (the loss rises by 2.4, and 1 is the largest limit)')
     """
     step = 10 ** (math.floor(math.log10(loss)) - 1) if loss > 0 else 1.0
-    return round(math.ceil(loss / step - 1e-9) * step, 12)
+    least = round(math.ceil(loss / step - 1e-9) * step, 12)
+    if least <= MOST_LOSS:
+        return f"--max-loss {least:g}"
+    return f"dropping --max-loss (the loss rises by {least:g}, and {MOST_LOSS:g} is the largest limit)"
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -176,7 +168,7 @@ def by_decision(plan: Plan, job: Job, width: int) -> Table:
         first = max(buckets, key=lambda b: b.numel)
         codec = first.codec + (f" down {first.down}" if first.down else "") + (" by node" if first.by_node else "")
         grid.add_row(
-            str(len(buckets)), codec + (", a step late" if first.stale else ""), first.path,
+            str(len(buckets)), codec + (", one step stale" if first.stale else ""), first.path,
             f"{sum(b.numel for b in buckets) / job.numel:.1%}",
             *([nbytes(sum(b.why.nbytes for b in buckets if b.why)),
                f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
@@ -195,29 +187,30 @@ def shortened(name: str) -> str:
     return name if len(name) <= NAME else f"{name[: NAME // 3]}…{name[len(name) - NAME + NAME // 3 + 1 :]}"
 
 
-def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
-    bucket, why = told.bucket, told.bucket.why
-    names = ", ".join(told.tensors[:6]) + (f" and {len(told.tensors) - 6} more" if len(told.tensors) > 6 else "")
+def explanation(result: Explanation, width: int) -> Iterator[RenderableType]:
+    bucket, why = result.bucket, result.bucket.why
+    names = ", ".join(result.tensors[:6]) + (f" and {len(result.tensors) - 6} more" if len(result.tensors) > 6 else "")
     yield f"bucket {bucket.id}: {bucket.numel:,} elements ({nbytes(4 * bucket.numel)}) of {names}"
-    yield f"goes as {spelled(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
+    yield f"sent as {spelled(bucket)}" + (f", to server {bucket.server}" if bucket.served else "")
     if why is not None:
         yield f"because: {why.reason}"
         if why.runner_up:
             yield f"runner-up: {why.runner_up}: {with_runner_up(why)}"
-    turns = f" in {told.fragments} turns" if told.fragments > 1 else ""
-    what = "the step takes" if told.local_steps == 1 else f"{told.local_steps} local steps and their exchange{turns} take"
-    yield (f"ready {ms(told.ready_s)} ms after the step began, done {ms(told.done_s)}; {what} {ms(told.step_s)}, "
-           f"of which computing {ms(told.compute_s)}")
-    if told.steps:
-        to_loss_s = told.step_s / told.local_steps * told.steps_high
-        yield (f"steps needed: {factor(told.steps, told.steps_high)} x those of dense training; were all sent so, "
-               f"{factor(told.codec_steps, told.codec_steps_high)} x; to a loss cautiously {ms(to_loss_s)} ms "
-               "for each of those")
-    yield (f"beside it: DDP fp16 {ms(told.fp16_s)} ms" + (f", one machine alone {ms(told.alone_s)}" if told.alone_s else "")
-           + (" to a loss" if told.steps else " a step"))
-    grid = table("its tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
-    end = max([told.step_s, *(span.end_s for span in told.spans)])
-    for span in told.spans:
+    what = "the step takes"
+    if result.local_steps > 1:
+        fragments = f" in {result.fragments} fragments" if result.fragments > 1 else ""
+        what = f"{result.local_steps} local steps and their exchange{fragments} take"
+    yield (f"ready {ms(result.ready_s)} ms after the step began, done {ms(result.done_s)}; {what} {ms(result.step_s)}, "
+           f"of which computing {ms(result.compute_s)}")
+    if result.steps:
+        to_loss_s = result.step_s / result.local_steps * result.steps_high
+        yield (f"convergence factor {factor(result.steps, result.steps_high)}, with this codec for all buckets "
+               f"{factor(result.codec_steps, result.codec_steps_high)}; step time x cautious factor {ms(to_loss_s)} ms")
+    alone = f", one machine alone {ms(result.alone_s)}" if result.alone_s else ""
+    yield f"for comparison: DDP fp16 {ms(result.fp16_s)} ms{alone}{' to a loss' if result.steps else ' a step'}"
+    grid = table("tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
+    end = max([result.step_s, *(span.end_s for span in result.spans)])
+    for span in result.spans:
         size = nbytes(span.nbytes) if span.nbytes else ""
         grid.add_row(span.op, ", ".join(span.lanes), ms(span.start_s), ms(span.end_s), size,
                      bar(span.start_s / end, span.end_s / end, bar_of(width)))
@@ -227,18 +220,16 @@ def explanation(told: Explanation, width: int) -> Iterator[RenderableType]:
 def with_runner_up(why: Why) -> str:
     """
     >>> with_runner_up(Why(0.1, 8, "", "x", 0.003, 0.02)), with_runner_up(Why(0.1, 8, "", "x", 1e-9))
-    ('a loss would come 2 % later, the step be 3.0 ms longer', 'the step would be as long')
+    ('2 % more time to a loss, step 3.0 ms longer', 'same step time')
     >>> with_runner_up(Why(0.1, 8, "", "x", -0.003, -0.02))
-    'a loss would come 2 % sooner, which is too little to leave the finer for it; the step would be 3.0 ms shorter'
+    '2 % less time to a loss, too little to choose the coarser codec, step 3.0 ms shorter'
     """
     how = "shorter" if why.runner_up_s < 0 else "longer"
-    step = f"{ms(abs(why.runner_up_s))} ms {how}" if abs(why.runner_up_s) >= SEEN_S else "as long"
+    step = f"step {ms(abs(why.runner_up_s))} ms {how}" if abs(why.runner_up_s) >= SEEN_S else "same step time"
     if not why.runner_up_later:
-        return f"the step would be {step}"
-    part = f"a loss would come {100 * abs(why.runner_up_later):.2g} %"
-    if why.runner_up_later < 0:
-        return f"{part} sooner, which is too little to leave the finer for it; the step would be {step}"
-    return f"{part} later, the step be {step}"
+        return step
+    sign = "more time to a loss" if why.runner_up_later > 0 else "less time to a loss, too little to choose the coarser codec"
+    return f"{100 * abs(why.runner_up_later):.2g} % {sign}, {step}"
 
 
 def bar_of(width: int) -> int:
@@ -255,37 +246,37 @@ def bar(start: float, end: float, whole: int) -> str:
     return "." * first + "#" * length + "." * (whole - first - length)
 
 
-def difference(told: Difference, before: str, after: str) -> Iterator[RenderableType]:
-    if told.equal:
-        yield "the plans decide alike"
+def difference(result: Difference, before: str, after: str) -> Iterator[RenderableType]:
+    if result.equal:
+        yield "no differences"
         return
-    yield (f"step {ms(told.step_s[0])} ms -> {ms(told.step_s[1])} ms; {told.buckets[0]} -> {told.buckets[1]} buckets; "
-           f"{len(told.changes)} tensors go otherwise")
-    if all(told.steps):
-        steps = [factor(*each) for each in zip(told.steps, told.steps_high, strict=True)]
-        to_loss = [ms(step_s * high) for step_s, high in zip(told.step_s, told.steps_high, strict=True)]
-        yield f"steps needed {steps[0]} x -> {steps[1]} x; to a loss cautiously {to_loss[0]} ms -> {to_loss[1]} ms"
+    yield (f"step {ms(result.step_s[0])} ms -> {ms(result.step_s[1])} ms; {result.buckets[0]} -> {result.buckets[1]} buckets; "
+           f"{len(result.changes)} tensors are sent differently")
+    if all(result.steps):
+        steps = [factor(*each) for each in zip(result.steps, result.steps_high, strict=True)]
+        to_loss = [ms(step_s * high) for step_s, high in zip(result.step_s, result.steps_high, strict=True)]
+        yield f"convergence factor {steps[0]} -> {steps[1]}; step time x cautious factor {to_loss[0]} ms -> {to_loss[1]} ms"
     alike: dict[tuple[str, str], list[str]] = {}
-    for change in told.changes:
+    for change in result.changes:
         alike.setdefault((change.before, change.after), []).append(change.tensor)
     grid = table("", ">tensors", "such as", before, after)
-    for name, old, new in told.fields:
+    for name, old, new in result.fields:
         grid.add_row("", name, old, new)
     for (old, new), names in sorted(alike.items(), key=lambda each: -len(each[1])):
         grid.add_row(str(len(names)), shortened(names[0]), old, new)
     yield grid
-    if len(told.changes) > len(alike):
+    if len(result.changes) > len(alike):
         yield "--json names every tensor"
 
 
-def curve(told: Curve, width: int) -> Iterator[RenderableType]:
-    known, wide = all(p.steps for p in told.points), width >= WIDE
+def curve(result: Curve, width: int) -> Iterator[RenderableType]:
+    known, wide = all(p.steps for p in result.points), width >= WIDE
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
                *([">DDP fp16", ">alone"] if wide else []), ">gain", *([] if known else [">free ms"]),
-               *([">samples/s"] if wide else []), *(["codec", "way"] if wide else ["codec and way"])]
+               *([">samples/s"] if wide else []), *(["codec", "mode"] if wide else ["codec and mode"])]
     grid = table("", *headers)
-    for p in told.points:
-        gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "plain"
+    for p in result.points:
+        gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "every step"
         grid.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
                      *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
                      *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
@@ -296,20 +287,19 @@ def curve(told: Curve, width: int) -> Iterator[RenderableType]:
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield grid
     yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
-           + (", in seconds to a loss" if known else "") + "; codec: of most elements; way: how steps are taken"
-           + ("" if known else "; free: if coding took no time"))
-    if losing := [p.label for p in told.points if 0 < p.alone_s < p.to_loss_s]:
-        yield f"one machine alone is sooner there than this plan: {', '.join(losing)}"
-    floors = ", ".join(f"{ms(p.floor_s)} ({p.label})" for p in told.points if p.floor_s)
+           + (", in seconds to a loss" if known else "") + "; codec: of most elements"
+           + ("" if known else "; free: with codecs that take no time"))
+    if losing := [p.label for p in result.points if 0 < p.alone_s < p.to_loss_s]:
+        yield f"one machine alone is faster than this plan: {', '.join(losing)}"
+    floors = ", ".join(f"{ms(p.floor_s)} ({p.label})" for p in result.points if p.floor_s)
     yield f"latencies alone, if links and codecs took no time, ms{' to a loss' if known else ''}: {floors}"
-    if kept_out := [f"{ms(p.looser_s)} ms in place of {ms(p.to_loss_s)}, which {allowing(p.looser_loss)} allows ({p.label})"
-                    for p in told.points if p.looser_s]:
-        yield f"the plan's --max-loss is what holds it up: {'; '.join(kept_out)}; `commlayer plan make` sets it"
-    if told.swept == "bandwidth":
-        yield break_even(told)
+    if excluded := [f"{ms(p.looser_s)} ms instead of {ms(p.to_loss_s)}, which {allowing(p.looser_loss)} allows ({p.label})"
+                    for p in result.points if p.looser_s]:
+        yield f"--max-loss excludes a faster plan: {'; '.join(excluded)}; `commlayer plan make` sets it"
+    if result.swept == "bandwidth":
+        yield break_even(result)
 
 
-# merged: The assumptions that `commlayer plan make` prints before its verdict: batch, speeds, optimizer, memory and network.
 
 OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "": "any, so the worse of AdamW and SGD counts"}
 STATES_NBYTES = {"adam": 8, "sgd": 4, "": 8}
@@ -319,13 +309,13 @@ RESERVED_GBYTES = 1.0
 """Memory that a GPU's driver and allocator keep for themselves."""
 
 
-def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, said: bool) -> Iterator[str]:
-    """Lines for the console. `model` is the user's name for it. `said`: whether the user named the optimizer, too."""
+def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named: bool) -> Iterator[str]:
+    """Lines for the console. `model` is the user's name for it. `named`: whether the user named the optimizer, too."""
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
         yield f"computing: {_computing(model, job, node)}"
-    yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if said else ", whatever the script uses; --optimizer sgd changes it")
+    yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else ", whatever the script uses; --optimizer sgd changes it")
     for device in devices:
         if device in GPUS:
             yield from _memory(model, job, device, optimizer)
@@ -385,15 +375,14 @@ def _network(cluster: Cluster) -> str:
     if rented and not any(node.server for node in cluster.nodes if node.ranks):
         slowest = min(min(node.link.up_bps, node.link.down_bps) for node in rented)
         what = "a rented machine" if len(rented) == 1 else f"{len(rented)} rented machines"
-        return f"homes behind NAT, which nobody dials; all dial a summation server on {what} with {rate(slowest)}"
-    return "nodes do not reach one another; summation servers are on nodes that can be dialled"
+        return f"homes behind NAT; all connect to a summation server on {what} with {rate(slowest)}"
+    return "nodes cannot reach one another; summation servers are on nodes that accept connections"
 
 
-# merged: Draws a sweep of `plan whatif` as a PNG. Needs matplotlib.
 
 LINES = (("dense_s", "no compression", "o--"), ("fp16_s", "DDP fp16", "o--"), ("alone_s", "one machine alone", "--"),
          ("to_loss_s", "plan", "o-"))
-ROOM = 8, 30
+Y_MARGINS = 8, 30
 """Factors of the y axis' limits: space for labels below the plan, and above the larger of the plan and one machine alone.
 
 Values far above these do not matter.
@@ -424,8 +413,8 @@ def draw(curve: Curve, path: Path) -> None:
         if any(getattr(p, name) for p in curve.points):
             axes.plot(xs, [getattr(p, name) * 1e3 or math.nan for p in curve.points], style, label=label)
     axes.set_yscale("log")
-    axes.set_ylim(min(p.to_loss_s for p in curve.points) * 1e3 / ROOM[0],
-                  max(max(p.to_loss_s, p.alone_s) for p in curve.points) * 1e3 * ROOM[1])
+    axes.set_ylim(min(p.to_loss_s for p in curve.points) * 1e3 / Y_MARGINS[0],
+                  max(max(p.to_loss_s, p.alone_s) for p in curve.points) * 1e3 * Y_MARGINS[1])
     axes.set_ylabel("ms to a loss, for each step of dense training" if all(p.steps for p in curve.points) else "step, ms")
     if wide:
         axes.set_xscale("log")

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from commlayer import records
-from commlayer.cli.inputs import check_out, write
-from commlayer.cli.inputs import job_made_by, made_by
+from commlayer.cli.arguments import check_out, job_made_by, made_by, write
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY

@@ -17,7 +17,7 @@ def trace(
 ) -> None:
     """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
     from commlayer import records
-    from commlayer.cli.inputs import check_json, write_json
+    from commlayer.cli.arguments import check_json, write_json
     from commlayer.observe import read_comparison
 
     check_json(json)

@@ -11,8 +11,7 @@ import typer
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
-from commlayer.cli.inputs import loss_part
-from commlayer.cli.inputs import function_of
+from commlayer.cli.arguments import function_of, loss_part
 from commlayer.errors import InvalidInput
 
 BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.demo.tuning_tasks:chars"}

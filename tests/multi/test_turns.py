@@ -199,7 +199,7 @@ def test_a_slow_link_takes_rounds_in_fragments_and_a_fast_one_none() -> None:
     assert f"H={slow.local_steps} round fragments={slow.fragments}" in way_of(slow)
     assert ("fragments", "1", str(slow.fragments)) in diff(structs.replace(slow, fragments=1), slow).fields
     told = explain(slow, 0, SMALL, at(1e7), measured(at(1e7)), free)
-    assert any(f"in {slow.fragments} turns" in str(part) for part in plan_output.explanation(told, 100))
+    assert any(f"in {slow.fragments} fragments" in str(part) for part in plan_output.explanation(told, 100))
 
 
 def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None:

@@ -9,9 +9,8 @@ import pytest
 from msgspec import structs
 
 from commlayer import plan_file, planner
+from commlayer.cli.arguments import function_of, job_named, job_of_function
 from commlayer.cli.main import run
-from commlayer.cli.inputs import job_named
-from commlayer.cli.inputs import function_of, job_of_function
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.tables import builtin, device_named, on_reference, speed
 from commlayer.records import Job, Timing

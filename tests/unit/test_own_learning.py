@@ -92,15 +92,15 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
     assert inputs_of(plan).learning == made.rows, "explain, whatif and diff go by them, too"
-    assert "x steps: by one seed of a task of your own, of which no spread over tasks is known" in said
+    assert "x steps: from one seed of your own task" in said
     code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
     assert (code, errors) == (0, "")
 
 
 @pytest.mark.parametrize(("errors", "optimizer", "line"), [
-    ({"adam": 0.07, "sgd": 0.345}, "adam", "on tasks held out, factors were off by 7% in the median"),
-    ({"adam": 0.07, "sgd": 0.345}, "other", "on tasks held out, factors were off by 34% in the median"),
-    ({}, "adam", "by one seed of a task of your own, of which no spread over tasks is known"),
+    ({"adam": 0.07, "sgd": 0.345}, "adam", "the median error on held-out tasks was 7%"),
+    ({"adam": 0.07, "sgd": 0.345}, "other", "the median error on held-out tasks was 34%"),
+    ({}, "adam", "from one seed of your own task; their error on other tasks is not known"),
 ])
 def test_a_plan_says_how_far_off_its_factors_may_be(
     errors: dict[str, float], optimizer: str, line: str, tmp_path: Path,
@@ -108,7 +108,7 @@ def test_a_plan_says_how_far_off_its_factors_may_be(
     made = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
     made = structs.replace(made, provenance=structs.replace(made.provenance, errors=errors))
     assert spread(made, optimizer) == f"x steps: {line}"
-    assert "no spread is known" in spread(None, optimizer)
+    assert "error is not known" in spread(None, optimizer)
     assert set(shipped().provenance.errors) == {"adam", "sgd"}
     old = (tmp_path / "rows.json").read_bytes().replace(b',"errors":{}', b"").replace(b'"errors":{},', b"")
     assert b"errors" not in old

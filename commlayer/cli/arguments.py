@@ -1,4 +1,8 @@
-"""Reads the inputs of `commlayer plan` (jobs, clusters and profiles, by name or file) and writes its JSON output."""
+"""Reads the arguments of commands (jobs, clusters, profiles, functions in a user's files) and checks and writes their output.
+
+A user's function is FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION. A file is imported only if its import starts no work; a
+module is imported as it is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,11 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from msgspec import structs
+
 from commlayer import records
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
@@ -23,9 +32,6 @@ from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_h
 from commlayer.planner.model import Cluster, Profile
 from commlayer.planner.tables import LearningTable, rows_in, shipped, table_in
 from commlayer.records import Job
-from msgspec import structs
-from pathlib import Path
-from typing import Any, Literal, TypeVar
 
 
 def job_named(model: str, batch: int | None) -> Job:
@@ -35,9 +41,6 @@ def job_named(model: str, batch: int | None) -> Job:
     if model.endswith(".json"):
         return tables.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
-        # Imported late: it loads torch, which built-in models and job files do not need.
-        from commlayer.cli.user_code import job_of_function
-
         return tables.on_reference(job_of_function(model, batch))
     try:
         return tables.builtin(model, batch)
@@ -154,11 +157,6 @@ def write(texts: Mapping[Path, str]) -> None:
     except OSError as error:
         raise InvalidInput("E-CLI-OPTION", f"{error.filename}: {error.strerror}") from None
 
-
-# merged: Loads a user's function named on the command line, and measures the job of the model that it makes.
-# 
-# Accepted forms are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION. A file is imported only if its import starts no work; a module
-# is imported as it is. Torch is loaded only for measuring.
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
     """The function that `text` names. `default` is its name if `text` is only a file; `what` describes it in errors."""
@@ -301,7 +299,6 @@ def of_user(what: str, call: Callable[[], T]) -> T:
         raise InvalidInput("E-USER-CODE", f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None
 
 
-# merged: Parses a loss budget of the command line: a fraction, as in settings, or a percentage.
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
     """The budget as a fraction. A text that is neither raises a one-line error.
