@@ -22,7 +22,7 @@ def initial_parameters_that_differ(run: Run) -> dict[str, Any]:
     return train(run, model, run.wrap(model))
 
 
-def accumulation_with_no_sync(run: Run) -> dict[str, Any]:
+def accumulation(run: Run, *, no_sync: bool) -> dict[str, Any]:
     model = mlp()
     wrapped = run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -30,36 +30,37 @@ def accumulation_with_no_sync(run: Run) -> dict[str, Any]:
         optimizer.zero_grad()
         for micro in range(3):
             # As DDP asks for it: the forward pass is inside, too.
-            with run.no_sync(wrapped) if micro < 2 else contextlib.nullcontext():
+            with run.no_sync(wrapped) if no_sync and micro < 2 else contextlib.nullcontext():
                 (loss_of(run, wrapped, 3 * step + micro) / 3).backward()
         optimizer.step()
     return weights(model)
 
 
+def accumulation_with_no_sync(run: Run) -> dict[str, Any]:
+    return accumulation(run, no_sync=True)
+
+
 def accumulation_without_no_sync(run: Run) -> dict[str, Any]:
-    model = mlp()
-    wrapped = run.wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(3):
-            (loss_of(run, wrapped, 3 * step + micro) / 3).backward()
-        optimizer.step()
-    return weights(model)
+    return accumulation(run, no_sync=False)
 
 
-def clipping(run: Run) -> dict[str, Any]:
+def clipping_and_evaluation_between_steps(run: Run) -> dict[str, Any]:
     model = mlp()
     wrapped = run.wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    norms = []
+    norms, seen = [], []
     for step in range(STEPS):
+        if step % 2:
+            model.eval()
+            with torch.no_grad():
+                seen.append(wrapped(data(99, step)[0]).clone())
+            model.train()
         optimizer.zero_grad()
         loss_of(run, wrapped, step).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         optimizer.step()
     assert all(norm > 0.1 for norm in norms)
-    return weights(model) | {"norms": torch.stack(norms)}
+    return weights(model) | {"norms": torch.stack(norms), "seen": torch.stack(seen)}
 
 
 def grad_scaler_with_infs_on_one_rank(run: Run) -> dict[str, Any]:
@@ -219,23 +220,6 @@ def activation_checkpointing(run: Run) -> dict[str, Any]:
     return train(run, model, run.wrap(model))
 
 
-def evaluation_in_the_middle(run: Run) -> dict[str, Any]:
-    model = mlp()
-    wrapped = run.wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = []
-    for step in range(STEPS):
-        if step % 2:
-            model.eval()
-            with torch.no_grad():
-                seen.append(wrapped(data(99, step)[0]).clone())
-            model.train()
-        optimizer.zero_grad()
-        loss_of(run, wrapped, step).backward()
-        optimizer.step()
-    return weights(model) | {"seen": torch.stack(seen)}
-
-
 def uneven_batches(run: Run) -> dict[str, Any]:
     model = mlp()
     wrapped = run.wrap(model)
@@ -302,10 +286,10 @@ def gradient_penalty(run: Run) -> dict[str, Any]:
 
 
 CASES: list[Script] = [
-    initial_parameters_that_differ, accumulation_with_no_sync, accumulation_without_no_sync, clipping,
+    initial_parameters_that_differ, accumulation_with_no_sync, accumulation_without_no_sync,
+    clipping_and_evaluation_between_steps,
     grad_scaler_with_infs_on_one_rank, frozen_parameters, unused_parameters, param_groups_and_schedule, compiled_then_wrapped,
-    wrapped_then_compiled, tied_weights, odd_layouts, bf16_parameters, activation_checkpointing, evaluation_in_the_middle,
-    uneven_batches, two_models,
+    wrapped_then_compiled, tied_weights, odd_layouts, bf16_parameters, activation_checkpointing, uneven_batches, two_models,
 ]
 TOLERANCE = {bf16_parameters: {"rtol": 2e-2, "atol": 2e-2}}
 """Elsewhere the usual one for float32: averages differ from the union's gradient by the order of summation."""

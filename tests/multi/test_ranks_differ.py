@@ -61,37 +61,23 @@ def apart(rank: int, how: str, kind: str, drift: str) -> tuple[str, list[str]]:
     return "", decisions
 
 
-SETTINGS = [
-    ("sgd", "optimizer", ("AdamW", "SGD")),
-    ("faster", "lr of the optimizer", ("0.01", "0.02")),
-    ("decayed", "weight_decay of the optimizer", ("0.01", "0.5")),
-    ("grouped", "number of the optimizer's groups", ("1", "2")),
-    ("half", "parameters of the optimizer", ("6", "3")),
-    ("reversed", "parameters of the optimizer", ("6", "6")),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "values"), SETTINGS)
-def test_optimizers_that_differ_are_named_on_all_ranks_at_attach(kind: str, name: str, values: tuple[str, str]) -> None:
-    said = [error for error, _ in pool(WORLD).call(apart, "module", kind, "resync")]
-    assert said[0] == said[1]
-    assert said[0].startswith(f"{name}: {values[0]} ")
-    assert code_of(said[0]) == "E-RANKS-DIFFER"
-    assert "on rank 0 (" in said[0]
-    assert f"{values[1]} " in said[0].partition("on rank 0")[2].partition("on rank 1")[0]
-    assert "\n" not in said[0]
-
-
-def test_ddp_names_them_in_the_first_backward_pass() -> None:
-    for error, _ in pool(WORLD).call(apart, "ddp", "faster", "end"):
-        assert error.startswith("lr of the optimizer: 0.01 on rank 0")
-        assert code_of(error) == "E-RANKS-DIFFER"
-
-
-def test_another_number_of_trained_parameters_is_named() -> None:
-    for error, _ in pool(WORLD).call(apart, "module", "frozen", "resync"):
-        assert error.startswith("trained parameters: 6 on rank 0")
-        assert code_of(error) == "E-RANKS-DIFFER"
+@pytest.mark.parametrize(("how", "kind", "name", "values"), [
+    ("module", "sgd", "optimizer", ("AdamW", "SGD")),
+    ("module", "faster", "lr of the optimizer", ("0.01", "0.02")),
+    ("ddp", "faster", "lr of the optimizer", ("0.01", "0.02")),  # in the first backward pass
+    ("module", "decayed", "weight_decay of the optimizer", ("0.01", "0.5")),
+    ("module", "grouped", "number of the optimizer's groups", ("1", "2")),
+    ("module", "half", "parameters of the optimizer", ("6", "3")),
+    ("module", "reversed", "parameters of the optimizer", ("6", "6")),
+    ("module", "frozen", "trained parameters", ("6", "5")),
+])
+def test_optimizers_that_differ_are_named_on_all_ranks(how: str, kind: str, name: str, values: tuple[str, str]) -> None:
+    lines = [error for error, _ in pool(WORLD).call(apart, how, kind, "resync")]
+    assert lines[0] == lines[1]
+    assert lines[0].startswith(f"{name}: {values[0]} ")
+    assert code_of(lines[0]) == "E-RANKS-DIFFER"
+    assert f"{values[1]} " in lines[0].partition("on rank 0 (")[2].partition("on rank 1")[0]
+    assert "\n" not in lines[0]
 
 
 @pytest.mark.parametrize("kind", ["sgd", "faster", "half"])
@@ -149,61 +135,31 @@ def same(results: list[dict[str, Any]], what: str) -> bool:
 STATES = "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs on rank 1"
 
 
-@pytest.mark.commit(2)
-@pytest.mark.parametrize(("how", "what", "named"), [
-    ("module", "state", STATES), ("ddp", "state", STATES), ("module", "own state", STATES),
-    ("module", "lr", "lr of the optimizer is 0.01 on rank 0, 0.02 on rank 1"),
+@pytest.mark.commit(6)
+@pytest.mark.parametrize(("how", "what", "drift", "named"), [
+    ("module", "state", "resync", STATES), ("module", "nothing", "end", ""), ("module", "state", "end", STATES),
+    ("module", "own state", "resync", STATES), ("ddp", "state", "resync", STATES), ("local", "state", "resync", STATES),
+    ("module", "lr", "resync", "lr of the optimizer is 0.01 on rank 0, 0.02 on rank 1"),
+    ("module", "weights", "resync", "weights of 0.weight, 0.bias, 2.weight and 3 more"),
+    ("local", "own state", "end", ""),  # each rank keeps its own moments
+    ("ddp", "state", "end", STATES), ("module", "state", "warn", STATES), ("ddp", "nothing", "end", ""),
+    ("local", "nothing", "end", ""),
 ])
-def test_what_was_loaded_on_some_ranks_is_taken_from_rank_0(how: str, what: str, named: str) -> None:
-    results = pool(WORLD).call(resumed, how, what, "resync")
+def test_what_some_ranks_load_is_named_and_handled_as_configured(how: str, what: str, drift: str, named: str) -> None:
+    results = pool(WORLD).call(resumed, how, what, drift)
     for result in results:
-        assert result["said"] == ""
-        assert [line for line in result["decisions"] if named in line and "all ranks continue with rank 0's state" in line] == \
-            result["decisions"]
-        assert len(result["decisions"]) == 1
-        assert result["steps"] == [8.0 if what == "lr" else 11.0] * 6
-        assert result["rate"] == 0.01
-    assert same(results, "moments")
-    assert same(results, "weights")
-
-
-def test_weights_that_were_loaded_on_rank_0_alone_are_taken_from_there() -> None:
-    results = pool(WORLD).call(resumed, "module", "weights", "resync")
-    for result in results:
-        assert len([line for line in result["decisions"] if "weights of 0.weight, 0.bias, 2.weight and 3 more" in line]) == 1
-    assert same(results, "weights")
-
-
-def test_local_steps_take_the_state_of_rank_0_where_others_have_none() -> None:
-    results = pool(WORLD).call(resumed, "local", "state", "resync")
-    for result in results:
-        assert len([line for line in result["decisions"] if "the optimizer's state of" in line]) == 1
-        assert result["steps"] == [11.0] * 6
-
-
-def test_local_steps_leave_each_rank_its_own_moments() -> None:
-    assert [r["decisions"] for r in pool(WORLD).call(resumed, "local", "own state", "end")] == [[], []]
-
-
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_the_job_ends_at_the_first_step_where_that_is_asked_for(how: str) -> None:
-    for result in pool(WORLD).call(resumed, how, "state", "end"):
-        assert "the optimizer's state of 0.weight" in result["said"]
-        assert code_of(result["said"]) == "E-REPLICAS"
-        assert "\n" not in result["said"]
-
-
-def test_a_warning_leaves_states_what_they_are() -> None:
-    results = pool(WORLD).call(resumed, "module", "state", "warn")
-    for result in results:
-        assert "the optimizer's state of 0.weight" in result["decisions"][0]
-    assert results[0]["steps"] != results[1]["steps"]
-
-
-@pytest.mark.commit(1)
-@pytest.mark.parametrize("how", ["module", "ddp", "local"])
-def test_nothing_is_said_where_all_is_alike(how: str) -> None:
-    assert [r["decisions"] for r in pool(WORLD).call(resumed, how, "nothing", "end")] == [[], []]
+        lines = [*result["decisions"], *filter(None, [result["said"]])]
+        assert all(named in line and "\n" not in line for line in lines)
+        assert not named or lines
+        assert code_of(result["said"]) == ("E-REPLICAS" if named and drift == "end" else "")
+    if drift == "warn":
+        assert results[0]["steps"] != results[1]["steps"], "states stay as they are"
+    elif drift == "resync":
+        for result in results:
+            assert len(result["decisions"]) == 1
+            assert result["rate"] == 0.01
+            assert result["steps"] == [8.0 if what in ("lr", "weights") else 11.0] * 6
+        assert how == "local" or (same(results, "moments") and same(results, "weights"))
 
 
 def scheduled(rank: int, drift: str) -> tuple[str, list[str]]:

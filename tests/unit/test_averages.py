@@ -161,24 +161,6 @@ def test_what_is_thrown_away_is_told(script: Callable[[Watched], None], cleared:
     watched.outcome.detach()
 
 
-def test_where_nothing_is_kept_no_parameter_has_a_hook() -> None:
-    watched = Watched()
-
-    def hooks() -> int:
-        return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in watched.parameters)
-
-    assert not hooks()
-    watched.backward()
-    assert hooks() == 2 * TENSORS
-    watched.backward(keeps=False)
-    assert not hooks()
-    watched.clear()
-    watched.backward()
-    assert watched.cleared == set(), "what was thrown away was part of nothing that could be taken back"
-    watched.outcome.detach()
-    assert not hooks()
-
-
 def test_what_another_optimizer_holds_is_not_hidden_by_a_step_under_way() -> None:
     watched = Watched()
     watched.second.step()  # now both are known
