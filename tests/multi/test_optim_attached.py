@@ -36,7 +36,7 @@ class Net(nn.Module):
         return out
 
 
-def train(run: Run, kind: str, *, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
+def train(run: Run, kind: str, lazy: bool, cleared: bool = False, looks: bool = False) -> dict[str, Any]:
     """`looks`: averages are dense first, and looked through for entries."""
     wholes = []
     spread = SparseResult.to_dense
@@ -73,39 +73,18 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
     return told | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def lazily_sgd(run: Run) -> dict[str, Any]:
-    return train(run, "sgd", lazy=True)
+def played(codec: str, *script: Any, fields: tuple[tuple[str, Any], ...] = ()) -> list[dict[str, Any]]:
+    with coordinators(1, WORLD, 1) as made:
+        setting = Setting("module", tuple(each.address for each in made), codec, fields=fields)
+        return pool(WORLD).call(play, WORLD, train, setting, *script)
 
 
-def densely_sgd(run: Run) -> dict[str, Any]:
-    return train(run, "sgd", lazy=False)
+OFF = (("guard", "off"),)
 
 
-def lazily_adamw(run: Run) -> dict[str, Any]:
-    return train(run, "adamw", lazy=True)
-
-
-def densely_adamw(run: Run) -> dict[str, Any]:
-    return train(run, "adamw", lazy=False)
-
-
-def lazily_cleared(run: Run) -> dict[str, Any]:
-    return train(run, "sgd", lazy=True, cleared=True)
-
-
-def densely_cleared(run: Run) -> dict[str, Any]:
-    return train(run, "sgd", lazy=False, cleared=True)
-
-
-@pytest.mark.parametrize(("lazily", "densely"), [
-    (lazily_sgd, densely_sgd), (lazily_adamw, densely_adamw), (lazily_cleared, densely_cleared),
-])
-def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any, densely: Any) -> None:
-    ranks, found = pool(WORLD), []
-    for script in (lazily, densely):
-        with coordinators(1, WORLD, 1) as made:
-            setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.02)", fields=(("guard", "off"),))
-            found.append(ranks.call(play, WORLD, script, setting))
+@pytest.mark.parametrize(("kind", "cleared"), [("sgd", False), ("adamw", False), ("sgd", True)])
+def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(kind: str, cleared: bool) -> None:
+    found = [played("topk(ratio=0.02)", kind, lazy, cleared, fields=OFF) for lazy in (True, False)]
     sparse, dense = found
     assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
     assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
@@ -117,14 +96,6 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(lazily: Any
         assert torch.allclose(sparse[0][name], dense[0][name], atol=1e-5)
 
 
-def looked_through(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
-    return train(run, kind, lazy=True, cleared=cleared, looks=True)
-
-
-def straight(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
-    return train(run, kind, lazy=True, cleared=cleared)
-
-
 @pytest.mark.parametrize(("codec", "fields"), [
     ("topk(ratio=0.02)", (("guard", "warn"),)), ("randomk(ratio=0.05)", ()),
     ("topk(ratio=0.02, values='fp16')", (("warmup", 4), ("ratio_over", "plan"), ("cut_nbytes", 8192))),
@@ -132,11 +103,7 @@ def straight(run: Run, kind: str, cleared: bool) -> dict[str, Any]:
 def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_through(
     codec: str, fields: tuple[tuple[str, Any], ...],
 ) -> None:
-    found = []
-    for script in (straight, looked_through):
-        with coordinators(1, WORLD, 1) as made:
-            setting = Setting("module", tuple(each.address for each in made), codec, fields=fields)
-            found.append(pool(WORLD).call(play, WORLD, script, setting, "sgd", True))
+    found = [played(codec, "sgd", True, True, looks, fields=fields) for looks in (False, True)]
     ours, theirs = found[0][0], found[1][0]
     assert ours.pop("kept")
     assert not theirs.pop("kept")
@@ -145,23 +112,11 @@ def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_th
         assert torch.equal(ours[name], theirs[name]), name
 
 
-def dense_codec(run: Run) -> dict[str, Any]:
-    return train(run, "sgd", lazy=True)
-
-
 def test_averages_with_many_entries_stay_dense() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        setting = Setting("module", tuple(each.address for each in made), "fp16()")
-        results = pool(WORLD).call(play, WORLD, dense_codec, setting)
-    assert not any(layout[FIRST] for layout in results[0]["layouts"])
-
-
-def test_results_with_more_entries_than_are_handed_over_are_not_kept() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        setting = Setting("module", tuple(each.address for each in made), "topk(ratio=0.25)", fields=(("guard", "off"),))
-        results = pool(WORLD).call(play, WORLD, lazily_sgd, setting)
-    assert not results[0]["kept"]
-    assert not any(layout[FIRST] for layout in results[0]["layouts"])
+    assert not any(layout[FIRST] for layout in played("fp16()", "sgd", True)[0]["layouts"])
+    first = played("topk(ratio=0.25)", "sgd", True, fields=OFF)[0]
+    assert not first["kept"], "more entries than are handed over"
+    assert not any(layout[FIRST] for layout in first["layouts"])
 
 
 def test_entries_are_joined_where_they_are_few_and_finite() -> None:
