@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,34 +45,29 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
     return found
 
 
-def train(rank: int, wrap: Wrap, dtype: torch.dtype = torch.float32, **ddp: Any) -> list[Gradients]:
+def train(rank: int, wrap: Wrap, how: str = "", dtype: torch.dtype = torch.float32, **ddp: Any) -> list[Gradients]:
     model = mlp().to(dtype)
     wrapped, optimizer, found = wrap(model, **ddp), torch.optim.SGD(model.parameters(), lr=0.05), []
-    for number in range(STEPS):
+
+    def loss(number: int) -> torch.Tensor:
         x, y = data(rank, number)
-        nn.functional.mse_loss(wrapped(x.to(dtype)), y.to(dtype)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return nn.functional.mse_loss(wrapped(x.to(dtype)).to(torch.float32 if how == "autocast" else dtype), y.to(dtype))
+
+    for number in range(STEPS):
+        if how == "no_sync":
+            for micro in range(3):
+                with wrapped.no_sync() if micro < 2 else contextlib.nullcontext():
+                    loss(3 * number + micro).backward()
+        elif how == "several forward passes":
+            torch.stack([loss(2 * number), loss(2 * number + 1)]).sum().backward()
+        elif how == "several backward passes":  # each of them averages what has gathered in `.grad`
+            for micro in range(2):
+                loss(2 * number + micro).backward()
+        else:
+            loss(number).backward()
         found.append(step(model, optimizer))
     return found
-
-
-def plain(rank: int, wrap: Wrap) -> list[Gradients]:
-    return train(rank, wrap)
-
-
-def gradient_as_bucket_view(rank: int, wrap: Wrap) -> list[Gradients]:
-    return train(rank, wrap, gradient_as_bucket_view=True)
-
-
-def static_graph(rank: int, wrap: Wrap) -> list[Gradients]:
-    return train(rank, wrap, static_graph=True)
-
-
-def one_bucket(rank: int, wrap: Wrap) -> list[Gradients]:
-    return train(rank, wrap, bucket_cap_mb=25)
-
-
-def parameters_in_bfloat16(rank: int, wrap: Wrap) -> list[Gradients]:
-    return train(rank, wrap, torch.bfloat16)
 
 
 def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
@@ -87,58 +83,11 @@ def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
     return found
 
 
-def no_sync(rank: int, wrap: Wrap) -> list[Gradients]:
-    model = mlp()
-    wrapped, found = wrap(model), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(STEPS):
-        for micro in range(3):
-            with wrapped.no_sync() if micro < 2 else contextlib.nullcontext():
-                x, y = data(rank, 3 * number + micro)
-                nn.functional.mse_loss(wrapped(x), y).backward()
-        found.append(step(model, optimizer))
-    return found
-
-
-def several_forward_passes(rank: int, wrap: Wrap) -> list[Gradients]:
-    model = mlp()
-    wrapped, found = wrap(model), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(STEPS):
-        losses = [nn.functional.mse_loss(wrapped(x), y) for x, y in (data(rank, 2 * number), data(rank, 2 * number + 1))]
-        torch.stack(losses).sum().backward()
-        found.append(step(model, optimizer))
-    return found
-
-
-def several_backward_passes(rank: int, wrap: Wrap) -> list[Gradients]:
-    """Each of them averages what has gathered in `.grad`."""
-    model = mlp()
-    wrapped, found = wrap(model), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(STEPS):
-        for micro in range(2):
-            x, y = data(rank, 2 * number + micro)
-            nn.functional.mse_loss(wrapped(x), y).backward()
-        found.append(step(model, optimizer))
-    return found
-
-
-def autocast(rank: int, wrap: Wrap) -> list[Gradients]:
-    model = mlp()
-    wrapped, found = wrap(model), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(STEPS):
-        x, y = data(rank, number)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = nn.functional.mse_loss(wrapped(x).float(), y)
-        loss.backward()
-        found.append(step(model, optimizer))
-    return found
-
-
-CASES = [plain, gradient_as_bucket_view, static_graph, one_bucket, unused_parameters, no_sync, several_forward_passes,
-         several_backward_passes, autocast, parameters_in_bfloat16]
+CASES: dict[str, Callable[..., list[Gradients]]] = {
+    "plain": train, "gradient_as_bucket_view": partial(train, gradient_as_bucket_view=True),
+    "static_graph": partial(train, static_graph=True), "one bucket": partial(train, bucket_cap_mb=25),
+    "unused parameters": unused_parameters, "in bfloat16": partial(train, dtype=torch.bfloat16),
+} | {how: partial(train, how=how) for how in ("no_sync", "several forward passes", "several backward passes", "autocast")}
 
 
 def bf16_compress(group: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -170,22 +119,21 @@ def ours(codec: str, address: str, **fields: Any) -> Hooked:
 
 def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[list[Gradients], list[Gradients]]:
     theirs, mine = Hooked(TORCHS[hook]), ours(codec, address)
-    script = next(c for c in CASES if c.__name__ == case)
     try:
-        return script(rank, theirs), script(rank, mine)
+        return CASES[case](rank, theirs), CASES[case](rank, mine)
     finally:
         mine.state.connection.close()
 
 
 @pytest.mark.commit(10)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_ours_gives_what_torchs_hook_gives(hook: str, case: Callable[..., Any]) -> None:
+def test_ours_gives_what_torchs_hook_gives(hook: str, case: str) -> None:
     codec, wire, rounding = HOOKS[hook]
-    if case is autocast or case is parameters_in_bfloat16:
+    if case in ("autocast", "in bfloat16"):
         rounding = max(rounding, 2.0**-8)  # of the computation, or of the gradients themselves
     with coordinators(1, WORLD, 1) as made:
-        results = pool(WORLD).call(both, case.__name__, hook, codec, made[0].address)
+        results = pool(WORLD).call(both, case, hook, codec, made[0].address)
     for number in range(STEPS):
         theirs, mine = results[0][0][number], results[0][1][number]
         assert [g is None for g in mine] == [g is None for g in theirs], f"step {number}: who has a gradient"
@@ -193,8 +141,8 @@ def test_ours_gives_what_torchs_hook_gives(hook: str, case: Callable[..., Any]) 
             if a is not None:
                 largest, apart = float(b.abs().max()), float((a.float() - b.float()).abs().max())
                 assert apart <= ROUNDINGS * rounding * largest, f"step {number}, tensor {i}"
-                assert largest > 0 or case is unused_parameters
-                assert case is not plain or torch.equal(a, (WORLD * a).to(wire).float() / WORLD), "it was coded"
+                assert largest > 0 or case == "unused parameters"
+                assert case != "plain" or torch.equal(a, (WORLD * a).to(wire).float() / WORLD), "it was coded"
                 assert torch.equal(a, results[1][1][number][i]), "ranks differ"
 
 
