@@ -70,5 +70,5 @@ def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
     one = msgspec.structs.replace(messages.worker_request("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
     first = membership.join(membership.State(1, 0), one, 0.0).state
     then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0).state
-    assert then.places[one.token].join.serial == "b"
+    assert then.registrations[one.token].join.serial == "b"
     assert journaled_part(then) != journaled_part(first), "and the journal is written"

@@ -224,14 +224,14 @@ def test_what_is_under_way_goes_on_and_who_comes_later_is_let_in(
         assert served.files == [SEATS, KV_NAME]
         every[0].ask(put=[("group/0/0", bytes(160 << 10))], add=("count", 1))
         waits = [pool.submit(home.ask, want=[("group/1/2", 2)], add=("count", 1)) for home in every[:2]]
-        until(lambda: every[2].ask(want=[("count", messages.ANY)]).found == (b"3",), "both have added")
+        until(lambda: every[2].ask(want=[("count", messages.ANY)]).values == (b"3",), "both have added")
         served.kill()
         late = pool.submit(every[2].ask, put=[("group/1/2", b"at last")], add=("count", 1))
         served.start()
         assert late.result(WAIT_S).sum == 4
-        assert [wait.result(WAIT_S).found for wait in waits] == [(b"at last",)] * 2
+        assert [wait.result(WAIT_S).values for wait in waits] == [(b"at last",)] * 2
     served.heard()
-    assert every[1].ask(want=[("group/0/0", 0), ("count", messages.ANY)]).found == (bytes(160 << 10), b"4")
+    assert every[1].ask(want=[("group/0/0", 0), ("count", messages.ANY)]).values == (bytes(160 << 10), b"4")
     members[2].leave("it breaks off")
     every[2].close()
     newcomer = Home(address, opened, config, "d")
@@ -240,7 +240,7 @@ def test_what_is_under_way_goes_on_and_who_comes_later_is_let_in(
     served.start()
     members.append(newcomer.join())
     assert [member.rank for member in members[-1].view.members] == [0, 1, 3]
-    assert newcomer.ask(want=[("count", messages.ANY)]).found == (b"4",)
+    assert newcomer.ask(want=[("count", messages.ANY)]).values == (b"4",)
     assert [home.ended for home in (*every[:2], newcomer)] == [""] * 3
     served.heard()
     for member in (*members[:2], members[3]):
