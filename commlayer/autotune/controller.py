@@ -16,10 +16,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
@@ -77,12 +77,13 @@ class Phase(Enum):
     """Ranks exchange rows about their steps and act on rows that all have received."""
 
 
-class ShareMover(Protocol):
-    """Moves shares of the batch: commlayer.Controller."""
+class ShareMover(NamedTuple):
+    """How shares of the batch take part in report rows: see shares/driver.py."""
 
-    def row(self) -> WorkerTime: ...
-
-    def receive(self, rows: list[WorkerTime], step_s: float) -> None: ...
+    row: Callable[[], WorkerTime]
+    """This rank's part of the next row."""
+    receive: Callable[[list[WorkerTime], float], None]
+    """Takes the parts of all ranks, and the longest step time of any rank."""
 
 
 class TuningController:

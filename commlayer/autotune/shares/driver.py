@@ -15,6 +15,7 @@ import torch.distributed as dist
 from msgspec import structs
 from torch import nn
 
+from commlayer.autotune.controller import ShareMover
 from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
@@ -152,14 +153,14 @@ class Controller:
             for moved in self.session.inspect.connection.on_shares:
                 moved(part)
 
-    def row(self) -> WorkerTime:
+    def _row(self) -> WorkerTime:
         """This rank's part of the next report row."""
         assert self._state is not None
         times, self._times = self._times, []
         price = self.session.inspect.connection.terms.price or (0.0, 0.0)
         return WorkerTime(self._step, *latest(times), self._ahead, *price, policy.checksum(self._state))
 
-    def receive(self, rows: list[WorkerTime], step_s: float) -> None:
+    def _receive(self, rows: list[WorkerTime], step_s: float) -> None:
         """Rows of all ranks, which are decided on after the step. `step_s`: the longest step time of any rank."""
         if rows[0].step >= 0:  # a row from before the balancing has no times
             self._inbox.append((rows, step_s))
@@ -207,7 +208,7 @@ class Controller:
             rows = [RankStart(*row) for row in exchange.read()]
         state = policy.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
                              opening=self._opening, lbb=self._mode == "lbb")
-        reporting(connection, self.session.inspect.observers).shares = self
+        reporting(connection, self.session.inspect.observers).shares = ShareMover(self._row, self._receive)
         return state
 
 
