@@ -109,11 +109,11 @@ class TuningController:
         self.shares: ShareMover | None = None
         """Moves shares of the batch, if the script does."""
         self._thread: threading.Thread | None = None
-        self._found: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
+        self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
         """Results of the planner thread, processed at the end of the next step."""
         self._ended = 0.0
         """End of the last step reported here; 0 before the first."""
-        self._besides_s = self._exposed_s = 0.0
+        self._overhead_s = self._exposed_s = 0.0
         """Seconds that decisions have taken since then, and the total wait for communication up to then."""
         self._busy = False
         connection.on_close.append(self._close)
@@ -184,7 +184,7 @@ class TuningController:
         """
         worker = self._connection.worker
         assert worker is not None
-        step_s = max(0.0, ended - self._ended - self._besides_s) / steps if self._ended else 0.0
+        step_s = max(0.0, ended - self._ended - self._overhead_s) / steps if self._ended else 0.0
         waited_s = (worker.counters.exposed_s - self._exposed_s) / steps
         begin = time.perf_counter()
         self._busy = True  # a switch first flushes the exchanges in progress
@@ -196,10 +196,10 @@ class TuningController:
             self._busy = False
         self._begin(ended, time.perf_counter() - begin)
 
-    def _begin(self, ended: float, besides_s: float = 0.0) -> None:
+    def _begin(self, ended: float, overhead_s: float = 0.0) -> None:
         """Marks the end of the last step as the beginning of the next one."""
         assert self._connection.worker is not None
-        self._ended, self._besides_s, self._exposed_s = ended, besides_s, self._connection.worker.counters.exposed_s
+        self._ended, self._overhead_s, self._exposed_s = ended, overhead_s, self._connection.worker.counters.exposed_s
 
     def step_over(self, step_s: float, waited_s: float) -> None:
         """A step has ended; `step_s` is 0 if unknown."""
@@ -229,7 +229,7 @@ class TuningController:
 
     def _plan_step(self, step_s: float, waited_s: float) -> None:
         self._planned_steps += 1
-        self._take_found()
+        self._take_results()
         if self._lead is not None and step_s:
             self._set(*plan_policy.step_over(self._lead, step_s, self._connection.exchanges, self._active))
         if self._phase is Phase.WATCHING:
@@ -391,29 +391,29 @@ class TuningController:
         try:
             limits = self._do.limits()
         except Exception as error:
-            self._found.append((order, None, f"{type(error).__name__}: {error}"))
+            self._results.append((order, None, f"{type(error).__name__}: {error}"))
             return
 
         def search() -> None:
             try:
-                self._found.append((order, self._do.search(order, limits), ""))
+                self._results.append((order, self._do.search(order, limits), ""))
             except Exception as error:
-                self._found.append((order, None, f"{type(error).__name__}: {error}"))
+                self._results.append((order, None, f"{type(error).__name__}: {error}"))
 
         self._thread = threading.Thread(target=search, name="commlayer-planner", daemon=True)
         self._thread.start()
 
-    def _take_found(self) -> None:
-        while self._found:
+    def _take_results(self) -> None:
+        while self._results:
             assert self._lead is not None
-            order, candidate, why = self._found.popleft()
+            order, candidate, why = self._results.popleft()
             self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
 
     def _await(self, most_s: float) -> None:
         """Collective: waits until rank 0 has planned. A search that takes longer continues while training goes on."""
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
-            self._take_found()
+            self._take_results()
         if self._do.any_on_rank_0(self._lead is not None and self._lead.proposal is not None):
             self._switch()
 
@@ -481,7 +481,7 @@ class TuningController:
         """Waits up to `deadline_s` for a search to end. Returns the verdicts."""
         if self._thread is not None:
             self._thread.join(deadline_s)
-        self._take_found()
+        self._take_results()
         return self.verdicts
 
     @property

@@ -118,14 +118,14 @@ class RankMeasurement(NamedTuple):
     """Whether the rank's script rebalances shares of the batch."""
 
 
-def server_nodes_of(made: JobContext) -> list[int]:
+def server_nodes_of(connection: JobContext) -> list[int]:
     """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
-    assert made.uplink is not None
-    nodes = [s.node for s in made.uplink.view.servers]
-    if made.members is None:
+    assert connection.uplink is not None
+    nodes = [s.node for s in connection.uplink.view.servers]
+    if connection.members is None:
         return nodes
     elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
-    return [made.world + elsewhere.index(node) for node in nodes]
+    return [connection.world + elsewhere.index(node) for node in nodes]
 
 
 Ways = tuple[float, float, float]
@@ -142,7 +142,7 @@ LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
 time. If fewer nodes have servers, senders share them."""
 LONGEST_S = 0.3
 """Longest round trip that turns allow for. With longer ones a probe finds little, and only the traffic of steps is known."""
-TOLD_BPS = 20e6
+FAST_BPS = 20e6
 """Faster links are always probed: processors, or servers waiting for each other, may have limited the steps."""
 BUSY, BUSY_TRIPS = 0.35, 8
 """A link limited the steps if it was busy for this fraction of them, and for more round trips than windows take to open."""
@@ -174,26 +174,27 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
 
 
 def probed(
-    made: JobContext, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *, expected: Rates = UNKNOWN,
+    connection: JobContext, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
+    expected: Rates = UNKNOWN,
 ) -> Ways:
     """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
     then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
     determines on all nodes is not probed. `expected`: known lower bounds, at which windows start."""
-    groups = _groups(made)
-    assert made.uplink is not None
-    away = [server.id for server in made.uplink.view.servers if server.node != groups.node]
+    groups = _groups(connection)
+    assert connection.uplink is not None
+    away = [server.id for server in connection.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
-    network, patience_s = link_rates.RequestNetwork(made.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
+    network, patience_s = link_rates.RequestNetwork(connection.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
     if asks:
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
         mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
-    nodes = _told(groups, mine)
+    nodes = _shared(groups, mine)
     # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
     if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
         longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
         asking = [number for number, node in enumerate(nodes) if node.asks]
-        everywhere = len({server.node for server in made.uplink.view.servers}) >= len(asking)
+        everywhere = len({server.node for server in connection.uplink.view.servers}) >= len(asking)
         turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
         mine_at = asking.index(groups.node) % turns
         begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
@@ -213,7 +214,7 @@ def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> 
     if seen is None:
         return 0.0, 0.0
     least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
-    busy = [way.bps < TOLD_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
+    busy = [way.bps < FAST_BPS and way.share * seen.since_s >= least_s for way in seen.carried]
     up, down = (PAYLOAD * way.bps if known else 0.0 for way, known in zip(seen.carried, busy, strict=True))
     return up, down
 
@@ -226,7 +227,7 @@ def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bo
     return turns, max(budget_s / 2 / turns, least_s)
 
 
-def _told(groups: Groups, mine: _Known) -> list[_Known]:
+def _shared(groups: Groups, mine: _Known) -> list[_Known]:
     """The values of all nodes, in node order."""
     rows = groups.gather_all(torch.tensor(mine, dtype=torch.float64, device=groups.device)).tolist()
     return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
@@ -240,32 +241,32 @@ def at_least(ways: Ways, carried: Throughput | None) -> Ways:
     return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
 
 
-def gathered(made: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
+def gathered(connection: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
     """Collective: returns the rows of all ranks in rank order."""
-    groups = _groups(made)
+    groups = _groups(connection)
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
-def links_of(made: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
+def links_of(connection: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
     """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
-    firsts = rows[:: _groups(made).ranks_per_node]
+    firsts = rows[:: _groups(connection).ranks_per_node]
     probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are its upload, their uploads its download.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
 
-def meter_of(made: JobContext) -> InterfaceCounters | None:
+def meter_of(connection: JobContext) -> InterfaceCounters | None:
     """Reads this node's interface counters, on the node's first rank, if the system has them."""
-    assert made.uplink is not None
-    if _groups(made).local:
+    assert connection.uplink is not None
+    if _groups(connection).local:
         return None
-    servers = [host_port(server.address)[0] for server in made.uplink.view.servers]
+    servers = [host_port(server.address)[0] for server in connection.uplink.view.servers]
     counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)
 
 
-def _groups(made: JobContext) -> Groups:
-    assert made.groups is not None
-    return made.groups
+def _groups(connection: JobContext) -> Groups:
+    assert connection.groups is not None
+    return connection.groups

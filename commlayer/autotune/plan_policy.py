@@ -298,9 +298,9 @@ def end_search(
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
     if keep or later or _hopeless(best, best.current_steps):
-        line = f"kept the plan in force{_beside_alone(best, current_s)}: found {line}"
+        line = f"kept the plan in force{_versus_alone(best, current_s)}: found {line}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
-    line = f"found {line}{_beside_alone(best, best.plan.step_s * best.steps)}"
+    line = f"found {line}{_versus_alone(best, best.plan.step_s * best.steps)}"
     return structs.replace(kept, proposal=Proposal(best, lead.pace_s)), [LogLine(line), *hint]
 
 
@@ -309,7 +309,7 @@ def _hopeless(found: Candidate, current_steps: float) -> bool:
     return found.steps >= MOST_STEPS and found.steps > current_steps
 
 
-def _beside_alone(found: Candidate, to_loss_s: float) -> str:
+def _versus_alone(found: Candidate, to_loss_s: float) -> str:
     """The expected speed against one machine alone. `to_loss_s` is the time that replaces one step of dense training."""
     if not found.alone_s or not to_loss_s:
         return ""

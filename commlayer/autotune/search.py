@@ -165,16 +165,16 @@ def best_plan(
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
     finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
 
-    def found(inputs: PlanInputs) -> tuple[Best, float]:
+    def best_of(inputs: PlanInputs) -> tuple[Best, float]:
         best = _of_ways(inputs, current, apart=apart, suggests=suggests)
         return best, best.plan.step_s * steps_of(best.plan, inputs)
 
     if not young or finely == allowed:
-        return found(allowed)[0]
-    fine, fine_s = found(finely)
+        return best_of(allowed)[0]
+    fine, fine_s = best_of(finely)
     if fine_s <= NOTHING_ELSE * _computing_s(made_from):  # no plan is faster than steps without communication
         return fine
-    other, other_s = found(allowed)
+    other, other_s = best_of(allowed)
     return fine if fine_s <= NOTHING_ELSE * other_s else other
 
 
@@ -206,12 +206,12 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     assert policy is not None
     searched = plain_found(job, cluster, profile, policy)
 
-    def timed(found: Found) -> Plan:
-        plan = _as_asked(found.plan, current)
+    def timed(option: Found) -> Plan:
+        plan = _with_ratios(option.plan, current)
         return structs.replace(plan, step_s=step_s(plan, made_from))
 
-    def explained(found: Found) -> Plan:
-        return _as_asked(searched.explained(found), current)
+    def explained(option: Found) -> Plan:
+        return _with_ratios(searched.explained(option), current)
 
     averaged = searched.best(exact=True)
     plain = _in_updates(timed(averaged), made_from) if apart else timed(averaged)
@@ -251,7 +251,7 @@ def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     speeds = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return (f"nothing on averaged gradients keeps up with these links ({speeds[0]} at best): goes over to {_how(other)} "
+    return (f"nothing on averaged gradients keeps up with these links ({speeds[0]} at best): switches to {_how(other)} "
             f"({speeds[1]}); attach() without exact=False keeps to averaged gradients")
 
 
@@ -266,24 +266,24 @@ def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
     return structs.replace(converted, step_s=step_s(converted, made_from))
 
 
-def uncompressed(found: Candidate, *, apart: bool = False) -> Candidate | None:
+def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
     """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
-    inputs = found.basis.inputs
+    inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None
     plain = planner.default_plan(
-        inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=found.runnable.ranks_per_node,
+        inputs.job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=best.runnable.ranks_per_node,
         fuse_nbytes=COLLECTIVE_NBYTES, cut_nbytes=COLLECTIVE_NBYTES,
     )
-    if plain.buckets == found.current.buckets:
+    if plain.buckets == best.current.buckets:
         return None
     plain = _in_updates(plain, inputs) if apart else structs.replace(plain, step_s=step_s(plain, inputs))
-    plain = _as_asked(plain, found.runnable)
-    return found._replace(basis=found.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
+    plain = _with_ratios(plain, best.runnable)
+    return best._replace(basis=best.basis._replace(plan=plain), runnable=plain, price=price_of(plain, inputs),
                           steps=steps_of(plain, inputs), leaves="")
 
 
-def _as_asked(plan: Plan, before: Plan) -> Plan:
+def _with_ratios(plan: Plan, before: Plan) -> Plan:
     """Keeps the compression-ratio settings of the job."""
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 

@@ -50,7 +50,7 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
-        assert "times as many to the loss at best): goes over to 16 local steps" in leaves
+        assert "times as many to the loss at best): switches to 16 local steps" in leaves
         assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
         again = search.best_plan(inputs(links, exact=exact), made)
         assert again == search.Best(made), "said once"
