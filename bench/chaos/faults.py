@@ -66,9 +66,9 @@ class Fault(NamedTuple):
         return self.strikes == "worker" and (self.ends or self.joins)
 
 
-NO_ROOM = "a crash of this server ends the job"
+NO_ROOM = "a crash of this server will end the job"
 """Logged by a server without a journal."""
-OTHER_CLOCK = "certificates depend on it"
+OTHER_CLOCK = "valid certificates may be rejected"
 """Logged by a joining process whose clock differs from the coordinator's."""
 FAULTS: dict[str, Fault] = {
     "none": Fault("nothing: what the others are compared with", "worker", heals=False),

@@ -157,11 +157,12 @@ class Service:
         if generation == wire_generation(change.view) and change.view.generation <= self.view.generation:
             return f"view {change.view.generation} has ended"
         if why := change_problem(change, generation, sender, self.view):
-            raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
+            raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
         if self.newest.generation < change.view.generation and not hurries():
             raise Waits
         if self.newest.generation == change.view.generation and self.newest != change.view:
-            raise CorruptFrame("PLAN of other members: its view is not the coordinator's", peer=peer_name(sender))
+            raise CorruptFrame("PLAN frame with a change of members is invalid: its epoch differs from the coordinator's",
+                               peer=peer_name(sender))
         return "" if self.newest == change.view else f"view {change.view.generation} is not the coordinator's newest"
 
     def _gives_way(self, change: EpochChange, generation: int) -> None:

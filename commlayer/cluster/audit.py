@@ -1,4 +1,4 @@
-"""The audit log: joins, refusals, departures and plans, as JSON lines appended to a file."""
+"""The audit log: one JSON line in a file for each join, refusal, departure and plan of a job."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from commlayer.transport.handshake import SilentConnection
 log = logging.getLogger("commlayer")
 
 MOST_REFUSED = 600
-"""Refusals logged per minute, here and in the log, and as many probes. Above that they are only counted, so that a flood cannot
-fill the disk."""
+"""Limit per minute for refused connections, and separately for probes, in the audit file and in the log. Further ones are only
+counted, so a flood cannot fill the disk."""
 
 
 class Audit:
-    """Several processes of a machine may share a file: each line is one append."""
+    """Writes the audit log. Several processes of a machine may share a file, because each line is written with one append."""
 
     def __init__(self, path: str) -> None:
-        """RecordError if the file cannot be written. An empty path: writes nothing."""
+        """Opens the file for appending. Raises RecordError if the file cannot be written. With an empty path nothing is
+        written."""
         self._path, self._lock = path, threading.Lock()
         self._shown: dict[str, tuple[int, int]] = {}
-        """By event: the minute of the last one, and the count in that minute."""
+        """Maps an event name to the minute of the last such event and the number of such events in that minute."""
         self._file = -1
         if path:
             try:
@@ -37,18 +38,20 @@ class Audit:
                                   "there") from None
 
     def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
-        """Also logs it. Probes are marked as such: `commlayer doctor` and port monitors cause them."""
+        """Records and logs a refused connection. A connection that was closed without sending anything is recorded as "probed":
+        `commlayer doctor` and port monitors open such connections."""
         event = "probed" if isinstance(why, SilentConnection) else "refused"
         if self._bounded(event, where, why):
             log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
 
     def denied(self, where: str, why: str) -> None:
-        """As `refused`, for an authenticated request that cannot be met. A client may repeat such a request forever."""
+        """Records and logs that an authenticated request was refused. A client may repeat such a request forever, so the limit
+        per minute applies here too."""
         if self._bounded("refused", where, why):
             log.warning("refused: %s", why)
 
     def _bounded(self, event: str, where: str, why: str) -> bool:
-        """Writes the event unless the limit per minute is reached. Whether it did."""
+        """Writes the event unless the limit per minute is reached. Returns whether the event was written."""
         with self._lock:
             minute, over = int(time.monotonic() // 60), 0
             last, count = self._shown.get(event, (minute, 0))
@@ -63,7 +66,7 @@ class Audit:
         return count < MOST_REFUSED
 
     def note(self, event: str, **what: str | int) -> None:
-        """If the file cannot be written, logs that and continues."""
+        """Appends one event to the audit file. If the file cannot be written, logs that and continues."""
         if self._file < 0:
             return
         line = json.dumps({"time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "event": event,
@@ -76,7 +79,7 @@ class Audit:
             log.warning("audit: %s: %s; not written: %s", self._path, error.strerror, line.rstrip())
 
     def close(self) -> None:
-        """Idempotent. Later events are only logged."""
+        """Closes the file. Idempotent. Later events are logged, but no longer written to the file."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

@@ -1,8 +1,8 @@
 """The job's certificate authority (CA): issues certificates for nodes, and keeps the revocation list.
 
-The CA's folder holds its key (`ca.key`), all certificates ever issued (`issued/`) and, for each node, a folder to copy to it
-(`nodes/NAME/`). Folders are made under a temporary name and then renamed, and files are replaced as a whole, so a crash leaves
-nothing half written.
+The CA's folder contains the CA's private key (`ca.key`), all certificates ever issued (`issued/`) and one folder per node
+(`nodes/NAME/`), to be copied to that node. Folders are created under a temporary name and then renamed, and files are replaced
+atomically. A crash therefore leaves no incomplete file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVIC
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
-"""Certificates start this long before they are issued, for nodes with slow clocks."""
+"""How long before its time of issue a certificate becomes valid, for nodes whose clocks are slow."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 T = TypeVar("T")
 
@@ -46,15 +46,17 @@ class Issued(NamedTuple):
 
 
 def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
-    """Makes a CA in a new or empty folder. Returns its expiry."""
+    """Creates a CA in a new or empty folder. Returns when the CA's certificate expires."""
     _check_days(days)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        obstacle = "a CA is there already" if (folder / CA_KEY).exists() else "something is there already"
+        obstacle = "the folder already contains a CA" if (folder / CA_KEY).exists() else "the folder is not empty"
         raise InvalidInput("E-KEYS",
-                           f"{folder}: {obstacle}; name another folder with --dir, or go on with `commlayer keys add NAME`")
+                           f"{folder}: {obstacle}; name another folder with --dir, or add nodes to this CA with `commlayer "
+                           "keys add NAME`")
     if folder.resolve() == Path.cwd():
         raise InvalidInput("E-KEYS",
-                           f"{folder}: the folder that you are in cannot be replaced; name one to be made, as in --dir keys")
+                           f"{folder}: the current directory cannot be replaced; name a folder to be created, for example "
+                           "--dir keys")
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"commlayer job {secrets.token_hex(4)}")])
     start, end = _times(days)
@@ -70,11 +72,12 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
 
 
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
-    """Issues a certificate and makes the node's folder. `again`: replaces the node's present certificate and revokes it."""
+    """Issues a certificate and creates the node's folder, which is returned. `dials_only`: the certificate is not valid for
+    servers. `again`: replaces and revokes the node's present certificate."""
     if not NAME.fullmatch(name):
         raise InvalidInput("E-CLI-OPTION",
-                           f"got {name!r} as a node's name, allowed: 1 to 63 letters, digits, '.', '_' and '-', a letter or "
-                           "digit first, as in gpu-2")
+                           f"node name: got {name!r}, allowed: 1 to 63 letters, digits, '.', '_' and '-', starting with a "
+                           "letter or digit, for example gpu-2")
     _check_days(days)
     with _locked(folder):
         key, authority = _authority(folder)
@@ -82,8 +85,8 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
             raise InvalidInput("E-KEYS",
-                               f"{name} has a certificate until {have[-1].until:%Y-%m-%d}, in {folder / NODES / name}: --again "
-                               "makes a new one and revokes that")
+                               f"{name} already has a certificate, valid until {have[-1].until:%Y-%m-%d}, in "
+                               f"{folder / NODES / name}; --again replaces and revokes it")
         own = ec.generate_private_key(ec.SECP256R1())
         start, end = _times(days)
         end = min(end, authority.not_valid_after_utc)
@@ -95,7 +98,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
                        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
                        .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
                        .sign(key, hashes.SHA256()))
-        # Listed in the CA before it is handed out: a certificate that is not listed could not be revoked.
+        # The CA records the certificate before handing it out, because an unrecorded certificate could not be revoked.
         write_whole({folder / ISSUED / f"{name}-{certificate.serial_number:x}.pem": _pem(certificate)}, durable=True)
         if have:
             _revoke(folder, key, authority, {one.serial for one in have})
@@ -106,22 +109,23 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
 
 
 def revoke(folder: Path, name: str) -> int:
-    """Revokes all certificates of that node for good. Returns how many were revoked."""
+    """Revokes all certificates of that node permanently. Returns how many were not revoked before."""
     with _locked(folder):
         key, authority = _authority(folder)
         certificates = issued(folder)
         have = [one for one in certificates if one.name == name]
         if not have:
             names = ", ".join(sorted({one.name for one in certificates})) or "none"
-            raise InvalidInput("E-KEYS", f"{name} has no certificate of {folder}; those that have: {names}")
+            raise InvalidInput("E-KEYS", f"{name}: the CA in {folder} has issued no certificate for this node; nodes with "
+                                         f"certificates: {names}")
         new = {one.serial for one in have if not one.revoked}
-        # Also if there are none: a node's folder that an earlier call did not reach gets the list now.
+        # Written even if no certificate is newly revoked: an earlier call may have failed before it reached a node's folder.
         _revoke(folder, key, authority, new)
         return len(new)
 
 
 def issued(folder: Path) -> list[Issued]:
-    """All certificates, sorted by name, the revoked ones first."""
+    """Returns all certificates that the CA has issued, sorted by node name; for each node, revoked certificates come first."""
     _, listed = _revocations(folder)
     rows = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
             for path in (folder / ISSUED).glob("*.pem")]
@@ -150,7 +154,7 @@ def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
         number = revocation_list.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         return number, {one.serial_number: one.revocation_date_utc for one in revocation_list}
 
-    return _parsed(folder / REVOKED, listed, "list of the revoked")
+    return _parsed(folder / REVOKED, listed, "revocation list")
 
 
 def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: Mapping[int, datetime.datetime],
@@ -169,9 +173,9 @@ def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certifica
     ca = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
     now = datetime.datetime.now(datetime.UTC)
     if not ca.not_valid_before_utc <= now <= ca.not_valid_after_utc:
-        raise InvalidInput("E-KEYS", f"the CA in {folder} is good from {ca.not_valid_before_utc:%Y-%m-%d} to "
-                           f"{ca.not_valid_after_utc:%Y-%m-%d} and this machine's clock says {now:%Y-%m-%d}: mend the clock, "
-                           "or make another CA with `commlayer keys init --dir`")
+        raise InvalidInput("E-KEYS", f"the CA in {folder} is valid from {ca.not_valid_before_utc:%Y-%m-%d} to "
+                                     f"{ca.not_valid_after_utc:%Y-%m-%d}, but this machine's clock shows {now:%Y-%m-%d}: "
+                                     "correct the clock, or create another CA with `commlayer keys init --dir`")
     key = _parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidInput("E-KEYS", f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
@@ -183,7 +187,7 @@ def _parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
     try:
         return parse(data)
     except Exception:  # parsers raise many types, and their messages do not help users
-        raise InvalidInput("E-KEYS", f"{path} is damaged: it holds no {what}; {_remedy(path)}") from None
+        raise InvalidInput("E-KEYS", f"{path} is damaged: it does not contain a {what}; {_remedy(path)}") from None
 
 
 def _read(path: Path) -> bytes:
@@ -194,25 +198,27 @@ def _read(path: Path) -> bytes:
 
 
 def _remedy(path: Path) -> str:
-    """Every node's folder has copies of the CA's public files. An older revocation list would admit revoked certificates."""
+    """Returns what the user can do about a damaged or missing file of the CA. Every node's folder has copies of the CA's public
+    files. An older revocation list would admit revoked certificates."""
     if path.name == CA_KEY:
-        return ("restore it from a copy of that folder; without one make another CA, with `commlayer keys init --dir`, and new "
-                "keys for every node")
+        return ("restore it from a backup of that folder; without one create a new CA with `commlayer keys init --dir`, and "
+                "new keys for every node")
     if path.parent.name == ISSUED:
-        return f"restore it from a copy, or the node's {CERTIFICATE} under that name: what is not there cannot be revoked"
-    newest = " that has the newest one" if path.name == REVOKED else ""
-    return f"copy it from a node's folder{newest}, as in {path.parent / NODES / 'NAME' / path.name}"
+        return (f"restore it from a backup, or copy the node's {CERTIFICATE} to this name: a certificate that is missing here "
+                "cannot be revoked")
+    newest = " that has the newest version" if path.name == REVOKED else ""
+    return f"copy it from a node's folder{newest}, for example {path.parent / NODES / 'NAME' / path.name}"
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Locks the CA against other processes."""
+    """Locks the CA's folder against other processes."""
     try:
         descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
     except OSError as error:
         raise InvalidInput("E-KEYS",
-                           f"{folder} has no CA ({error.strerror}): `commlayer keys init --dir {folder}` makes one, --dir "
-                           "names another folder") from None
+                           f"{folder} contains no CA ({error.strerror}): create one with `commlayer keys init --dir "
+                           f"{folder}`, or name another folder with --dir") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -221,16 +227,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:
-    """Makes a folder as a whole or not at all, readable for its owner only. After a failure the former folder is in place.
-    `new`: never replaces a folder."""
+    """Creates a folder atomically, readable by its owner only. After a failure the previous folder is still in place. `new`:
+    fails if the folder exists and is not empty."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput("E-KEYS",
-                           f"{place} cannot be made: {error.filename or place.parent}: {error.strerror}; name a folder that "
-                           "can be, with --dir") from None
+                           f"{place} cannot be created: {error.filename or place.parent}: {error.strerror}; name a "
+                           "writable folder with --dir") from None
     try:
         part.mkdir(mode=0o700)
         for name in folders:
@@ -250,7 +256,8 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
                 former.rename(place)
             elif new and place.exists():
                 raise InvalidInput("E-KEYS",
-                                   f"{place}: another has made something there meanwhile; name another folder") from None
+                                   f"{place}: another process created this folder in the meantime; name another "
+                                   "folder") from None
             raise
         sync(place.parent)
     finally:

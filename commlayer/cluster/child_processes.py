@@ -1,8 +1,9 @@
-"""Child processes of a training process: the servers that it starts, and the sidecar that sends its heartbeats.
+"""Child processes of a training process: summation servers that it starts, and the sidecar that sends its heartbeats.
 
-A server ends with its parent. Its standard input is a pipe that closes when the parent ends. It also checks its parent's
-process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that called
-attach() ends.) The pipe first carries the job's secret. An orderly end is announced on it, so the child recognizes a crash.
+A child's standard input is a pipe that closes when the parent process ends, and then the server ends too. It also polls its
+parent's process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that
+called attach() ends.) The pipe first carries the job's secret. The parent announces an orderly end on the pipe, so the child
+can tell that from a crash of the parent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ GRACE_S = 5.0
 
 
 class EmbeddedServer:
-    """A running child. `control` and `data` are its addresses; empty for a role that it does not have."""
+    """A running child process with a coordinator, a summation server, or both. `control`: the coordinator's address; `data`:
+    the summation server's. Empty for a role that the child does not have."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
         self.control, self.data = control, data
@@ -45,9 +47,11 @@ class EmbeddedServer:
     def start(
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
     ) -> EmbeddedServer:
-        """Starts a coordinator and server `number` (None: no server); with `join` only the server. Returns when it is ready.
+        """Starts a coordinator and server `number` (None: no server); with `join`, a coordinator's address, only the server.
+        Returns when the child is ready.
 
-        CommError with the child's last lines if it does not start, DeadlineExceeded if it takes longer than join_deadline_s.
+        Raises CommError with the last lines of the child's standard error if it does not start, DeadlineExceeded if it takes
+        longer than join_deadline_s.
         """
         part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None}
         part["number"] = -1 if number is None else number
@@ -79,11 +83,12 @@ class EmbeddedServer:
         return embedded
 
     def over(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` for the child to end by itself, as it does after all workers have left. Whether it did."""
+        """Waits up to `timeout_s` for the child to end by itself, as it does after all workers have left. Returns whether it
+        has ended."""
         return os.getpid() == self._owner and _ended(self._process, max(0.0, timeout_s))
 
     def close(self) -> None:
-        """Ends the child in bounded time."""
+        """Ends the child: asks for an orderly end, then sends SIGTERM, then SIGKILL, with GRACE_S seconds between."""
         if os.getpid() != self._owner:
             return  # a forked copy of the trainer does not own it
         process = self._process
@@ -104,7 +109,7 @@ class EmbeddedServer:
 
 
 class _Stderr:
-    """Drains the child's standard error: keeps the last lines, and prints new ones after forward()."""
+    """Drains the child's standard error: keeps the last TAIL_LINES lines, and prints new lines after forward()."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = pipe
@@ -134,7 +139,7 @@ class _Stderr:
 
 
 def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:
-    """The first line of its standard output; None if it ended without one."""
+    """Returns the first line of the child's standard output; None if the child ended without writing one."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
     deadline, data = time.monotonic() + deadline_s, b""
@@ -157,17 +162,17 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
     return True
 
 
-# ---- How a parent controls a child: over the child's standard input. Secrets are passed there too, since command lines and
-# environments can be read by others.
+# ---- How a parent controls a child: through the child's standard input. Secrets are also passed through it, since other users
+# can read command lines and environments.
 
 END_LINE = b"end\n"
-"""Sent by the parent when the child is to end."""
+"""Line that the parent sends when the child is to end."""
 LOOK_S = 1.0
 EXIT_S = 5.0
 
 
 def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
-    """Sends a line to the child. Ignores a child that has ended, which other code detects."""
+    """Sends a line to the child. If the child has ended, does nothing: other code detects that."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line + b"\n")
@@ -175,7 +180,8 @@ def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def read_line(descriptor: int = 0) -> bytes:
-    """In the child: reads the first line and no byte more. Empty if the parent ended before it sent the line."""
+    """Called in the child: reads the first line of standard input and no byte more. Returns b"" if the parent ended before it
+    sent the line."""
     line = b""
     while not line.endswith(b"\n"):
         more = os.read(descriptor, 1)
@@ -186,8 +192,8 @@ def read_line(descriptor: int = 0) -> bytes:
 
 
 def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
-    """In the child: sets `stop` when the parent requests it, or has ended; `orphaned` is called first in that case. Exits the
-    process if it has not stopped after EXIT_S."""
+    """Called in the child: sets `stop` when the parent requests an end or has ended. If the parent has ended without a request,
+    calls `orphaned` first. Kills the child if it is still running EXIT_S seconds later."""
 
     def follow() -> None:
         message = b""
@@ -218,20 +224,21 @@ log = logging.getLogger("commlayer")
 RUN_SIDECAR = "import sys; sys.path.append(sys.argv.pop(1)); " \
               "from commlayer.cluster.child_processes import sidecar_main; sidecar_main()"
 STOPPED_STATES = frozenset("TtZXx")
-"""States of a process that does not run: stopped, traced, dead."""
+"""States of a process that does not run, as letters in /proc/PID/stat: stopped, traced, zombie, dead."""
 RUNNING, STOPPED, EXITED = range(3)
 PARENT_EXIT_S = 1.0
 
 
 class HeartbeatSidecar:
-    """A running child."""
+    """A running heartbeat sidecar: a child process that sends a worker's heartbeats while the worker waits for Python's GIL."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process, self._owner, self._exit_logged = process, os.getpid(), False
         self.pid = process.pid
 
     def close(self) -> None:
-        """Ends the child. Idempotent; does nothing in a forked copy of the trainer, which does not own the child."""
+        """Ends the sidecar. Idempotent. Does nothing in a forked copy of the training process, which does not own the
+        sidecar."""
         if os.getpid() != self._owner or self._process.stdin is None or self._process.stdin.closed:
             return
         self._process.stdin.close()
@@ -243,21 +250,22 @@ class HeartbeatSidecar:
             self._process.wait()
 
     def check_running(self) -> None:
-        """Logs once that the child has ended, if it has."""
+        """Logs a warning, once, if the sidecar has ended."""
         if not self._exit_logged and self._process.poll() is not None:
             self._exit_logged = True
-            log.warning("the process %d that kept this worker's heartbeats going has ended (exit code %s): from now on a call "
-                        "that holds the GIL for longer than dead_after_s counts as death", self.pid, self._process.returncode)
+            log.warning("the heartbeat process %d has ended (exit code %s): from now on, a call "
+                        "that holds Python's GIL for longer than dead_after_s makes the "
+                        "coordinator count this worker as dead", self.pid, self._process.returncode)
 
 
 def start_sidecar(
     address: str, secret: str, bodies: list[bytes], options: list[tuple[str, Any]], every_s: float, call_s: float,
     credentials: tuple[str, ...] | None = None, channel: bytes = b"",
 ) -> HeartbeatSidecar | None:
-    """`bodies`: encoded Heartbeats for a parent that runs, is stopped, or has ended. `credentials`, `channel`: as in
-    grpc_stream.open_channel and Asker.
+    """Starts a process that sends heartbeats for this one. Returns None if it does not start, or if the system has no /proc.
 
-    None if the child does not start, or there is no /proc.
+    `bodies`: three encoded Heartbeat messages, for a parent that runs, is stopped, or has ended. `every_s`: interval; `call_s`:
+    timeout of one call. `credentials`: arguments of TlsCredentials; None without TLS. `channel`: as in CallAuthenticator.
     """
     if not Path("/proc/self/stat").exists():
         return None
@@ -269,19 +277,19 @@ def start_sidecar(
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )
     except OSError as error:
-        log.warning("no process to keep heartbeats going beside the GIL: %s", error)
+        log.warning("cannot start the process that sends heartbeats while a call holds Python's GIL: %s", error)
         return None
     send_line(process, json.dumps(setup).encode())
     return HeartbeatSidecar(process)
 
 
 def is_awake(pid: int) -> bool:
-    """Whether the process exists and is not stopped."""
+    """Returns whether the process exists and is not stopped."""
     return process_state(pid) not in STOPPED_STATES
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for the state of the process; X if there is none."""
+    """Returns the kernel's letter for the state of the process; "X" if the process does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -289,7 +297,8 @@ def process_state(pid: int) -> str:
 
 
 def run_heartbeats(parent: int, send: Callable[[int], None], every_s: float) -> None:
-    """Calls `send` with RUNNING or STOPPED until the parent ends or closes standard input; then with EXITED if it has ended."""
+    """Calls `send(RUNNING)` or `send(STOPPED)` every `every_s` seconds until the parent ends or closes standard input. Then
+    calls `send(EXITED)` if the parent has ended."""
     while os.getppid() == parent:
         send(RUNNING if is_awake(parent) else STOPPED)
         if select.select([0], [], [], every_s)[0]:
@@ -303,7 +312,8 @@ def run_heartbeats(parent: int, send: Callable[[int], None], every_s: float) -> 
 
 
 def sidecar_main() -> None:
-    """Entry point of the child. Its argument is the parent's process id; the rest is one line on standard input."""
+    """Entry point of the sidecar process. Its argument is the parent's process id; all other settings are one JSON line on
+    standard input."""
     parent = int(sys.argv[1])
     line = read_line()
     if not line:

@@ -1,4 +1,4 @@
-"""A process's client of the coordinator: joins a job, then sends heartbeats from a thread of its own."""
+"""Client of the coordinator: joins a job, then sends heartbeats from a thread of its own."""
 
 from __future__ import annotations
 
@@ -37,24 +37,27 @@ import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
 POLL_S = (0.02, 0.25)
-"""First and longest pause between two join requests."""
+"""First and longest pause between two join requests, in seconds."""
 CALL_S = 5.0
 CHECK_S = 1.0
 CLOCK_S = 300.0
-"""A larger difference between two clocks is logged; no reply takes that long."""
+"""Seconds of difference between this machine's clock and the coordinator's above which a warning is logged. No reply takes that
+long."""
 ASK_S = 0.05
-"""Shortest timeout of a heartbeat call."""
+"""Shortest timeout of a heartbeat call, in seconds."""
 OnSilence = Callable[[float], None]
-"""Called with the seconds without an answer from the coordinator, once they reach dead_after_s, after every attempt."""
+"""Called after every failed heartbeat once the coordinator has not answered for dead_after_s, with the seconds since its last
+answer."""
 OnLeft = Callable[[messages.PeerExit], None]
 OnView = Callable[[View], None]
-"""Called for a newer view, whose members continue without the others."""
+"""Called when the coordinator reports a newer epoch. Only the members of that epoch continue."""
 
 
 class Membership:
-    """A registration in the job. `on_failure` is called at most once, on the heartbeat thread, with the first death.
+    """This process's registration in the job. The heartbeat thread calls `on_failure` at most once, with the first peer failure
+    that the coordinator reports.
 
-    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL; see child_processes.py.
+    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
     """
 
     def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.JoinReply, config: Config,
@@ -62,36 +65,38 @@ class Membership:
                  keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
-        """The view that this process has switched to."""
+        """The epoch that this process has switched to."""
         self.newest: View = seat.view
-        """The newest view that the coordinator has sent."""
+        """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
         self.on_view: OnView = lambda _: None
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
         self.left: dict[str, messages.PeerExit] = {}
-        """Peers that left, by name. An orderly leave is a failure only if another process waits for that peer."""
+        """Peers that left in order, by peer name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
-        """Set when every worker has left or died, so that a server may end."""
+        """Set when every worker has left or died, so a server may end."""
         self.failed = False
-        """Whether the job ended before its last workers finished."""
+        """Whether the job ended with an error: not all of its last workers finished."""
         self.remaining: tuple[str, ...] = ()
-        """Workers that were still in the job when this process left."""
+        """Names of workers that were still in the job when this process left."""
         self._channel, self._token = link, request.token
         self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
         self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
-        # Shorter than the silence that kills, so that a stuck call leaves time for another.
+        # Shorter than dead_after_s, so after a stuck call there is time for another one.
         self._call_s = min(CALL_S, config.dead_after_s / 3)
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.missed: Callable[[], tuple[str, ...]] = tuple
-        """Peers whose machine closed the data connection without an orderly end. Set by owners of data connections."""
+        """Returns the peers whose data connection their machine closed without an orderly end. Set by the owner of the data
+        connections."""
         self.ended: Callable[[], tuple[str, ...]] = tuple
-        """Workers that closed their connections in order. Set by a server, as the next two."""
+        """Set by a server: returns the workers that closed their data connections in order."""
         self.dropped: Callable[[], tuple[messages.PeerExit, ...]] = tuple
-        """Workers that were disconnected because they broke the protocol."""
+        """Set by a server: returns the workers that it disconnected because they broke the protocol."""
         self.overdue: Callable[[], messages.Overdue | None] = lambda: None
-        """Workers that keep sums waiting."""
+        """Set by a server: returns its report of workers whose missing contributions keep sums waiting; None if no sum
+        waits."""
         self._closing = threading.Event()
         self._failed = False
         beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
@@ -102,12 +107,14 @@ class Membership:
         self._thread.start()
 
     def leave(self, reason: str = messages.FINISHED, exchanges: int = -1) -> bool:
-        """Leaves the job, then closes. Returns whether the coordinator was reached; if not, that is no error."""
+        """Leaves the job, then closes. `exchanges`: number of completed exchanges, -1 if unknown. Returns whether the
+        coordinator was reached; an unreachable coordinator is not an error."""
         if self._closing.is_set():
             self.close()
             return False
         self._stop()
-        # If an orderly leave is not delivered, it counts as death and fails the job, so it is retried over a full link.
+        # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried when the link
+        # is full.
         patience_s = self._dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
         delivered, until = False, time.monotonic() + patience_s
         while not delivered:
@@ -117,7 +124,7 @@ class Membership:
             except CommError as error:
                 if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
                     continue
-                log.info("left without notice: %s", error)
+                log.info("left the job, but could not notify the coordinator: %s", error)
                 break
             exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
             self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
@@ -126,7 +133,7 @@ class Membership:
         return delivered
 
     def close(self) -> None:
-        """Stops the heartbeats without leaving, so the coordinator will find this process dead. Idempotent."""
+        """Stops the heartbeats without leaving, so the coordinator will detect this process as dead. Idempotent."""
         self._stop()
         if self._keeper is not None:
             self._keeper.close()
@@ -149,16 +156,19 @@ class Membership:
                 pulse = self._channel.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
-                    log.warning("%s; training continues, but a peer that dies now is noticed only by its silence",
+                    log.warning("%s; training continues, but until the coordinator answers again, a peer that dies is "
+                                "detected only when it stops responding",
                                 without_code(error))
                 self.reachable = False
-                # A longer gap is this process's own (stopped, or waiting for the GIL), not silence of the coordinator.
+                # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
+                # silence.
                 silent_s += min(time.monotonic() - mark, self._call_s + self._every_s)
                 if silent_s >= self._dead_after_s and not self._closing.is_set():
                     self._on_silence(silent_s)
             else:
                 if pulse.unknown_token and known:
-                    log.warning("coordinator %s was restarted and does not know this job; training continues",
+                    log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
+                                "detection",
                                 self._channel.address)
                 elif not self.reachable and not self._failed:
                     log.warning("coordinator %s answers again", self._channel.address)
@@ -194,12 +204,13 @@ class Membership:
             self._on_failure(root_cause(failures))
 
     def is_expected(self, peer: str) -> bool:
-        """Whether the peer is a server, or a worker of the newest view."""
+        """Returns whether the peer is a server, or a worker of the newest epoch."""
         return not peer.startswith("worker ") or any(peer == f"worker {m.rank}" for m in self.newest.members)
 
 
 def root_cause(lost: Sequence[CommError]) -> CommError:
-    """Of several failures reported at once, one that was not caused by another of them."""
+    """Returns the failure, among several reported at once, that no other reported failure caused; the first one if all name
+    another."""
     return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
 
@@ -207,11 +218,12 @@ def root_cause(lost: Sequence[CommError]) -> CommError:
 def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,
          deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
          on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
-    """Registers and waits until all processes have joined. `keep`: see Membership.
+    """Registers this process and waits until all processes have joined. `keep`: see Membership.
 
-    Raises Refused with the coordinator's reason. Raises DeadlineExceeded, naming the missing processes, or when the
-    coordinator does not answer. `deadline_s` is config.join_deadline_s unless given. A longer one extends the wait for the
-    others, but not the wait for an answer. `ended` stops the wait early and becomes Membership.over.
+    Raises Refused with the coordinator's reason, and DeadlineExceeded if processes are missing or the coordinator does not
+    answer. `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the
+    coordinator's answer is always limited by config.join_deadline_s. Setting `ended` stops the wait early; the event becomes
+    Membership.over.
     """
     deadline_s = config.join_deadline_s if deadline_s is None else deadline_s
     answered_s = time.monotonic()
@@ -223,12 +235,12 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
     missing, pause_s, wrong_clock = "", POLL_S[0], False
     # A plan may be large, and the request is repeated often.
     short = msgspec.structs.replace(request, plan=b"")
-    known = keys is None  # whether the coordinator's certificate is not on the revocation list, which gRPC does not check
+    known = keys is None  # whether the coordinator's certificate was checked against the revocation list, which gRPC ignores
     try:
         while not ended.is_set():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                link.leave_quietly(request.token, "waited in vain")
+                link.leave_quietly(request.token, "other processes did not join in time")
                 raise _join_timeout(address, missing, deadline_s)
             if time.monotonic() > answered_s + config.join_deadline_s:
                 raise _join_timeout(address, "", config.join_deadline_s)
@@ -267,19 +279,21 @@ def join(address: str, request: messages.Join, config: Config, on_failure: Calla
 
 
 def _check_clock(time_s: float, address: str) -> bool:
-    """Logs a clock that differs much from the coordinator's. Returns whether it does."""
+    """Logs a warning if this machine's clock differs by more than CLOCK_S from the coordinator's. Returns whether it does."""
     off_s = time.time() - time_s
     if abs(off_s) < CLOCK_S:
         return False
-    log.warning("this machine's clock is %.1f hours %s, compared with coordinator %s; certificates depend on it: "
-                "synchronize it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", address)
+    log.warning("this machine's clock is %.1f hours %s compared with coordinator %s, so valid "
+                "certificates may be rejected: synchronize it (timedatectl set-ntp true)",
+                abs(off_s) / 3600, "fast" if off_s > 0 else "slow", address)
     return True
 
 
 def _join_timeout(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
     peer = f"coordinator {address}"
     if not missing:
-        return DeadlineExceeded(f"did not answer within {deadline_s:g} s: is it running, and is that its address?", peer=peer)
+        return DeadlineExceeded(f"did not answer within {deadline_s:g} s: check that the coordinator is running at "
+                                "this address", peer=peer)
     head, semicolon, tail = missing.partition(";")
     return DeadlineExceeded(f"{head} before the deadline of {deadline_s:g} s{semicolon}{tail}", peer=peer)
 
@@ -289,21 +303,22 @@ def _join_timeout(address: str, missing: str, deadline_s: float) -> DeadlineExce
 log = logging.getLogger("commlayer")
 
 PARTS_IN_FLIGHT = 8
-"""Parts of a plan in flight at once, so that a distant coordinator costs few round trips."""
+"""How many chunks of a plan are sent concurrently, so uploading to a distant coordinator takes few round trips."""
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
-"""The coordinator is not up yet, is overloaded, or was stopped while it answered."""
+"""gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
+answered."""
 CHANNEL_CLOSE_S = 1.0
-"""How long close() waits for gRPC's thread that watches a channel, which polls every 0.2 s."""
+"""How long close() waits for gRPC's thread that watches a channel. The thread polls every 0.2 s."""
 RESOLVE_S = 5.0
 RETRY_S = 0.25
 R = TypeVar("R", bound=Record)
 
 
 def check_name(address: str) -> None:
-    """CommError if the host of this address has a name that cannot be resolved within RESOLVE_S.
+    """Raises CommError if the host name in this address cannot be resolved within RESOLVE_S.
 
-    Lookups are repeated until then, because containers get their names only after they have started. Behind a proxy, which
-    resolves names itself, nothing is checked.
+    The lookup is repeated until then, because the name of a container exists only after the container has started. If a proxy
+    is configured nothing is checked, since the proxy resolves names.
     """
     host, port = settings.host_port(address)
     if settings.has_proxy():
@@ -329,12 +344,12 @@ def check_name(address: str) -> None:
     asking.start()
     asking.join(RESOLVE_S)
     if why:
-        raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or give an IP address",
+        raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or use an IP address",
                         peer=f"coordinator {address}", code="E-ADDRESS")
 
 
 def channel_options(address: str) -> list[tuple[str, Any]]:
-    """gRPC options of a channel to that coordinator."""
+    """Returns the gRPC options of a channel to that coordinator."""
     host, _ = settings.host_port(address)
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
@@ -353,15 +368,15 @@ def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
 
 
 def fingerprint(keys: Keys | None) -> bytes:
-    """Fingerprint of this node's certificate, which its proofs are bound to."""
+    """Returns the fingerprint of this node's certificate, to which its proofs of the secret are bound; b"" without keys."""
     return keys.own.fingerprint if keys else b""
 
 
 class CoordinatorChannel:
-    """A channel to one coordinator, authenticated with the job's secret, and using TLS if keys are given."""
+    """A channel to one coordinator, authenticated with the job's secret, and encrypted with TLS if keys are given."""
 
     def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
-        """`own`: uses a connection that no other channel of this process shares."""
+        """Opens the channel. `own`: uses a connection that no other channel of this process shares."""
         self.address, self.secret, self.keys = address, secret, keys
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
         self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
@@ -372,14 +387,15 @@ class CoordinatorChannel:
             self._channel.subscribe(self._changed)
 
     def _changed(self, state: Any) -> None:
-        """gRPC reconnects by itself and then checks only the CA, so the server's certificate must be checked again."""
+        """Counts reconnects. gRPC reconnects by itself and then checks only the CA, so the coordinator's certificate must be
+        checked again."""
         ready = state is grpc.ChannelConnectivity.READY
         self._times += self._connected and not ready
         self._connected = ready
 
     def verify_coordinator(self, timeout_s: float) -> bool:
-        """Checks the coordinator's certificate over a separate connection. Whether it answered; Refused if the certificate is
-        not of this job or was revoked."""
+        """Checks the coordinator's certificate over a separate connection. Returns whether the coordinator answered. Raises
+        Refused if the certificate is not of this job or was revoked."""
         # `times` is read first: if the connection is lost during the check, the next call checks again. After a refusal
         # `_looked` stays -1, so every call is refused.
         times = self._times
@@ -392,7 +408,7 @@ class CoordinatorChannel:
     def _check_certificate(self, timeout_s: float) -> None:
         peer = f"coordinator {self.address}"
         if self._looked != self._times and not self.verify_coordinator(timeout_s):
-            raise PeerLost("not reachable: no answer", peer=peer)
+            raise PeerLost("not reachable: no answer to a connection that checks its certificate", peer=peer)
         if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
             raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
 
@@ -434,11 +450,12 @@ class CoordinatorChannel:
                 pass
 
     def leave_quietly(self, token: str, reason: str) -> None:
-        """Removes a registration after waiting was given up. If that fails, the coordinator detects the silence."""
+        """Removes a registration after this process has stopped waiting for the job to begin. If the call fails, the
+        coordinator removes the registration after missing heartbeats."""
         try:
             self.call("Leave", messages.Leave(token, reason), messages.HeartbeatReply, 1.0)
         except CommError as error:
-            log.info("left without notice: %s", error)
+            log.info("left the job, but could not notify the coordinator: %s", error)
 
     def close(self) -> None:
         if self.keys is not None:
@@ -460,10 +477,11 @@ HANDSHAKE = b"\x16\x03"
 
 
 def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> PeerCertificate | None:
-    """Connects to the address. Refused with the reason if either end rejects the other's certificate, if one end has none, or
-    if the address is a data port.
+    """Connects to the address in order to explain a failed connection. Raises Refused with the reason if either end rejects the
+    other's certificate, if only one end uses TLS, or if the address is a data port.
 
-    Returns the other end's certificate if all is well. None without keys, or if there is no answer, which may be temporary.
+    Returns the other end's certificate if there is no problem. Returns None without keys, or if there is no answer, which may
+    be temporary.
     """
     where = who or f"coordinator {address}"
     try:
@@ -495,7 +513,8 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
 
 
 def _expect_plain(sock: socket.socket, deadline: float) -> bool:
-    """Whether the peer sends anything: a TLS server sends its part of a handshake, which is an error; gRPC sends settings."""
+    """Returns whether the peer sends anything. gRPC without TLS sends its settings. Raises Refused if the peer is a TLS server,
+    which sends its part of a handshake."""
     sock.settimeout(max(0.001, deadline - time.monotonic()))
     stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
@@ -507,16 +526,17 @@ def _expect_plain(sock: socket.socket, deadline: float) -> bool:
         sock.sendall(begin.read())
         first = sock.recv(len(HANDSHAKE))
     if first == HANDSHAKE:
-        raise Refused("asks for TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add NAME` made", code="E-TLS")
+        raise Refused("the server requires TLS: set keys (COMMLAYER_KEYS) to a folder that `commlayer keys add "
+                      "NAME` made", code="E-TLS")
     return bool(first)
 
 
 def _refuse_data_port(address: str, deadline: float) -> None:
-    """Detects a data port, the only one that answers the beginning of a handshake with a frame."""
+    """Raises Refused if the address is a data port: only a data port answers the first handshake message with a frame."""
     body = msgspec.msgpack.encode(Hello("", 0, nonce=new_nonce()))
     with track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic()))) as sock:
         sock.sendall(framing.encode(Header(Kind.HELLO), len(body), crc32c(body)) + body)
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         if sock.recv(len(framing.MAGIC)) == framing.MAGIC:
-            raise Refused("takes data there, and no control calls: check the port (`commlayer serve` prints both; that of data "
-                          "is the coordinator's and 1)", code="E-ADDRESS")
+            raise Refused("this is a data port, not the coordinator's port: check the port (`commlayer "
+                          "serve` prints both; the data port is the coordinator's port plus 1)", code="E-ADDRESS")

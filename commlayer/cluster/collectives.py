@@ -18,26 +18,29 @@ from commlayer.errors import CommError, InvalidInput
 
 
 class NodeGroups(NamedTuple):
-    """Several groups of this node's ranks. Calls are ordered within a group, and need no order between groups."""
+    """Process groups of this node's ranks. Calls of one group must have the same order on all ranks; calls of different groups
+    need not."""
 
     out: Channel
-    """For adding gradients up, as they become final."""
+    """Group for summing gradients inside the node, as they become final."""
     back: Channel
-    """For distributing results, as they arrive."""
+    """Group for distributing results inside the node, as they arrive."""
     late: Channel
-    """For both, of buckets whose exchange ends after their step."""
+    """Group for sums and results of buckets whose exchange ends after their step."""
     ready: Channel | None
-    """On the host: agrees that all ranks are ready before a call on `back`, because a collective that waits on a GPU would keep
-    the GPU from computing. None if tensors are on the host."""
+    """CPU group that is used before each call on `back`, until all ranks are ready. A collective that waits on a GPU would
+    block the GPU's computation. None if tensors are on the CPU."""
     late_ready: Channel | None
-    """As `ready`, before calls on `late`. A second group, because two threads use them in no common order."""
+    """CPU group like `ready`, used before calls on `late`. It is separate because two threads use `ready` and `late_ready` in
+    no common order."""
 
 
 class Groups:
-    """The group of all ranks and, if nodes have several ranks, the groups of this node's ranks."""
+    """The process group of all ranks and, if nodes have several ranks, the groups of this node's ranks."""
 
     def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
-        """`members`: the ranks that take part; None: all of the world."""
+        """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take
+        part; None: all ranks of the world."""
         self.device = device
         self.members = members or Members()
         self.rank, self.world = self.members.rank, self.members.world
@@ -47,7 +50,7 @@ class Groups:
                                f"ranks_per_node {ranks_per_node} does not divide the world of {self.world} ranks")
         self.node, self.local = divmod(self.rank, ranks_per_node)
         self.waiting_since = 0.0
-        """Since when a call waits for other ranks, by time.monotonic(); 0 while none does."""
+        """When the pending call that waits for other ranks began, by time.monotonic(); 0 if no call waits."""
         self._all = self.members.group(timeout_s=timeout_s)
         self._nodes: list[Any] = []
         self._inside: NodeGroups | None = None
@@ -58,7 +61,7 @@ class Groups:
             self._inside = NodeGroups(out, back, late, ready, late_ready)
 
     def _node(self, backend: str | None = None) -> Channel:
-        """A group of this node's ranks. All ranks create the groups of all nodes."""
+        """Creates a group of this node's ranks. Every rank takes part in creating the groups of all nodes."""
         mine: Channel | None = None
         for ranks in node_ranks(self.world, self.ranks_per_node):
             group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
@@ -70,13 +73,13 @@ class Groups:
 
     @property
     def inside(self) -> NodeGroups:
-        """The groups within this node; only if nodes have several ranks."""
+        """The groups within this node. Call this only if nodes have several ranks."""
         assert self._inside is not None, "this node has one rank"
         return self._inside
 
     @property
     def hosts(self) -> Channel:
-        """A group of all ranks on the host. Created at the first use, which must be a joint one of all ranks."""
+        """A CPU group of all ranks. It is created at the first use, which all ranks must make together."""
         if self._hosts is None:
             group = self.members.group(timeout_s=self.timeout_s, backend="gloo")
             self._nodes.append(group)
@@ -84,11 +87,11 @@ class Groups:
         return self._hosts
 
     def allreduce(self, x: torch.Tensor) -> PendingCollective:
-        """Sum over all ranks, in place."""
+        """Starts a sum of `x` over all ranks, in place."""
         return self._start("all-reduce", dist.all_reduce, x, group=self._all)
 
     def broadcast_all(self, x: torch.Tensor, source: int = 0) -> PendingCollective:
-        """Broadcasts from rank `source` to all."""
+        """Starts a broadcast of `x` from rank `source` to all ranks, in place."""
         return self._start("broadcast", dist.broadcast, x, self.members.ranks[source], group=self._all)
 
     def _start(self, what: str, call: Callable[..., Any], x: torch.Tensor, *args: Any, group: Any) -> PendingCollective:
@@ -97,16 +100,17 @@ class Groups:
 
     @property
     def waits_s(self) -> float:
-        """How long such a call may wait."""
+        """How long a collective may wait for other ranks, in seconds."""
         return self.timeout_s
 
     def missing(self) -> tuple[str, ...]:
-        """The ranks that it waits for: unknown to a collective."""
+        """Returns the ranks that a pending collective waits for: always empty, since collectives do not report them."""
         return ()
 
     @contextlib.contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Around a call between two steps that waits for the other ranks."""
+        """Context manager around a collective between two steps that waits for other ranks: sets `waiting_since` and names
+        errors."""
         self.waiting_since = time.monotonic()
         try:
             with torch_errors(what):
@@ -115,15 +119,15 @@ class Groups:
             self.waiting_since = 0.0
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers a small tensor: one row per rank."""
+        """Gathers a small tensor of every rank and returns the rows in rank order. Blocks until all ranks have sent theirs."""
         with self.waits("all-gather"):
             work, rows = rows_of_all(x, self.world, self._all)
             work.wait()
         return rows
 
     def share_bytes(self, data: bytes, nbytes: int | None = None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank. `nbytes`: their number, if all ranks know it. Not torch's object
-        broadcast, which unpickles."""
+        """Broadcasts the bytes of rank `source` and returns them on every rank. `nbytes`: number of bytes, if all ranks know
+        it; None: it is broadcast first. This does not use torch's object broadcast, which unpickles data."""
         with self.waits(f"broadcast from rank {source}"):
             if nbytes is None:
                 size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
@@ -143,46 +147,49 @@ class Groups:
         for group in (*self._nodes, self._all):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
-        # Connections end with the last reference. A peer with a pending collective waits for that when it closes its own.
+        # A group's connections close with its last reference. A peer with a pending collective would otherwise wait for this
+        # rank's connections to close when it closes its own.
         for channel in (*(self._inside or ()), self._hosts):
             if channel is not None:
                 channel.close()
         self._nodes, self._inside, self._hosts, self._all = [], None, None, None
 
 
-# ---- Subgroups of the ranks; staged paths have one group for every stage and scope.
+# ---- Subgroups of ranks. Staged paths have one group for every stage and scope. Calls of different groups need no common
+# order, so the stages of several buckets overlap.
 #
 # Calls of different groups need no common order, so the stages of several buckets overlap.
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Newer versions of torch renamed it."""
+"""Newer versions of torch call this function all_gather_single."""
 
 
 class Channel:
-    """One process group; members are numbered from 0 within it."""
+    """Collectives of one process group. Members are numbered from 0 within the group."""
 
     def __init__(self, group: Any, ranks: Sequence[int], what: str) -> None:
         self._group, self._ranks, self._what = group, ranks, what
 
     def allreduce(self, x: torch.Tensor, *, largest: bool = False) -> PendingCollective:
-        """Sums, or takes elementwise maxima, in place."""
+        """Starts an all-reduce of `x` in place: a sum, or with `largest` an elementwise maximum."""
         return self._start("all-reduce", dist.all_reduce, x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
     def alltoall(self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int] | None,
                  sizes: list[int] | None) -> PendingCollective:
-        """Sends the i-th run of `x` to member i; without sizes all runs are equal."""
+        """Starts an all-to-all: sends the i-th slice of `x` to member i. `sizes` and `out_sizes`: slice lengths of `x` and
+        `out`; None: equal slices."""
         return self._start("all-to-all", dist.all_to_all_single, out, x, out_sizes, sizes)
 
     def allgather(self, out: torch.Tensor, x: torch.Tensor) -> PendingCollective:
-        """Fills `out` with every member's `x`, in member order."""
+        """Starts an all-gather that fills `out` with every member's `x`, in member order."""
         return self._start("all-gather", _all_gather, out, x)
 
     def reduce(self, x: torch.Tensor, root: int) -> PendingCollective:
-        """Sums into member `root`; elsewhere `x` is undefined afterwards."""
+        """Starts a sum of `x` into member `root`, in place. On other members `x` is undefined afterwards."""
         return self._start("reduce", dist.reduce, x, self._ranks[root])
 
     def gather(self, x: torch.Tensor, rows: list[torch.Tensor] | None, root: int) -> PendingCollective:
-        """Gathers every member's `x` into the root's `rows`; None elsewhere."""
+        """Starts a gather of every member's `x` into `rows` of member `root`. `rows` is None on other members."""
         return self._start("gather", dist.gather, x, rows, self._ranks[root])
 
     def broadcast(self, x: torch.Tensor, root: int) -> PendingCollective:
@@ -198,10 +205,11 @@ class Channel:
 
 
 class Channels:
-    """The channels of all stages. All ranks make it together."""
+    """The channels of all stages of a staged path, keyed by (stage, scope). All ranks create and close them together."""
 
     def __init__(self, wanted: Iterable[tuple[int, str]], members: Members, per_node: int, timeout_s: float) -> None:
-        """`wanted`: pairs (stage, scope)."""
+        """Creates the groups; a collective call. `wanted`: pairs (stage, scope); a scope is "all", "node" (ranks of one node)
+        or "net" (ranks with the same local rank)."""
         self._groups: list[Any] = []
         self._channels: dict[tuple[int, str], Channel] = {}
         world = members.world
@@ -231,26 +239,24 @@ class Channels:
 
 
 def node_ranks(world: int, per_node: int) -> list[list[int]]:
-    """The members of every node."""
+    """Returns the members of every node, as one list of consecutive member numbers per node."""
     return [list(range(first, first + per_node)) for first in range(0, world, per_node)]
 
 
 class RankNumbers:
-    """Numbers that ranks exchange at the end of a block."""
+    """Integers that each rank sends to all ranks at the end of an `all_or_none` block."""
 
     def __init__(self, numbers: int) -> None:
         self.mine = [0] * numbers
         self.rows: list[list[int]] = []
-        """After the block: the numbers of all, in rank order."""
+        """The numbers of all ranks, in rank order. Empty until the block has ended."""
 
 
 @contextlib.contextmanager
 def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[RankNumbers]:
-    """All ranks leave the block together. An error on one rank is raised there, and the others raise one that names the rank.
-
-    The block must not contain collectives, since a rank that fails would leave the others waiting in them. `numbers`: how many
-    numbers each rank puts into `mine`, to be sent to all.
-    """
+    """Makes all ranks leave the block together. If a rank raises an error in the block, the other ranks raise an error that
+    names that rank. The block must not contain collectives, since other ranks would wait in them for a rank that fails.
+    `numbers`: how many integers each rank puts into `mine`, to be sent to all ranks."""
     failure: Exception | None = None
     shared = RankNumbers(numbers)
     try:
@@ -267,12 +273,12 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
         raise failure
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
     if failed:
-        raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}, whose own error says why")
+        raise InvalidInput("E-OTHER-RANK", f"{what} failed on rank {', '.join(failed)}: see the error on that rank")
     shared.rows = [row[1:] for row in rows]
 
 
 def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
-    """Gathers one row per rank."""
+    """Gathers one row of integers per rank; blocks. Without groups returns only `row`."""
     if groups is None:
         return [row]
     rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
@@ -280,7 +286,7 @@ def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
 
 
 def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
-    """Gathers bytes of different sizes, in rank order."""
+    """Gathers byte strings of different lengths and returns them in rank order; blocks. Without groups returns only `data`."""
     if groups is None:
         return [data]
     sizes = [row[0] for row in gather(groups, [len(data)])]
@@ -293,14 +299,15 @@ def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
 # ---- Small rows of numbers, exchanged asynchronously between all ranks.
 
 CLOSE_S = 2.0
-"""How long close() waits for rows in flight."""
+"""Seconds that close() waits for exchanges in flight."""
 
 
 class RowChannel:
-    """A process group of its own on CPUs, so that rows neither wait for gradients nor change the order of their collectives.
+    """Asynchronous exchange of small rows of numbers over a CPU process group of its own. Rows therefore neither wait for
+    gradients nor change the order of gradient collectives.
 
-    All ranks make it together at the start, since making a group waits for every member. Each user gets its `rows`. All ranks
-    must start exchanges in the same order, over all users.
+    All ranks create the channel together at the start, since creating a group waits for every member. Each user gets a separate
+    `Rows`. All ranks must start exchanges in the same order, over all users.
     """
 
     def __init__(self, members: Members, timeout_s: float) -> None:
@@ -314,42 +321,42 @@ class RowChannel:
         return self._users[-1]
 
     def regroup(self, members: Members) -> None:
-        """Switches to other members. Exchanges in flight are dropped."""
+        """Switches to other members with a new group. Exchanges in flight are dropped. A collective call of the new members."""
         self.members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
         self.forget()
 
     def allow(self, late_s: float) -> None:
-        """Sets how much later than others a rank may start an exchange from now on; at least `timeout_s`."""
+        """Sets how much later than the others a rank may start an exchange from now on, in seconds; at least `timeout_s`."""
         late_s = max(late_s, self.timeout_s)
         if late_s != self._late_s:
             self.members.allow(self._group, late_s)
         self._late_s = late_s
 
     def gather(self, row: tuple[float, ...], what: str) -> tuple[PendingCollective, torch.Tensor]:
-        """Starts an all-gather of this rank's row."""
+        """Starts an all-gather of this rank's row. Returns the pending collective and the tensor that it fills."""
         mine = torch.tensor(row, dtype=torch.float64)
         with torch_errors(what):
             work, rows = rows_of_all(mine, self.members.world, self._group)
         return PendingCollective(work, what, on_device=False), rows
 
     def forget(self) -> None:
-        """Drops exchanges in flight."""
+        """Drops all exchanges in flight, without reading their results."""
         for rows in self._users:
             rows.forget()
 
     def close(self, patience_s: float = CLOSE_S) -> None:
         for rows in self._users:
             if rows.under_way:
-                # Other ranks may still need this rank's row.
+                # Other ranks may still need this rank's row, so the exchange is completed.
                 with contextlib.suppress(CommError):
                     rows.read(patience_s)
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
-        self._group = None  # frees its threads in this process; in a forked one that would hang
+        self._group = None  # frees the group's threads in this process; in a forked process that would hang
 
 
 class Rows:
-    """One user's exchanges over a channel, one at a time."""
+    """Exchanges of one user of a RowChannel, at most one in flight at a time."""
 
     def __init__(self, channel: RowChannel, what: str) -> None:
         self._channel, self._what = channel, f"exchange of {what}"
@@ -357,7 +364,7 @@ class Rows:
         self._all = torch.empty(0)
 
     def start(self, *row: float) -> None:
-        """Starts an exchange. All ranks call it, with rows of one length."""
+        """Starts an exchange of this rank's row. All ranks call it, with rows of equal length."""
         self._pending, self._all = self._channel.gather(row, self._what)
 
     @property
@@ -365,12 +372,13 @@ class Rows:
         return self._pending is not None
 
     def forget(self) -> None:
-        """Drops the exchange in flight."""
+        """Drops the exchange in flight, without reading its result."""
         self._pending = None
 
     def read(self, patience_s: float | None = None,
              failed: Callable[[], BaseException | None] = lambda: None) -> list[list[float]]:
-        """The rows of the last started exchange, in rank order. Raises an error that `failed` returns while it waits."""
+        """Waits for the exchange in flight and returns all rows in rank order. `patience_s`: longest wait; None: the channel's
+        timeout. `failed`: polled during the wait; an error that it returns is raised."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         pending.wait(time.monotonic() + (self._channel.timeout_s if patience_s is None else patience_s), failed)

@@ -1,8 +1,9 @@
-"""The coordinator: a gRPC server that registers processes, detects failures and publishes views (members and servers).
+"""The coordinator: a gRPC server that registers processes, detects failures and publishes epochs (members and servers).
 
-Decisions are in membership.py, epoch_change.py and sites.py; this class adds the lock, the clock and the sockets. Every call
-except KvRequest is answered at once, and a process that waits calls again. A call must prove the job's secret before it is
-parsed, and is small until then. Receiving a call occupies no thread, so an incomplete call blocks nothing.
+membership.py, epoch_change.py and sites.py make the decisions; the Coordinator class adds the lock, the clock and the sockets.
+Every call except KvRequest is answered at once, and a process that waits calls again. A call must prove that its sender knows
+the job's secret before the call is parsed; until then its size is limited. Receiving a call occupies no thread, so an
+incomplete call blocks nothing.
 """
 
 from __future__ import annotations
@@ -48,27 +49,35 @@ log = logging.getLogger("commlayer")
 
 TICK_S = 0.25
 PROVE_S = 2.0
-"""Seconds in which a connection whose call was refused may still prove a call. After that the refusal is logged."""
+"""Seconds in which a connection whose call was refused may still make a call that proves the job's secret. After that the
+refusal is logged."""
 EACH_WORKER = 8
-"""Control connections per worker: its own, its heartbeat child's, the site's store client and a gRPC stream. Doubled for cut
-connections that the kernel has not noticed yet."""
+"""Maximum number of control connections per worker: its own, its heartbeat sidecar's, its site's key-value client and a gRPC
+stream. Doubled for broken connections that the kernel has not detected yet."""
 TOLD_HEARTBEATS = 3
-"""After this many heartbeats without news a process counts as silent. An orphaned coordinator lives as long, to report that its
-parent has ended."""
+"""Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
+ended runs for this long, so that it can report the parent's death."""
 Q = TypeVar("Q", bound=Record)
 
 
 class Coordinator:
-    """Listens from construction on. `over` is set when the job has begun, its last worker has left or died, and its sites have
-    gone: sites use the store until their scripts end."""
+    """The coordinator of one job. It listens as soon as it is constructed.
+
+    `over` is set when the job has begun, its last worker has left or died, and its sites have left. Sites use the key-value
+    store until their scripts end.
+    """
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
                  journal: CoordinatorJournal | None = None, job_token: str = "", embedded: bool = False) -> None:
-        """`workers`: how many to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
-        `journal`: resumes a job that it holds, and records this one. `job_token`: the secret, if this process generated it.
-        `embedded`: started by a training process. Its members are in one cluster, so a silent one is dead at once, and it
-        serves one job. Any other coordinator is followed by the next job's if its own job failed."""
+        """Starts to listen, and a thread that detects failures.
+
+        `workers`: how many to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`. `journal`:
+        records this job; a job that it already contains is resumed. `job_token`: the secret, if this process generated it; ""
+        otherwise. `embedded`: a training process started this coordinator. All its members are in one cluster, so a silent
+        process counts as dead at once. An embedded coordinator serves only one job; any other coordinator is replaced for the
+        next job if its job failed.
+        """
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
                                f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
@@ -79,7 +88,7 @@ class Coordinator:
         self._journal, self._made, self._again = journal, job_token, not embedded
         if journal is not None and journal.recovered is not None:
             self._state = resumed_state(journal.recovered, clock())
-            log.warning("journal: resumed a running job of %d workers; to begin another, remove %s",
+            log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
                         self._state.workers, config.journal)
         else:
             self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
@@ -87,15 +96,16 @@ class Coordinator:
         self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
         self._deadline_s = config.deadline_s
         self._late: dict[int, float] = {}
-        """By rank: since when a worker seems to hang. It is evicted one heartbeat later, since messages that disprove it may
-        be unread here."""
+        """Maps a rank to when its worker was first seen to hang. The worker is evicted one heartbeat interval later, since
+        unread messages may disprove that it hangs."""
         self._waited: dict[int, float] = {}
-        """By rank: when it was last seen waiting for others in the sites' store."""
+        """Maps a rank to when its worker was last seen waiting for other ranks in the key-value store."""
         self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
         self._closing = threading.Event()
         self._judge, self._plans = CallVerifier(config.token), Plans()
         self._suspects: dict[str, tuple[str, str]] = {}
-        """By connection: its address and the call that did not prove the secret. Kept for PROVE_S, or until a call does."""
+        """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
+        after PROVE_S seconds, or when a call proves the secret."""
         check_free(config.bind, config.port)
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
@@ -121,7 +131,8 @@ class Coordinator:
         }, [self._port.streams(self._stream)], self._broke))
         port = self._port.number
         self.address = settings.join_host(config.advertise or config.bind, port)
-        # A public address need not be reachable from here: few routers send a packet back to its own network.
+        # A public address may be unreachable from this machine: few routers send a packet back to the network that it came
+        # from.
         self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
@@ -129,7 +140,7 @@ class Coordinator:
     def close(self) -> None:
         """Stops listening. Idempotent.
 
-        After the end of a job it first waits for servers to leave, at most dead_after_s and one heartbeat.
+        After the end of a job, first waits for servers to leave, at most dead_after_s plus one heartbeat interval.
         """
         with self._lock:
             over = membership.over(self._state)
@@ -146,29 +157,31 @@ class Coordinator:
         self._audit.close()
 
     def serve_streams(self, take: AcceptStream) -> None:
-        """Passes data streams of this port to the summation server in this process, so that one port is enough."""
+        """Passes data streams that arrive at this port to the summation server in this process, so the process needs only one
+        port."""
         self._take = take
 
     def _stream(self, stream: GrpcStream, where: str) -> bool:
         if self._take is None:
-            raise LookupError("this port has no data server")
+            raise LookupError("no summation server runs behind this port")
         return self._take(stream, where)
 
     @property
     def failure(self) -> str:
-        """Why the job failed; "" if it ended in order or runs."""
+        """Why the job failed; "" if it is running or all workers finished."""
         with self._lock:
             return membership.failure(self._state)
 
     def orphaned(self, pid: int) -> None:
-        """The training process on this machine that started the embedded servers has exited: its registrations are dead."""
+        """Reports that process `pid` on this machine, the training process that started this coordinator, has exited. Its
+        registrations are dead from now on."""
         with self._lock:
             before, self._state = self._state, membership.mark_exited(self._state, socket.gethostname(), pid)
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
     def _expect(self, workers: int) -> None:
-        """Sets limits on connections and calls. All workers may share one certificate."""
+        """Adapts limits on connections and calls to this number of workers. All workers may share one certificate."""
         self._port.allow(EACH_WORKER * workers)
         self._quota.expect(workers)
 
@@ -183,14 +196,15 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=caller.name if caller else "")
 
     def _lost(self) -> dict[int, str]:
-        """Workers that died or left with an error, and the reason. Finished workers may still use the store."""
+        """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
+        they may still use the key-value store."""
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.registrations.values()
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
                     and not membership.verdict_pending(self._state, p)}
 
     def _staying(self) -> bool:
-        """Call it under the lock."""
+        """Returns whether sites still use the coordinator. Call it with the lock held."""
         places = self._state.registrations.values()
         return self._rendezvous.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
 
@@ -200,7 +214,7 @@ class Coordinator:
                                    max(self._patience_s, self._dead_after_s))
 
     def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
-        """Registers a site. If it is the restart of a site, it replaces its earlier process, which is dead from now on."""
+        """Registers a site. If the site was restarted, the workers of its previous process are evicted."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
             still_s = membership.own_pause_s(self._state, self._clock())
@@ -219,7 +233,8 @@ class Coordinator:
         return self._judge.challenge(peer)
 
     def _count(self, who: str, peer: str) -> None:
-        """Limits the call rate. Above the limit it closes the connection and raises TooMany; logged once per excess."""
+        """Limits the call rate of a client. Above the limit, closes the connection and raises RateLimited. Only the first
+        refused call in a row is logged."""
         if not (over := self._quota.excess_calls(who, self._clock())):
             return
         why = f"makes more than {self._quota.rate:g} calls a second"
@@ -242,7 +257,8 @@ class Coordinator:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             is_registered = request.token in self._state.registrations
             if self._again and not is_registered and (why := membership.failure(self._state)):
-                return messages.JoinReply(missing=f"the previous job has ended ({without_code(why)}); the next one begins")
+                return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
+                                                   "starting the next one"))
             late = began and not is_registered and request.kind == "worker"
             self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._tell_of(before)
@@ -261,7 +277,7 @@ class Coordinator:
             self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
             if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
-                log.warning("min_workers %d has no effect: %s cannot continue without others",
+                log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
                             self._state.min_workers, ", ".join(unable))
         return reply
 
@@ -317,10 +333,10 @@ class Coordinator:
             try:
                 self._drop_revoked()
             except Exception:  # without this thread no failure would be detected
-                log.exception("revoked certificates could not be dropped; the next tick tries again")
+                log.exception("failed to disconnect processes with revoked certificates; retrying in the next tick")
 
     def _drop_awaited(self) -> None:
-        """Evicts workers that let others wait in the sites' store. Call it under the lock."""
+        """Evicts workers for which other workers have waited too long in the key-value store. Call it with the lock held."""
         if not self._state.min_workers:
             return
         now, pending = self._clock(), self._rendezvous.pending_waits()
@@ -347,18 +363,18 @@ class Coordinator:
             self._revoked = revoked
 
     def _write_down(self, before: membership.State) -> None:
-        """Journals changed registrations, once the job has begun."""
+        """Writes the journal if registrations or the epoch have changed since `before`, once the job has begun."""
         if self._journal is not None and self._state.view is not None and journaled_part(before) != journaled_part(self._state):
             self._journal.write(CoordinatorRecord(self.address, self._made, self._state))
 
     def _regroup(self, before: membership.State) -> None:
-        """Makes a view of the remaining workers, if there are enough of them. Call it under the lock that was held when a
-        worker was lost, so that no reply reports the loss without the new view."""
+        """Starts a new epoch with the remaining workers, if enough are left. Call it under the same lock acquisition as the
+        loss of a worker, so no reply reports the loss without the new epoch."""
         self._state = epoch_change.next_view(self._state)
         self._tell_of(before)
 
     def _tell_of(self, before: membership.State) -> None:
-        """Logs a new view."""
+        """Logs the new epoch, if the epoch has changed since `before`."""
         view, former = self._state.view, before.view
         if view is None or former is None or view.generation == former.generation:
             return
@@ -382,10 +398,10 @@ class Coordinator:
                 self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
 
     def _note_unheard(self, before: membership.State) -> None:
-        """Logs workers that a tick found to have left."""
+        """Logs workers that the last tick marked as left, because servers report that the workers closed their connections."""
         for token, place in self._state.registrations.items():
             if place.left and not before.registrations[token].left:
-                log.warning("%s: ended while no coordinator was running, as its servers report", place.peer)
+                log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
                 self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
 
     def _note_end(self) -> None:
@@ -396,7 +412,8 @@ class Coordinator:
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
                 certified: Callable[[Q, PeerCertificate | None], Q] = lambda request, _: request) -> Answer:
-        """Wraps a handler. `certified` adds the caller's certificate to the request."""
+        """Wraps a handler of calls: verifies, decodes, handles, encodes. `certified` adds the caller's certificate to the
+        request."""
 
         def answer(data: bytes, peer: str) -> bytes:
             request, caller = self._opened(name, kind, data, peer)
@@ -405,7 +422,7 @@ class Coordinator:
         return answer
 
     def _awaited(self, name: str, kind: type[Q], act: Callable[[Q], Awaitable[Record]]) -> Answer:
-        """As `_method`, for a handler that may take a while."""
+        """Wraps a handler that may wait before it replies; otherwise like `_method`."""
 
         async def answer(data: bytes, peer: str) -> bytes:
             request, _ = self._opened(name, kind, data, peer)
@@ -414,7 +431,7 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, PeerCertificate | None]:
-        """Verifies, decodes and sanitizes a call. Returns it with the caller's certificate."""
+        """Verifies, decodes and sanitizes a call. Returns the request and the caller's certificate."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
@@ -428,14 +445,16 @@ class Coordinator:
         return sanitize(messages.unpack(body, kind, peer)), caller
 
     def _refuse(self, peer: str) -> None:
-        """Logs the refusal of a connection that has proved no call since. The first calls of a member that reconnects use the
-        challenge of its former connection, so they are refused and then proved again."""
+        """Logs that a connection was refused, if it has made no call that proves the job's secret since. The first calls of a
+        member that reconnects use the challenge of its previous connection. They are refused, and the member repeats them with
+        a new proof."""
         if (suspect := self._suspects.pop(peer, None)) is not None:
             where, name = suspect
-            self._audit.refused(where, f"its {name} does not prove the job's secret")
+            self._audit.refused(where, f"its {name} call does not prove that the caller knows the job's secret")
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
-        """The error for a caller that broke the protocol. Its connection ends after it has been sent."""
+        """Returns the error for a caller that broke the protocol. The caller's connection is closed after the error has been
+        sent."""
         where = self._port.where(peer)
         self._audit.refused(where, error.what)
         self._port.distrust(peer)
@@ -447,7 +466,7 @@ def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
 
 
 MOST = 2
-"""Most plans kept; the oldest is dropped. A job has one."""
+"""Maximum number of plans kept. The oldest is dropped. A job has one plan."""
 
 
 class _Coming:
@@ -457,21 +476,22 @@ class _Coming:
 
 
 class Plans:
-    """Plans by digest."""
+    """Uploaded plans, keyed by digest. Plans arrive in chunks."""
 
     def __init__(self) -> None:
         self._coming: dict[str, _Coming] = {}
         self._whole: dict[str, bytes] = {}
 
     def take(self, part: PlanPart) -> None:
-        """Adds a part. CorruptFrame if it fits no plan; nothing has changed then."""
+        """Stores a chunk of a plan. Raises CorruptFrame, and stores nothing, if the chunk does not fit its plan."""
         end = part.begin + len(part.data)
         if part.plan_digest in self._whole:
             return
         coming = self._coming.get(part.plan_digest)
         nbytes = len(coming.data) if coming is not None else part.nbytes
         if not 0 < part.nbytes <= MAX_PLAN_NBYTES or part.nbytes != nbytes or not 0 <= part.begin < end <= nbytes:
-            raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes}, allowed {MAX_PLAN_NBYTES}")
+            raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes} bytes; the chunk must lie inside "
+                               f"the plan, and a plan has at most {MAX_PLAN_NBYTES} bytes")
         if coming is None:
             coming = self._coming[part.plan_digest] = _Coming(nbytes)
             while len(self._coming) > MOST:
@@ -491,12 +511,12 @@ class Plans:
                 del self._whole[next(iter(self._whole))]
 
     def whole(self, digest: str) -> bytes:
-        """The plan; empty if parts are missing."""
+        """Returns the plan with this digest; b"" if chunks are missing."""
         return self._whole.get(digest, b"")
 
 
 def told(state: State, request: StatusRequest, time_s: float) -> StatusReply:
-    """`time_s`: wall-clock time."""
+    """Builds the reply to a status request. `time_s`: wall-clock time in seconds since 1970."""
     present = [place for place in state.registrations.values() if place.present]
     filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES)))
     return StatusReply(version(), PROTOCOL, framing.VERSION, time_s, state.workers,

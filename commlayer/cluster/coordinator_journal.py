@@ -1,7 +1,8 @@
-"""The coordinator's journal: registrations, view and plan in a file, so that a restarted coordinator can resume the job.
+"""The coordinator's journal: registrations, epoch and plan in a file, so that a restarted coordinator can resume the job.
 
-It is written when a registration or the view changes, which is rare. It holds no times: on resuming, all processes count as
-just heard from. The sites' store is in a file of its own (below), which is useless without this one.
+The file is rewritten when a registration or the epoch changes, which is rare. It contains no times: after a restart, every
+process is treated as if its last heartbeat had just arrived. The sites' key-value store has a second file (below), which is
+useless without this one.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ MAGIC = b"CMLC0002"
 
 
 class CoordinatorRecord(Record, frozen=True):
-    """The file's contents."""
+    """Contents of the coordinator's journal file."""
 
     address: str
     token: str
-    """The job's secret, if this process generated it. With another secret, no worker could authenticate."""
+    """The job's secret, if the coordinator's process generated it; "" otherwise. A restarted coordinator needs the same secret,
+    or no worker could authenticate."""
     state: State
 
 
 class CoordinatorJournal:
-    """`recovered`: what an earlier process recorded; None for nothing."""
+    """The coordinator's journal in a folder, which is locked against other coordinators. `recovered`: what a previous
+    coordinator recorded; None if there is nothing to resume."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / NAME
-        self._lock = lock_folder(Path(folder), "", "is in use by another coordinator: give each job a folder of its own")
+        self._lock = lock_folder(Path(folder), "", "is in use by another coordinator: use a separate folder for each job")
         self._failed = False
         self.meeting = KvJournal(folder)
         self.recovered: CoordinatorRecord | None = None
@@ -54,7 +57,7 @@ class CoordinatorJournal:
             try:
                 self.recovered = decode_record(data)
             except msgspec.MsgspecError as error:
-                log.warning("journal %s cannot be read (%s): nothing of it is used", self._path, error)
+                log.warning("journal %s cannot be read (%s): starting without it", self._path, error)
         if self.recovered is None:
             self.meeting.forget()
 
@@ -67,22 +70,23 @@ class CoordinatorJournal:
         except OSError as error:
             self.forget()
             self._failed = True
-            log.warning("journal %s: %s; the job continues without it, and a crash of the coordinator ends the job", self._path,
+            log.warning("journal %s: %s; the job continues without a journal, so a crash of the coordinator will "
+                        "end the job", self._path,
                         error.strerror)
 
     def close(self) -> None:
-        """Frees the folder for another coordinator."""
+        """Unlocks the folder for another coordinator."""
         os.close(self._lock)
 
     def forget(self) -> None:
-        """Removes the journal: the job is over, or continues without one."""
+        """Removes the journal, because the job is over or continues without one."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         self.meeting.close()
 
 
 def encode_record(kept: CoordinatorRecord) -> bytes:
-    """The file's contents, without times."""
+    """Encodes the contents of the journal file, without times."""
     timeless = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hung=())
                 for token, place in kept.state.registrations.items()}
     state = msgspec.structs.replace(kept.state, registrations=timeless, ticked_s=None, held=None)
@@ -90,25 +94,29 @@ def encode_record(kept: CoordinatorRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> CoordinatorRecord:
-    """The reverse of packed(). MsgspecError if the data is malformed."""
+    """Decodes what encode_record() returned. Raises MsgspecError if the data is malformed."""
     if not data.startswith(MAGIC):
-        raise msgspec.DecodeError("it begins with something else")
+        raise msgspec.DecodeError("wrong magic number")
     return msgspec.msgpack.decode(data[len(MAGIC) :], type=CoordinatorRecord)
 
 
 def resumed_state(kept: CoordinatorRecord, now: float) -> State:
-    """The state of a coordinator that resumes: all processes count as just heard from."""
+    """Returns the state of a coordinator that resumes at time `now`. Every process is treated as if its heartbeat had just
+    arrived."""
     present: dict[str, Registration] = {
         token: msgspec.structs.replace(one, seen_s=now) for token, one in kept.state.registrations.items()}
     return msgspec.structs.replace(kept.state, registrations=present, ticked_s=now)
 
 
 def journaled_part(state: State) -> tuple[object, ...]:
-    """The part of the state whose change requires a write."""
+    """Returns the part of the state whose changes must be written to the journal."""
     return state.view, tuple((token, p.dead, p.left, p.join.serial) for token, p in state.registrations.items())
 
 
-# ---- The journal of the sites and their key-value store.
+# ---- The journal of the sites and their key-value store. Each change is appended as a record and passed to the kernel before
+# the caller gets its reply. A crash of the process therefore loses nothing that was acknowledged; a power failure may lose the
+# last records. Reading stops at the first damaged record. When the file has grown too much it is rewritten with the current
+# contents.
 #
 # Each change is appended as a record and handed to the kernel before the caller gets its reply. A crash of the process
 # therefore loses nothing that was acknowledged; a power failure may lose the last records. Reading stops at the first damaged
@@ -117,21 +125,21 @@ def journaled_part(state: State) -> tuple[object, ...]:
 KV_NAME = "meeting.log"
 KV_MAGIC = b"CMLM0002"
 _HEAD = struct.Struct("<II")
-"""Header of a record: its size, and the checksum of size and contents."""
+"""Header of a record: size of its contents, and the checksum of size and contents."""
 _SIZE = struct.Struct("<I")
 SLACK_NBYTES = 64 << 20
-"""The file is rewritten when it exceeds twice its size after the last rewrite by this much."""
+"""The file is rewritten when it exceeds twice its size after the previous rewrite by this many bytes."""
 CHUNK_NBYTES = 1 << 20
 
 
 class SitesRecord(Record, frozen=True, tag=True):
-    """The sites from now on, without times."""
+    """Replaces all earlier records of sites. Contains no times."""
 
     homes: Sites
 
 
 class KvJournal:
-    """Of one process, whose CoordinatorJournal holds the folder's lock."""
+    """Journal of the sites and their key-value store. The CoordinatorJournal of the same process has locked the folder."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / KV_NAME
@@ -141,19 +149,19 @@ class KvJournal:
         self._snapshot: Callable[[], Iterable[SitesRecord | Change]] = tuple
 
     def read(self) -> Iterator[SitesRecord | Change]:
-        """The intact records of an earlier process; none if there is no file."""
+        """Yields the intact records that a previous process wrote; none if there is no file."""
         try:
             with self._path.open("rb") as file:
                 left_nbytes = os.fstat(file.fileno()).st_size - len(KV_MAGIC)
                 if file.read(len(KV_MAGIC)) != KV_MAGIC:
-                    log.warning("journal %s begins with something else: nothing of it is used", self._path)
+                    log.warning("journal %s is not a journal of this version (wrong magic number): ignored", self._path)
                     return
                 while left_nbytes:
                     head = file.read(min(_HEAD.size, left_nbytes))
                     nbytes, check = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
                     data = file.read(nbytes) if nbytes <= left_nbytes - _HEAD.size else b""
                     if not data or len(data) < nbytes or crc32c(data, crc32c(_SIZE.pack(nbytes))) != check:
-                        log.warning("journal %s: its last %d bytes are not whole, and nothing of them is used", self._path,
+                        log.warning("journal %s: its last %d bytes are incomplete or damaged and are ignored", self._path,
                                     left_nbytes)
                         return
                     yield msgspec.msgpack.decode(data, type=SitesRecord | ValueSet | NumberAdded | KeysDropped)
@@ -161,10 +169,10 @@ class KvJournal:
         except FileNotFoundError:
             return
         except (OSError, *MALFORMED) as error:
-            log.warning("journal %s cannot be read on: %s", self._path, one_line(error))
+            log.warning("journal %s: reading stopped early: %s", self._path, one_line(error))
 
     def begin(self, snapshot: Callable[[], Iterable[SitesRecord | Change]]) -> None:
-        """Rewrites the file with the records of `snapshot`, now and whenever it has grown too much."""
+        """Rewrites the file with the records that `snapshot` returns, now and whenever the file has grown too much."""
         with self._lock:
             if self._closed:
                 return
@@ -190,7 +198,7 @@ class KvJournal:
             self._most_nbytes = 2 * self._nbytes + SLACK_NBYTES
 
     def note(self, record: SitesRecord | Change) -> None:
-        """Appends a record. When it returns, a later process will find it."""
+        """Appends a record. After this returns, the record survives a crash of the process."""
         with self._lock:
             if self._file < 0:
                 return
@@ -203,18 +211,19 @@ class KvJournal:
                 self.begin(self._snapshot)
 
     def wait(self) -> None:
-        """Returns after a pending write: a disk that blocks also delays calls, and sites must not count as silent then."""
+        """Waits until a pending write has ended. A slow disk also delays the coordinator's replies, so silent sites must not be
+        counted as gone in that time."""
         with self._lock:
             return
 
     def forget(self) -> None:
-        """Removes the file, so that it cannot be resumed."""
+        """Removes the file, so no later process resumes from it."""
         for path in (self._path, self._path.with_name(f"{KV_NAME}.new")):
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def close(self) -> None:
-        """As `forget`, and stops writing: the job is over, or continues without a journal."""
+        """Removes the file and stops writing: the job is over, or continues without a journal."""
         with self._lock:
             self._closed = True
             self.forget()
@@ -231,9 +240,10 @@ class KvJournal:
         self._nbytes += len(data)
 
     def _fail(self, error: OSError) -> None:
-        """Gives up the journal, since one with a gap is useless."""
+        """Gives up the journal after a failed write, since a journal with a gap is useless."""
         self.close()
-        log.warning("journal %s: %s; the job continues without it, and a crash of the coordinator ends the job", self._path,
+        log.warning("journal %s: %s; the job continues without a journal, so a crash of the coordinator will end "
+                    "the job", self._path,
                     error.strerror)
 
 

@@ -1,8 +1,9 @@
-"""Changes of members in a running job: who continues when workers die, leave, hang or join. Pure functions of the state.
+"""Changes of members in a running job: decides who continues when workers die, leave, hang or join. Pure functions of the
+state.
 
-A new view is made of the workers that are left, if there are at least `min_workers`; engine/regroup.py switches to it. If there
-are fewer, or some cannot continue without others, a death fails the job, as it does without `min_workers`. While workers are
-missing, new ones may replace them, each under a rank that was never used before.
+If at least `min_workers` workers are left, a new epoch starts with them; engine/regroup.py switches to it. If fewer are left,
+or some cannot continue without others, the death of a worker fails the job. Without `min_workers` every death fails the job.
+New workers may replace missing ones, each under a rank that was never used before.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from commlayer.records import MALFORMED, Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 MAX_FORMER = 64
-"""How many departed workers keep their registration after all have switched to a view without them, to be sent the reason if
-they return. This bounds the state of a job that sites leave and join for weeks."""
+"""How many departed workers keep their registration after all others have switched to an epoch without them. A departed worker
+that returns is sent the reason. The limit bounds the state of a job that sites leave and join for weeks."""
 UNLESS = ", unless it is served with --min-workers"
-"""Added only for sites, which alone can use it."""
+"""Added to a reason for refusal only if the caller is a site, because `min_workers` has an effect only with sites."""
 
 
 def next_view(state: State) -> State:
-    """Makes a view of the remaining workers, if some of the view's workers are gone and the others can continue."""
+    """Starts an epoch with the remaining workers, if some of the present epoch's workers are gone and the others can continue.
+    Otherwise returns the state unchanged."""
     view, workers = state.view, _workers(state)
     if view is None or not state.min_workers:
         return state
@@ -43,7 +45,7 @@ def next_view(state: State) -> State:
 
 
 def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[str, Registration]:
-    """Drops registrations of workers that left long ago, except the last FORMER."""
+    """Drops registrations of workers that left long ago. The last MAX_FORMER of them are kept."""
     former = sorted((p.removed_in, token) for token,
                     p in places.items() if 0 < p.removed_in <= settled_generation)[:-MAX_FORMER]
     over = {token for _, token in former}
@@ -53,10 +55,9 @@ def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[s
 def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
     """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
 
-    A worker is blamed only if it is missing in the earliest step for which any server waits: without that step's sums it cannot
-    contribute to a later one. Two successive reports are needed: contributions that the server had not read at the
-    first are added by the second. `patience_s`: how long the view's first worker may hold back its part after all others have
-    sent theirs.
+    A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums it cannot
+    contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at the
+    first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
     """
     place = state.registrations.get(token)
     if place is None or not place.present or place.join.kind != "server":
@@ -74,7 +75,7 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
 
 
 class _Late(NamedTuple):
-    """Workers of the view that are missing in the earliest step for which a server waits, and the reports about it."""
+    """Workers of the epoch that are missing in the earliest step for which a server waits, and the reports about that step."""
 
     step: int
     ranks: set[int]
@@ -91,8 +92,8 @@ def _late(state: State) -> _Late | None:
 
 
 def _first(state: State) -> int | None:
-    """The rank that may hold back its part of a step now. While a worker joins, the view's first worker holds it back until all
-    have come to that step (engine/regroup.py)."""
+    """Returns the rank that may hold back its contribution now; None if no rank may. While a worker joins, the epoch's first
+    worker holds back its contribution until all workers have reached that step (engine/regroup.py)."""
     view = state.view
     joining = view is not None and settled_generation(state) < view.generation and \
         any(m.rank >= state.workers for m in view.members)
@@ -100,7 +101,8 @@ def _first(state: State) -> int | None:
 
 
 def _hold_back(state: State, now: float) -> tuple[int, int, float] | None:
-    """Whether only that rank is missing in the step, and since when. All have come then, and only messages are pending."""
+    """Returns (step, rank, since when) if only the worker that may hold back its contribution is missing in the step; otherwise
+    None. In that case all workers have reached the step, and only messages are pending."""
     late, first, before = _late(state), _first(state), state.held
     if late is None or first is None or late.ranks != {first}:
         return None
@@ -108,8 +110,8 @@ def _hold_back(state: State, now: float) -> tuple[int, int, float] | None:
 
 
 def _hung_in_step(state: State, until: float) -> dict[int, str]:
-    """Workers to evict because they hang, by rank with the reason. Includes the first worker if it has held the others up
-    since before `until`."""
+    """Maps the rank of each worker to be evicted for hanging to the reason. Includes the worker that may hold back its
+    contribution only if it has been the last missing one since before `until`."""
     late = _late(state)
     if late is None or not state.min_workers or inelastic_workers(state):
         return {}
@@ -118,20 +120,20 @@ def _hung_in_step(state: State, until: float) -> dict[int, str]:
         ranks = ranks - {_first(state)}
     if len(_present_ranks(state)) - len(ranks) < state.min_workers:
         return {}
-    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited (step {late.step}, reported by "
+    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {late.step} (reported by "
                   f"{p.peer}): it hangs, or its machine is too slow for deadline_s"
             for p, overdue in reversed(late.reports) for rank in p.hung if rank in ranks}
 
 
 def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
-    """Workers that let others wait in the sites' store, by rank with the reason. A caller evicts those that a later call
-    returns again.
+    """Maps the rank of each worker for which others wait too long in the key-value store to the reason. The caller evicts a
+    worker only if a later call returns it again.
 
     Such a worker does not wait itself. At least half of the present workers have waited for it for `limit_s`, or for their own
-    limit if that is longer. While a sum waits, the worker that it lacks may be what delays the others. The result
-    is then empty, unless all workers except those to be blamed wait in the store: then none of them is in that sum.
-    `ago_s`: how long ago a worker waited itself, if it did. Others delayed it until then, so it gets `patience_s` to come.
+    limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker missing in that sum
+    may delay the others. The exception: all workers except those to be blamed wait in the store. `ago_s`: maps a rank to the
+    seconds since that worker itself last waited; it gets `patience_s` after that.
     """
     if state.view is None or not state.min_workers or not pending or inelastic_workers(state):
         return {}
@@ -148,15 +150,15 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
     for one, waited_s in waits:
         most_s = max(limit_s, one.limit_s)
         if waited_s[half - 1] >= most_s and ago_s.get(one.rank, most_s) >= min(patience_s, most_s):
-            late[one.rank] = (f"was dropped: did not come for {most_s:g} s to where {len(waited_s)} others waited (a "
-                              "collective, a save, a change of plans): it hangs, or its machine is too slow for "
-                              "deadline_s")
+            late[one.rank] = (f"was dropped: {len(waited_s)} others waited {most_s:g} s for it (in a collective, a checkpoint "
+                              "or a change of plans): it hangs, or its machine is too slow for deadline_s")
     summing = any(p.present and p.overdue is not None for p in state.registrations.values())
     return {} if summing and free - late.keys() else late
 
 
 def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
-    """Whether the running job admits sites. A worker is silent after `noticed_s`, and evicted after `patience_s`."""
+    """Returns whether the running job admits sites, and if not, why. A worker counts as silent if its last heartbeat is
+    `noticed_s` old; it is evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return AdmissionState()
@@ -168,24 +170,25 @@ def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patie
 
 
 def _wait(state: State, seated: Sequence[Registration], noticed: float, patience_s: float) -> str:
-    """Why a new site should ask again. `seated`: the view's workers; `noticed`: time before which a heartbeat is too old."""
+    """Returns why a new site should ask again later; "" if it need not. `seated`: the epoch's workers; `noticed`: a worker
+    whose last heartbeat is earlier than this time is silent."""
     if over(state):
         why = failure(state)
-        return why and f"the job has ended ({without_code(why)}); the server begins another one"
+        return why and f"the job has ended ({without_code(why)}); the server is starting another one"
     present = [p for p in seated if p.present]
     lost = next((p for p in seated if not p.present and p.left != FINISHED), None)
     goes_on = state.min_workers and not inelastic_workers(state)
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
-        return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server begins another one"
+        return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     silent = [p for p in present if p.seen_s < noticed]
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.workers):
         names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
-        return f"the job runs, but is without {names} now; a worker is dropped after {patience_s:g} s of silence"
+        return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
 
 
 def _closed(state: State, view: View, present: int) -> AdmissionState:
-    """Why the job admits no site, if it does not."""
+    """Returns why the job admits no site; the reason is empty if it does."""
     shut, full = "", False
     if over(state):
         shut = "the job is over"
@@ -193,16 +196,16 @@ def _closed(state: State, view: View, present: int) -> AdmissionState:
         shut = f"the job has begun with {len(view.members)} workers; a running job admits no new members{UNLESS}"
     elif inelastic_workers(state):
         shut = "the job has begun and admits no new members: " \
-               f"{', '.join(inelastic_workers(state))} cannot continue without others"
+               f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
     elif present < len(view.members):
         shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
     elif present >= state.workers:
-        shut, full = f"the job runs and has its {state.workers} workers; it admits another when one is gone", True
+        shut, full = f"the job is running with all its {state.workers} workers; it admits another when one has left", True
     return AdmissionState(shut, full=full)
 
 
 def admit(state: State, request: Join, now: float) -> MembershipDecision:
-    """Admits a worker to the running job: makes a view with it as the last member. Or refuses it."""
+    """Admits a worker to the running job by starting an epoch with it as the last member, or refuses it."""
     view = state.view
     assert view is not None
     workers = _workers(state)
@@ -231,19 +234,19 @@ def admit(state: State, request: Join, now: float) -> MembershipDecision:
 
 
 def inelastic_workers(state: State) -> list[str]:
-    """Workers of the view that cannot continue without others."""
+    """Returns the names of the epoch's workers that cannot continue after other workers leave."""
     workers = _workers(state)
     return [] if state.view is None else [workers[m.rank].peer for m in state.view.members
                                           if not workers[m.rank].join.elastic]
 
 
 def settled_generation(state: State) -> int:
-    """Generation of the newest view that all present workers have switched to; 0 for none."""
+    """Returns the generation of the newest epoch that all present workers have switched to; 0 if there is none."""
     return min((p.active_generation for p in state.registrations.values() if p.present and p.join.kind == "worker"), default=0)
 
 
 def explain_end(state: State, pulse: HeartbeatReply) -> HeartbeatReply:
-    """Adds to the reported losses why the job does not continue, if too few workers are left."""
+    """If too few workers are left, adds to each reported loss why the job does not continue."""
     if not (state.min_workers and state.view is not None and (pulse.failed or pulse.departed)) or inelastic_workers(state):
         return pulse
     workers = _workers(state)
@@ -272,20 +275,20 @@ def _workers(state: State) -> dict[int, Registration]:
 
 
 class EpochChange(Record, frozen=True):
-    """Body of a PLAN frame with the flag ABANDON."""
+    """Body of a PLAN frame with the flag ABANDON: the servers switch to a new epoch."""
 
     view: View
-    """Only its members contribute from now on, in this order; members that join come last."""
+    """The new epoch. Only its members contribute from now on, in this order; joining members come last."""
     step: int
-    """The step under way. No member has received it completely, and all repeat it; the server rolls it back."""
+    """The step in progress. No member has received it completely. The server rolls it back and all members repeat it."""
     undone: dict[int, int]
-    """By bucket, what was not applied of the step before, as in a PUSH of this step."""
+    """Maps a bucket to the part of the previous step that was not applied, in the same form as in the PUSH of this step."""
     plan: bytes
-    """The plan to use with this view."""
+    """The plan to use in this epoch."""
 
 
 def wire_generation(view: View) -> int:
-    """The first wire generation of a view; later plans under the same view continue the count.
+    """Returns the first wire generation of an epoch. Later plans in the same epoch count up from it.
 
     >>> from commlayer.records import View
     >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))
@@ -295,17 +298,17 @@ def wire_generation(view: View) -> int:
 
 
 def change_problem(change: EpochChange, generation: int, sender: int, view: View) -> str:
-    """Why the change cannot follow `view`, whichever worker sends it; "" if it can."""
+    """Returns why `change`, sent by worker `sender`, cannot follow the epoch `view`; "" if it can."""
     new = change.view
     if generation != wire_generation(new) or new.generation <= view.generation:
-        return f"view {new.generation} in generation {generation}, while view {view.generation} is active"
+        return f"it announces epoch {new.generation} with wire generation {generation}, while epoch {view.generation} is active"
     if structs.replace(new, generation=view.generation, members=view.members) != view:
-        return "its servers or its plan are not those of the job"
+        return "its servers or its plan differ from the job's"
     stay = tuple(m for m in view.members if m in new.members)
     new_members = new.members[len(stay):]
     numbers = {m.rank for m in (*view.members, *new_members)}  # unordered: sites get these numbers before their workers join
     if not stay or new.members != (*stay, *new_members) or len(numbers) < len(view.members) + len(new_members):
-        return "its members are not the present ones in their order, followed by those that join"
+        return "its members must be present members in their present order, followed by joining members"
     if sender not in {m.rank for m in new.members}:
         return "its sender is not one of its members"
     return ""
@@ -315,4 +318,5 @@ def read_change(message: Message) -> EpochChange:
     try:
         return msgspec.msgpack.decode(message.body, type=EpochChange)
     except MALFORMED as error:
-        raise CorruptFrame(f"PLAN of other members is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
+        raise CorruptFrame(f"PLAN frame with a change of members is malformed: {one_line(error)}",
+                           peer=peer_name(message.peer)) from None

@@ -1,4 +1,4 @@
-"""A port with a gRPC server, behind a TLS terminator if there are keys."""
+"""A listening port with a gRPC server, behind a TLS terminator if there are keys."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ import grpc.aio  # noqa: E402
 
 LOOPBACK = "127.0.0.1"
 REPLY_ARRIVES_S = 1.0
-"""How long a reply may take to reach a client before its connection is closed."""
+"""Seconds that a reply may take to reach a client before the client's connection is closed."""
 
 
 class GrpcPort:
-    """Without keys gRPC listens on the port. With keys the TLS terminator does, and gRPC listens on loopback."""
+    """A port with a gRPC server. Without keys gRPC listens on the port. With keys a TLS terminator listens on it, and gRPC on a
+    loopback port."""
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._bind, self.number = bind, port
@@ -46,7 +47,8 @@ class GrpcPort:
             self.number = self._terminator.port
 
     def caller(self, peer: str) -> PeerCertificate | None:
-        """The certificate of the connection that gRPC calls `peer`. Unproved if the connection did not come through TLS."""
+        """Returns the certificate of the connection that gRPC calls `peer`; None without keys. Raises AuthenticationFailed if
+        the port requires TLS and the connection did not use TLS."""
         if self._terminator is None:
             return None
         caller = self._terminator.caller(peer)
@@ -55,45 +57,45 @@ class GrpcPort:
         return caller
 
     def allow(self, most: int) -> None:
-        """Raises the limit of connections per certificate; never lowers it."""
+        """Raises the limit of connections per certificate to `most`; never lowers the limit."""
         if self._terminator is not None:
             self._terminator.allow(most)
 
     def streams(self, take: AcceptStream) -> Any:
-        """The handler of data streams on this port."""
+        """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
 
         def certified(peer: str) -> PeerCertificate | None:
             try:
                 return self.caller(peer)
             except AuthenticationFailed:
-                raise PermissionError("it did not come through TLS") from None
+                raise PermissionError("this port requires TLS, and the connection does not use it") from None
 
         return grpc_stream.handler(take, certified)
 
     def where(self, peer: str) -> str:
-        """Certificate name and address of the connection, for errors and logs. With TLS, gRPC's own name for it is a loopback
-        address."""
+        """Returns the certificate name and address of a connection, for errors and logs. With TLS, gRPC's own name for the
+        connection is a loopback address."""
         return (self._terminator.where(peer) if self._terminator is not None else "") or peer
 
     def distrust(self, peer: str) -> None:
-        """Treats a TLS connection as unauthenticated, and closes it after the pending reply had time to arrive. On the event
-        loop."""
+        """Treats a TLS connection as unauthenticated, and closes it after REPLY_ARRIVES_S seconds, in which the pending reply
+        can arrive. Call it on the event loop."""
         if self._terminator is not None:
             self._terminator.distrust(peer)
             grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, self._terminator.end, peer)
 
     def end(self, peer: str) -> None:
-        """Closes that connection, if it came through TLS."""
+        """Closes this connection now, if it uses TLS."""
         if self._terminator is not None:
             self._terminator.end(peer)
 
     def drop(self, serials: frozenset[int]) -> None:
-        """Closes all connections with these certificates."""
+        """Closes all connections that use certificates with these serial numbers."""
         if self._terminator is not None:
             self._terminator.drop(serials)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops the gRPC server and the TLS terminator. Idempotent."""
         if self._host is not None:
             self._host.close()
         if self._terminator is not None:
@@ -102,7 +104,7 @@ class GrpcPort:
 
 def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream,
                      refused: Callable[[str, str], None]) -> GrpcPort:
-    """A port for data streams only. InvalidInput if the port cannot be opened."""
+    """Opens a port for data streams only. Raises InvalidInput if the port cannot be opened."""
     check_free(bind, port)
     stream_port = GrpcPort(keys, bind, port, refused)
     stream_port.allow(MAX_CONNECTIONS_EACH)
@@ -111,7 +113,7 @@ def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream
 
 
 def check_free(host: str, port: int) -> None:
-    """InvalidInput with the reason if the port cannot be opened. gRPC's own error does not give it."""
+    """Raises InvalidInput with the reason if the port cannot be opened. gRPC's own error does not give the reason."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -126,25 +128,26 @@ def check_free(host: str, port: int) -> None:
             raise InvalidInput("E-ADDRESS", line) from None
 
 
-# ---- The server runs on the event loop, so an incomplete call occupies no thread. Answers must not block, but may be
+# ---- The server runs on the event loop, so an incomplete call occupies no thread. Handlers must not block, but may return
 # awaitables.
 
 MAX_CALLS = 1024
-"""Concurrent calls, including one stream per member; gRPC refuses more. With MAX_NBYTES this bounds the memory that
-unauthenticated clients can use."""
+"""Maximum number of concurrent calls, including one stream per member; gRPC refuses further calls. Multiplied by MAX_NBYTES,
+this bounds the memory that unauthenticated clients can use."""
 WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4 << 20)]
-"""Flow-control window of a call or stream: enough for 1 Gb/s at 30 ms. gRPC's own estimate grows with unauthenticated input, by
-100 MB and more on a busy machine."""
+"""gRPC options for the flow-control window of a call or stream: enough for 1 Gb/s at a round trip of 30 ms. gRPC's own estimate
+grows with unauthenticated input, by 100 MB and more on a busy machine."""
 START_S = 30.0
 STOP_S = 0.5
 Answer = Callable[[bytes, str], bytes | Awaitable[bytes]]
-"""Takes the body and the connection's name, returns the reply. Unproved or CorruptFrame refuse the call."""
+"""Handles a call: receives the request's bytes and the connection's name, returns the reply's bytes. Raises
+AuthenticationFailed or CorruptFrame to refuse the call."""
 Broke = Callable[[str, CorruptFrame], str]
-"""Called when a call breaks the protocol, with the connection's name. Returns the line to send back."""
+"""Called with the connection's name when a call breaks the protocol. Returns the error text to send back."""
 
 
 class RpcServer:
-    """Serves these calls by name. close() is idempotent."""
+    """A gRPC server that dispatches calls by method name. close() is idempotent."""
 
     def __init__(self, answers: Mapping[str, Answer], handlers: Iterable[grpc.GenericRpcHandler] = (),
                  broke: Broke = lambda _, error: str(error)) -> None:
@@ -152,7 +155,7 @@ class RpcServer:
         self._server: Any = None
 
     def start(self, address: str) -> int:
-        """Returns the port that it listens on."""
+        """Starts to listen on `address`. Returns the port number."""
         return int(grpc_stream.run_on_loop(self._start(address), START_S))
 
     def close(self) -> None:
@@ -183,7 +186,8 @@ class RpcServer:
                 reply = answer(data, peer)
                 return await reply if inspect.isawaitable(reply) else reply
             except AuthenticationFailed:
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the secret")
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the job's "
+                                                                     "secret")
             except RateLimited as error:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except CorruptFrame as error:
@@ -194,31 +198,32 @@ class RpcServer:
 
 
 RATE, BURST = 1000.0, 8000.0
-"""A worker makes a few calls per second, and some hundreds at once for a large plan. A certificate may serve many machines."""
+"""Calls per second and burst size that one client is allowed, at least. A worker makes a few calls per second, and some
+hundreds at once to upload a large plan. Several machines may share one certificate, and then count as one client."""
 EACH_RATE, EACH_BURST = 16.0, 128.0
-"""Per worker of a job, if that is more, since a cluster may share one certificate. A waiting process calls 4 times per second,
-and each process that sends heartbeats sends one per second."""
+"""Calls per second and burst size per worker of the job, if that is more, since all workers may share one certificate. A
+waiting process calls 4 times per second, and each heartbeat sender once per second."""
 MOST_KNOWN = 4096
-"""Callers that are remembered. The ones idle for longest are forgotten."""
+"""Maximum number of clients that are remembered. The clients that have been idle for longest are forgotten."""
 
 
 class RateLimited(Exception):
-    """The caller exceeds its call rate."""
+    """Raised when a client exceeds its call rate."""
 
 
 class CallQuota:
-    """Of one coordinator. Not thread-safe."""
+    """Limits the call rate of each client of one coordinator, with a token bucket per client. Not thread-safe."""
 
     def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
         self.rate, self._burst = rate, burst
-        self._left: OrderedDict[str, tuple[float, float, int]] = OrderedDict()  # tokens, at what time, refusals in a row
+        self._left: OrderedDict[str, tuple[float, float, int]] = OrderedDict()  # tokens, time, refusals in a row
 
     def expect(self, workers: int) -> None:
-        """Raises the limits for a caller that may run all of these workers."""
+        """Raises the limits, since one client name may stand for all of this many workers."""
         self.rate, self._burst = max(self.rate, EACH_RATE * workers), max(self._burst, EACH_BURST * workers)
 
     def excess_calls(self, who: str, now: float) -> int:
-        """Counts a call. 0 if it is allowed, else how many in a row are not."""
+        """Counts a call of client `who`. Returns 0 if the call is allowed, else the number of its calls refused in a row."""
         left, since, refused = self._left.pop(who, (self._burst, now, 0))
         left = min(self._burst, left + self.rate * (now - since))
         refused = 0 if left >= 1.0 else refused + 1

@@ -1,7 +1,8 @@
 """Key-value store at the coordinator, through which sites exchange bytes; readers may wait for keys. Runs on one event loop.
 
-Each value is charged to its writer and belongs to the newest view at the time of writing. Once all workers use a later view,
-no one reads it any more. Each change is a record, from which a journal can rebuild the store.
+The size of each value counts against its writer's quota. Each value belongs to the newest epoch at the time of writing; after
+all workers have switched to a later epoch, no worker reads it again. Each change is a record, from which a journal can rebuild
+the store.
 """
 
 from __future__ import annotations
@@ -17,29 +18,30 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 
 MAX_KEPT_NBYTES = 512 << 20
-"""Limit of all values together. Process groups drop values that all members have read, so a larger total is a leak."""
+"""Maximum size of all values together. Process groups drop values that all members have read, so a larger total is a leak."""
 LEAST_EACH_NBYTES = 32 << 20
-"""Least quota of one worker, however many there are: joining needs a window of parts (10 MB), and a large collective keeps
-2.5 MB in each process group."""
+"""Smallest quota of one worker, however many workers there are. A joining worker needs a window of chunks (10 MB), and a large
+collective keeps 2.5 MB in each process group."""
 MAX_NAME_NBYTES = 256
 KEY_NBYTES = 256
-"""What each key is charged in addition to its name and value."""
+"""Bytes that each key costs in addition to its name and value."""
 MAX_TOKENS = 4096
-"""How many additions to a number are remembered, so that repeats are recognized; the oldest are forgotten."""
+"""Maximum number of remembered additions per number, which are needed to recognize repeated requests. The oldest are
+forgotten."""
 TOKEN_NBYTES = KEY_NBYTES + MAX_NAME_NBYTES
 MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
-"""Of the values in one reply; the rest of the reply's limit is for its other fields."""
+"""Maximum size of the values in one reply. The rest of the reply's limit is for its other fields."""
 
 
 class QuotaOwner(NamedTuple):
-    """The account that values are charged to, and its quota."""
+    """The writer whose quota values count against, with that quota."""
 
     name: str
     most_nbytes: int = MAX_KEPT_NBYTES
     all_nbytes: int = MAX_KEPT_NBYTES
-    """Quota of all writers together."""
+    """Quota of all writers together, in bytes."""
     view: int = 1
-    """Generation of the newest view at the time of writing."""
+    """Generation of the newest epoch at the time of writing."""
 
 
 class _Row(NamedTuple):
@@ -49,7 +51,7 @@ class _Row(NamedTuple):
 
 
 class ValueSet(Record, frozen=True, tag=True):
-    """A value is set or replaced."""
+    """A change: a value is set or replaced. `view`: generation of the newest epoch at that time."""
 
     name: str
     value: bytes
@@ -58,7 +60,8 @@ class ValueSet(Record, frozen=True, tag=True):
 
 
 class NumberAdded(Record, frozen=True, tag=True):
-    """A number was increased to `total`, which is also the key's value as text. `once`: token of this addition."""
+    """A change: a number was increased to `total`, which is also the key's value as text. `once`: unique token of this
+    addition."""
 
     name: str
     total: int
@@ -75,13 +78,14 @@ Change = ValueSet | NumberAdded | KeysDropped
 
 
 class KvStore:
-    """All calls come from the loop's thread. `note` is called after each change, before any reader sees it."""
+    """Values and numbers by key, with quotas per writer. Call all methods in the event loop's thread. `note` is called after
+    each change, before any reader sees it."""
 
     def __init__(self) -> None:
         self.note: Callable[[Change], None] = lambda _: None
         self._rows: dict[str, _Row] = {}
         self._sums: dict[str, tuple[int, dict[str, str]]] = {}
-        """By name: the number, and the writer of each remembered addition, by token."""
+        """Maps a number's key to the number and its remembered additions, as a map from token to writer."""
         self._charged = Counter[str]()
         self._changed = asyncio.Event()
 
@@ -90,7 +94,8 @@ class KvStore:
         return self._charged.total()
 
     def put(self, pairs: Iterable[tuple[str, bytes]], by: QuotaOwner) -> None:
-        """Sets or replaces values. CorruptFrame if a quota is exceeded."""
+        """Sets or replaces values. Raises CorruptFrame if a quota is exceeded; pairs before the one that exceeds it stay
+        set."""
         for name, value in pairs:
             self._check_row(name, len(value), 0, by)
             self._apply(ValueSet(name, value, by.name, by.view))
@@ -101,11 +106,13 @@ class KvStore:
             self._apply(KeysDropped(present))
 
     def forget(self, view: int) -> None:
-        """Drops values written before the view of that generation, which all workers use."""
+        """Drops values that were written in epochs before generation `view`. Call this after all workers have switched to that
+        epoch."""
         self.drop([name for name, row in self._rows.items() if row.view < view])
 
     def add(self, name: str, amount: int, once: str, by: QuotaOwner) -> int:
-        """Adds to a number and returns it; its key holds it as text. A repeat with the same token `once` changes nothing."""
+        """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
+        token `once` changes nothing."""
         total, writers = self._sums.get(name, (0, {}))
         if once not in writers:
             _charge(once)
@@ -116,16 +123,18 @@ class KvStore:
         return total
 
     def values(self, names: Sequence[str]) -> tuple[bytes | None, ...]:
-        """The values. CorruptFrame if they exceed the size of a reply, or if a name is repeated."""
+        """Returns the values of these keys, None for a key that is not set. Raises CorruptFrame if the values do not fit in one
+        reply, or if a key is repeated."""
         if len(set(names)) < len(names):
-            raise CorruptFrame(f"wants {len(names)} keys, of which {len(set(names))} differ; allowed: each once")
+            raise CorruptFrame(f"requests {len(names)} keys, but only {len(set(names))} different ones; each key must be "
+                               "requested only once")
         rows = [self._rows.get(name) for name in names]
         if (nbytes := sum(len(row.value) for row in rows if row is not None)) > MAX_FOUND_NBYTES:
-            raise CorruptFrame(f"wants {nbytes} bytes in one answer, allowed {MAX_FOUND_NBYTES}")
+            raise CorruptFrame(f"requests values of {nbytes} bytes, but a reply may contain at most {MAX_FOUND_NBYTES}")
         return tuple(None if row is None else row.value for row in rows)
 
     def replay(self, change: Change) -> None:
-        """Applies a change from the journal. Quotas are not checked, because they were when it was made."""
+        """Applies a change from the journal without checking quotas, since they were checked when the change was made."""
         if isinstance(change, KeysDropped):
             for name in change.names:
                 self._remove(name)
@@ -146,7 +155,7 @@ class KvStore:
             self._sums[change.name] = change.total, writers
 
     def changes(self) -> Iterator[Change]:
-        """The changes that turn an empty store into this one."""
+        """Yields changes that turn an empty store into this one."""
         for name, (total, writers) in self._sums.items():
             for once, writer in writers.items():
                 yield NumberAdded(name, total, once, writer, 0)
@@ -154,7 +163,7 @@ class KvStore:
             yield ValueSet(name, *row)
 
     async def change(self, timeout_s: float) -> None:
-        """Returns after the next write, or after `timeout_s`."""
+        """Waits for the next write, at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
@@ -163,7 +172,6 @@ class KvStore:
         self.note(change)
 
     def _wake_readers(self) -> None:
-        """Wakes waiting readers."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -177,24 +185,26 @@ class KvStore:
             del self._charged[writer]
 
     def _check_row(self, name: str, nbytes: int, more_nbytes: int, by: QuotaOwner) -> None:
-        """Checks quotas for a value of `nbytes` that replaces the present one, and `more_nbytes` in addition."""
+        """Checks quotas for a value of `nbytes` that replaces the present value of the key, plus `more_nbytes`."""
         former = self._rows.get(name)
         freed = 0 if former is None else _charge(name) + len(former.value)
         self._check(_charge(name) + nbytes + more_nbytes, freed, former.writer if former else "", by)
 
     def _check(self, nbytes: int, freed: int, owner: str, by: QuotaOwner) -> None:
-        """CorruptFrame if the writer's quota does not allow `nbytes`, after `freed` bytes are taken off `owner`'s account."""
+        """Raises CorruptFrame if the writer's quota does not allow `nbytes` more, after `freed` bytes of writer `owner` are
+        released."""
         mine = self._charged[by.name] - (freed if owner == by.name else 0)
         if mine + nbytes > by.most_nbytes:
-            raise CorruptFrame(f"{by.name} keeps {mine} bytes at the coordinator already, allowed {by.most_nbytes}, its part: "
-                               "leave less in torch's store, or use fewer process groups between homes", code="E-QUOTA")
+            raise CorruptFrame(f"{by.name} stores {mine} bytes at the coordinator already, and its quota is "
+                               f"{by.most_nbytes}: store less in torch's store, or use fewer process groups "
+                               "that span homes", code="E-QUOTA")
         if self.nbytes - freed + nbytes > by.all_nbytes:
-            raise CorruptFrame(f"the coordinator keeps {self.nbytes} bytes of homes already, allowed {by.all_nbytes}",
+            raise CorruptFrame(f"the coordinator stores {self.nbytes} bytes of all homes already, allowed {by.all_nbytes}",
                                code="E-QUOTA")
 
 
 def _charge(name: str) -> int:
     nbytes = len(name.encode())
     if nbytes > MAX_NAME_NBYTES:
-        raise CorruptFrame(f"a key of {nbytes} bytes, allowed {MAX_NAME_NBYTES}")
+        raise CorruptFrame(f"sent a key of {nbytes} bytes, allowed {MAX_NAME_NBYTES}")
     return nbytes + KEY_NBYTES

@@ -1,7 +1,8 @@
 """Membership of a job: registration, heartbeats, failure detection and orderly leave, as functions of (state, request, now).
 
 A token identifies a process and its registration. Before the job begins, the registration of a silent process is removed, so
-that its restart can register. After the job has begun, a process that stays silent is dead for good and its peers are notified.
+that its restart can register. After the job has begun, a process that stays silent is permanently dead and its peers are
+notified.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from commlayer.records import Member, Record, ServerInfo, View
 from commlayer.transport.protocol import SERVER_BASE
 
 PAUSE_S = 2.0
-"""A longer gap between two ticks means that the coordinator itself was stopped. Peers are not blamed for being silent then."""
+"""Seconds between two ticks above which the coordinator itself must have been stopped. Peers are not blamed for silence in that
+time."""
 
 MAX_LISTED = 8
-"""How many missing ranks an error message lists."""
+"""Maximum number of missing ranks that an error message lists."""
 
 
 class Registration(Record, frozen=True):
-    """The registration of one process: its request, when its last heartbeat came, and why it has gone."""
+    """The registration of one process: its request, when its last heartbeat arrived, and why it has left or died."""
 
     join: Join
     rank: int
@@ -47,21 +49,21 @@ class Registration(Record, frozen=True):
     dead: str = ""
     left: str = ""
     exchanges: int = -1
-    """Exchanges that the worker had completed when it left; -1 if unknown."""
+    """Number of exchanges that the worker had completed when it left; -1 if unknown."""
     missed_by: tuple[str, ...] = ()
-    """Tokens of the processes that report a lost data connection to this one."""
+    """Tokens of the processes that report a lost data connection to this process."""
     closed_cleanly: bool = False
-    """A server reports that this worker closed its data connection in order."""
+    """Whether a server reports that this worker closed its data connection in order."""
     blamed_peer: str = ""
-    """Of a worker that left because of a peer: that peer, until the peer's next heartbeat or its death."""
+    """The peer that this worker named as the reason when it left, until that peer sends a heartbeat or dies; otherwise ""."""
     active_generation: int = 0
-    """Of a worker: generation of the view that it has switched to, as it reports."""
+    """For a worker: generation of the epoch that it has switched to, as it reports; 0 before its first report."""
     removed_in: int = 0
-    """Of a worker that is gone: generation of the first view without it; 0 if there is none (epoch_change.py)."""
+    """For a worker that has left or died: generation of the first epoch without it; 0 if there is none (epoch_change.py)."""
     overdue: Overdue | None = None
-    """Of a server: its last report of sums that wait."""
+    """For a server: its last report of waiting sums; None if no sum waits."""
     hung: tuple[int, ...] = ()
-    """Of a server: workers that were missing in the same step in its last two reports (epoch_change.py)."""
+    """For a server: ranks of workers that were missing in the same step in its last two reports (epoch_change.py)."""
 
     @property
     def present(self) -> bool:
@@ -73,36 +75,39 @@ class Registration(Record, frozen=True):
 
 
 class State(Record, frozen=True):
-    """The coordinator's state. `workers` is 0 until the coordinator's command or a worker gives the number."""
+    """The coordinator's state. `workers` is 0 until the coordinator's command line or a worker gives the number of workers."""
 
     workers: int
     servers: int
     registrations: Mapping[str, Registration] = msgspec.field(default_factory=dict)
-    """Keyed by token."""
+    """Registrations, keyed by token."""
     view: View | None = None
     plan: bytes = b""
     ticked_s: float | None = None
     refusals: tuple[tuple[str, str], ...] = ()
-    """Peer and reason of refused requests. Processes that wait for the peer are given the reason."""
+    """Pairs (peer, reason) of refused requests. Processes that wait for the peer are sent the reason."""
     min_workers: int = 0
-    """The job continues without lost workers while at least this many are left (epoch_change.py). 0: every worker must stay."""
+    """The job continues without lost workers while at least this many workers are left (epoch_change.py). 0: the loss of any
+    worker ends the job."""
     held: tuple[int, int, float] | None = None
-    """While a worker joins: a step, the rank that alone keeps that step waiting, and since when (epoch_change.py)."""
+    """While a worker joins: (step, rank, since when) if only that rank keeps the sums of that step waiting, else None
+    (epoch_change.py)."""
 
 
 class MembershipDecision(NamedTuple):
-    """A decision: the next state, and the reply to the caller."""
+    """Result of a registration request: the next state, and the reply to the caller."""
 
     state: State
     reply: JoinReply
 
 
 def join(state: State, request: Join, now: float) -> MembershipDecision:
-    """Registers the process, refuses it, or repeats the reply to one that is registered. The last one creates view 1."""
+    """Registers the process, refuses it, or repeats the reply to a registered one. The last process that the job waits for
+    starts epoch 1."""
     place = state.registrations.get(request.token)
     if place is not None:
         if not place.present:
-            error = f"{place.peer} is no longer in this job: {place.dead or place.left}"
+            error = f"{place.peer} is no longer in this job ({place.dead or place.left})"
             return MembershipDecision(state, JoinReply(error=error))
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
@@ -125,7 +130,8 @@ def join(state: State, request: Join, now: float) -> MembershipDecision:
 
 
 def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:
-    """Records a heartbeat and returns which peers are gone. `report`: the report in the heartbeat; None for none."""
+    """Records a heartbeat. Returns the next state and the reply, which lists the peers that are gone. `report`: the contents of
+    the heartbeat; None if only the reply is wanted."""
     place = state.registrations.get(token)
     if place is None:
         return state, HeartbeatReply(unknown_token=True)
@@ -154,12 +160,12 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
 
 
 def in_view(state: State, place: Registration) -> bool:
-    """Whether the process is a server, or a worker of the newest view; True before there is a view."""
+    """Returns whether the process is a server or a worker of the newest epoch. True for all processes before epoch 1."""
     return place.join.kind == "server" or state.view is None or any(m.rank == place.rank for m in state.view.members)
 
 
 def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
-    """Records that a process leaves, in order or with an error. Before the job begins this frees its registration."""
+    """Records that a process leaves, in order or with an error. Before the job begins, a leave removes the registration."""
     place = state.registrations.get(token)
     if place is None or not place.present:
         return state
@@ -172,14 +178,16 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
 
 
 def verdict_pending(state: State, place: Registration) -> bool:
-    """Whether the process left because of a peer that is neither dead nor known to be alive. The peer may be lost, or only the
-    link between the two. Such a departure is not reported until the peer is dead or sends a heartbeat. Otherwise the first
-    process to miss the peer would be named as the cause."""
+    """Returns whether the process left because of a peer that is neither dead nor known to be alive.
+
+    In this case either the peer or only the link between the two may be lost. The departure is not reported until the peer is
+    dead or sends a heartbeat. Otherwise the first process that lost the connection to the peer would be named as the cause.
+    """
     return bool(place.blamed_peer) and any(p.present and p.peer == place.blamed_peer for p in state.registrations.values())
 
 
 def _lives(state: State, place: Registration) -> State:
-    """The process is alive, so peers that left because of it left for reasons of their own."""
+    """Records that the process is alive, so peers that named it when they left had other reasons."""
     for p in list(state.registrations.values()):
         if p.blamed_peer == place.peer:
             state = _with(state, msgspec.structs.replace(p, blamed_peer=""))
@@ -187,7 +195,7 @@ def _lives(state: State, place: Registration) -> State:
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
-    """Stores which peers this process currently reports as disconnected."""
+    """Records which peers this process currently reports as disconnected."""
     for p in list(state.registrations.values()):
         if (p.peer in peers) != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
@@ -202,8 +210,8 @@ def _parted(state: State, peers: tuple[str, ...]) -> State:
 
 
 def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
-    """Evicts workers that a server has dropped. Only servers are trusted with this: a worker's report about another worker
-    does not count, and no other process sees the bytes of that connection."""
+    """Evicts workers that a server has disconnected for breaking the protocol. Only a server's report counts, because only the
+    server sees the bytes of that connection."""
     for one in gone:
         tokens = [t for t, p in state.registrations.items() if p.join.kind == "worker" and p.peer == one.peer]
         state = evict(state, tokens, dropped_by(server.peer, one_line(one.reason)))
@@ -213,10 +221,10 @@ def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> 
 def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0, ended_after_s: float = 0.0) -> State:
     """Detects failures by silence. Call it a few times per second.
 
-    A process is dead after `dead_after_s` of silence if a peer reports that its machine closed a connection. Without such a
-    report it may come back (a cut link, a laptop that sleeps), so it has until `patience_s`, if that is longer. If servers
-    report that all remaining workers closed in order, these count as finished after `ended_after_s` of silence: they left
-    while no coordinator was running.
+    If a peer reports that a process's machine closed a connection, that process is dead after `dead_after_s` of silence.
+    Without such a report, a silent process may return (after a broken link, or a laptop's sleep). It is dead after
+    `patience_s`, if that is longer. If servers report that all remaining workers closed in order, those workers count as
+    finished after `ended_after_s` of silence. They left while no coordinator was running.
     """
     paused_s, places = own_pause_s(state, now), state.registrations
     if paused_s:
@@ -238,26 +246,26 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
 
 
 def own_pause_s(state: State, now: float) -> float:
-    """Seconds since the last tick if the coordinator itself was stopped in between; otherwise 0."""
+    """Returns the seconds since the last tick if the coordinator itself was stopped in between; otherwise 0."""
     gap_s = 0.0 if state.ticked_s is None else now - state.ticked_s
     return gap_s if gap_s > PAUSE_S else 0.0
 
 
 def _silent(state: State, p: Registration, now: float) -> str:
-    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed, stopped or cut off"
+    return f"no heartbeat for {now - p.seen_s:.1f} s from {_where(state, p)}: it was killed or stopped, or its network failed"
 
 
 def mark_exited(state: State, name: str, pid: int) -> State:
-    """A process of that machine has exited without leaving the job. Its registrations are dead at once."""
+    """Records that a process on machine `name` has exited without leaving the job. Its registrations are dead at once."""
     for p in state.registrations.values():
         if p.present and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
-            why = f"its process {_who(p.join)} has ended without leaving the job"
+            why = f"its process {_who(p.join)} exited without leaving the job"
             state = _with(state, msgspec.structs.replace(p, dead=why))
     return state
 
 
 def evict(state: State, tokens: Iterable[str], why: str) -> State:
-    """Evicts these processes: before the job begins their registrations are free, after that they are dead."""
+    """Evicts these processes. Before the job begins their registrations are removed; after that they are dead."""
     for token in tokens:
         place = state.registrations.get(token)
         if place is not None and place.present:
@@ -266,12 +274,12 @@ def evict(state: State, tokens: Iterable[str], why: str) -> State:
 
 
 def over(state: State) -> bool:
-    """Whether the job has begun and no worker is left in it."""
+    """Returns whether the job has begun and no worker is left in it."""
     return state.view is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")
 
 
 def failure(state: State) -> str:
-    """Why a job that is over ended before its last workers had finished; "" if they finished."""
+    """Returns why a job that is over ended before its last workers had finished; "" if they finished or the job is not over."""
     if state.view is None or not over(state):
         return ""
     of = {m.rank for m in state.view.members}
@@ -282,12 +290,12 @@ def failure(state: State) -> str:
 
 
 def empty(state: State) -> bool:
-    """Whether the job is over and its servers have left too, so no process will call again."""
+    """Returns whether the job is over and its servers have left too, so no process will call again."""
     return over(state) and not any(p.present for p in state.registrations.values())
 
 
 def missing(state: State) -> str:
-    """Which processes have not joined yet, and why if known; empty when all have joined."""
+    """Returns which processes have not joined yet, and why if known; "" after all have joined."""
     parts = []
     for kind, total, one in (("worker", state.workers, "rank"), ("server", state.servers, "server")):
         joined_ranks = _ranks(state, kind)
@@ -302,15 +310,16 @@ def missing(state: State) -> str:
 
 
 def _problem(state: State, request: Join) -> str:
-    """Why the request is refused; "" if it is not."""
+    """Returns why the registration request is refused; "" if it is not."""
     if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
         return problem
     if state.view is not None:
         return coded("E-JOB-CLOSED", f"the job has begun with {len(state.view.members)} workers; a running job admits no new "
                      "members")
     if request.kind == "server" and request.dials_only:
-        return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not serve: name "
-                     f"another node's keys, or make them with `commlayer keys add {request.certificate} --again`")
+        return coded("E-CERTIFICATE-USE", f"{request.certificate} was made with --dials-only, so it may not be used by a "
+                                          "server: use another node's keys, or replace them with `commlayer keys add "
+                                          f"{request.certificate} --again`")
     total = state.servers
     if request.kind == "worker":
         total = state.workers or request.world
@@ -318,10 +327,10 @@ def _problem(state: State, request: Join) -> str:
             return coded("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
                          "--workers N")
         if request.world not in (0, total):
-            return coded("E-WORKERS", f"expects {request.world} workers, the job has {total}: start all with the same world "
-                         "size, or with `commlayer launch --join` on machines that only dial out")
+            return coded("E-WORKERS", f"expects {request.world} workers, but the job has {total}: start all with the same "
+                                      "world size, or with `commlayer launch --join` on machines that accept no connections")
     if not 0 <= total <= SERVER_BASE:
-        return coded("E-WORKERS", f"a job of {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
+        return coded("E-WORKERS", f"the job has {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:
         return coded("E-RANK", f"rank {request.rank} is outside 0..{total - 1}")
     peers = [p for p in state.registrations.values() if p.join.kind == request.kind]
@@ -332,21 +341,22 @@ def _problem(state: State, request: Join) -> str:
 
 
 def conflict(request: Join, place: Registration) -> str:
-    """Why the request conflicts with a registered process of the same kind; "" if it does not. The text holds no digest of
-    the other process."""
+    """Returns why the request conflicts with a registered process of the same kind; "" if it does not. The text does not reveal
+    the other process's digests."""
     other = place.join
     if place.rank == request.rank:
         return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
     if (other.job, other.gradients) != (request.job, request.gradients):
-        return coded("E-RANKS-DIFFER", f"trains another model than {place.peer} on {_who(other)}: names, shapes and order of "
-                     "the parameters must be equal")
+        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {_who(other)}: names, shapes and order "
+                                       "of the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
-        return coded("E-RANKS-DIFFER", f"holds another plan than {place.peer} on {_who(other)}: give all workers the same plan")
+        return coded("E-RANKS-DIFFER", f"has a different plan than {place.peer} on {_who(other)}: give all workers the same "
+                                       "plan")
     return ""
 
 
 def _completed(state: State) -> State:
-    """Creates view 1 once all have joined. From then on the plan is in the state, not in registrations."""
+    """Starts epoch 1 if all processes have joined. From then on the plan is in the state instead of the registrations."""
     if missing(state):
         return state
     seated = sorted(state.registrations.values(), key=lambda p: p.rank)
@@ -361,7 +371,8 @@ def _completed(state: State) -> State:
 
 
 def _placed(servers: list[Registration], workers: list[Registration]) -> tuple[ServerInfo, ...]:
-    """Places servers on the node that they name, else with the workers of the same host name, else on new nodes at the end."""
+    """Assigns servers to nodes: to the node that a server names, else to the node of workers with the same host name, else to a
+    new node."""
     nodes = {p.join.name: p.join.node for p in reversed(workers) if not p.join.outbound_only}
     node_numbers = [p.join.node for p in (*servers, *workers)]
     infos = []
@@ -398,7 +409,7 @@ def _who(request: Join) -> str:
 
 
 def _where(state: State, place: Registration) -> str:
-    """As `_who`, with the node of a server, since several processes may have the name of its machine."""
+    """Returns the same text as `_who`, plus a server's node, since several processes may have the name of its machine."""
     servers = () if state.view is None or place.join.kind != "server" else state.view.servers
     return next((f"{_who(place.join)} on node {s.node}" for s in servers if s.id == place.rank), _who(place.join))
 

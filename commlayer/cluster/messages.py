@@ -1,4 +1,4 @@
-"""Messages of the control plane: frozen records, encoded as msgpack."""
+"""Messages between processes and the coordinator: frozen records, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ PROTOCOL = 2
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
-"""A plan of a model with 100,000 tensors has about 20 MB."""
+"""Largest size of a plan. A plan of a model with 100,000 tensors has about 20 MB."""
 MAX_REPLY_NBYTES = MAX_PLAN_NBYTES + (4 << 20)
-"""Largest reply; a reply may hold a plan."""
+"""Largest size of a reply. A reply may contain a plan."""
 PART_NBYTES = 192 << 10
 MAX_NBYTES = 256 << 10
-"""Largest call. An unauthenticated caller may send this much, so plans are uploaded in parts."""
+"""Largest size of a call. An unauthenticated client may send this much, so plans are uploaded in chunks."""
 
 R = TypeVar("R", bound=Record)
 Kind = Literal["worker", "server"]
 ANY = -1
-"""As a rank: the coordinator chooses."""
+"""As a rank or node: the coordinator chooses it."""
 
 
 class Join(Record, frozen=True):
-    """Asks for registration. Repeated until the view is complete; `token` identifies the process across repeats."""
+    """Requests registration as a worker or server. The process repeats the request until all have joined; `token` identifies
+    it."""
 
     kind: Kind
     token: str
@@ -44,42 +45,45 @@ class Join(Record, frozen=True):
     version: str
     rank: int = ANY
     world: int = 0
-    """0: the number that the coordinator was started with."""
+    """Number of workers that the sender expects; 0: the number that the coordinator was started with."""
     node: int = 0
-    """Of a server ANY: the node of the workers with the same `name`, else a node of its own."""
+    """Index of the sender's machine. ANY, for a server: the node of workers with the same `name`, else a new node."""
     job: str = ""
-    """Digest of the worker's Job."""
+    """Digest of a worker's Job record (its model's parameters), which must be equal on all workers."""
     plan: bytes = b""
-    """The plan's canonical bytes. The plan of worker 0 is used by all. Not sent in this message: see PlanPart."""
+    """Canonical bytes of the plan; all workers use the plan of worker 0. Empty on the wire, since plans are uploaded as
+    PlanPart messages."""
     plan_digest: str = ""
-    """If not empty: digest of the plan that the sender holds. All senders must agree."""
+    """Digest of the sender's plan, "" if it has none. All workers that have a plan must have the same."""
     address: str = ""
-    """A server's data address."""
+    """For a server: address of its data port."""
     streams: str = ""
-    """Where a server accepts gRPC streams; empty if it does not."""
+    """For a server: address where it accepts gRPC streams; "" if it does not."""
     colocated: bool = False
-    """Of a server: it runs in the coordinator's process and fails with it."""
+    """For a server: it runs in the coordinator's process and fails with it."""
     restartable: bool = False
-    """Of a server: it has a journal, so it can be restarted and register again."""
+    """For a server: it has a journal, so it can be restarted and register again."""
     outbound_only: bool = False
-    """Of a worker: its machine accepts no connections, so a server with the same `name` runs on another machine."""
+    """For a worker: its machine accepts no connections. A server with the same `name` therefore runs on another machine."""
     elastic: bool = False
-    """Of a worker: it can continue after other workers die, leave or join."""
+    """For a worker: it can continue after other workers die, leave or join."""
     must_match: dict[str, str] = msgspec.field(default_factory=dict)
-    """Of a worker: settings that must be equal on all workers. The first workers compare them themselves; the coordinator
-    compares those of a worker that joins later."""
+    """For a worker: settings by name that must be equal on all workers. The first workers compare these settings themselves;
+    the coordinator compares those of a worker that joins later."""
     certificate: str = ""
-    """Name in the caller's certificate. The coordinator fills in this field and the next two."""
+    """Name in the caller's certificate, "" without TLS. The coordinator fills in this field and the next two."""
     serial: str = ""
-    """Serial number of that certificate in hex, as in the revocation list. Kept with the registration."""
+    """Serial number of the caller's certificate in hex, as in the revocation list; "" without TLS. Stored with the
+    registration."""
     dials_only: bool = False
-    """Whether that certificate may not be used by a server."""
+    """Whether the caller's certificate is not valid for servers."""
     gradients: int = ANY
-    """Of a worker: as in View."""
+    """For a worker: number of leading tensors that are gradients; the others are model buffers. ANY: all are gradients."""
 
 
 class JoinReply(Record, frozen=True):
-    """Reply to Join: `error`; or, once all have joined, rank and view; until then, which processes are missing."""
+    """Reply to Join. It contains `error`, or rank and epoch once all processes have joined, or until then the missing
+    processes."""
 
     error: str = ""
     rank: int = ANY
@@ -89,7 +93,8 @@ class JoinReply(Record, frozen=True):
     time_s: float = 0.0
     """The coordinator's clock, in seconds since 1970."""
     plan_wanted: bool = False
-    """The process is not registered and the coordinator lacks the plan of that digest: upload it in parts, then join again."""
+    """The process is not registered, because the coordinator lacks the plan with that digest. Upload the plan in chunks, then
+    join again."""
 
 
 class PlanPart(Record, frozen=True):
@@ -97,7 +102,7 @@ class PlanPart(Record, frozen=True):
 
     plan_digest: str
     nbytes: int
-    """Of the whole plan."""
+    """Size of the complete plan."""
     begin: int
     data: bytes
 
@@ -108,149 +113,158 @@ class PeerExit(Record, frozen=True):
     peer: str
     reason: str
     exchanges: int = -1
-    """As in Leave."""
+    """Number of exchanges that the worker had completed when it left; -1: unknown."""
 
 
 class Overdue(Record, frozen=True):
-    """A server's report of waiting sums: the earliest such step, and the workers missing there for `limit_s` or longer."""
+    """A server's report of waiting sums: the earliest step with a waiting sum, and the workers whose contributions are missing
+    in that step for `limit_s` or longer."""
 
     step: int
     missing: tuple[int, ...] = ()
-    """Ranks of workers; empty if no sum has waited for `limit_s` yet."""
+    """Ranks of the missing workers; empty if no sum has waited for `limit_s` yet."""
     limit_s: float = 0.0
 
 
 class Heartbeat(Record, frozen=True):
-    """Sent by the process itself, or by its heartbeat child process, which also reports the state of its parent."""
+    """A heartbeat. It is sent by the registered process, or by the process's heartbeat sidecar, which also reports the state of
+    its parent."""
 
     token: str
     missed: tuple[str, ...] = ()
     """Peers whose machine closed the data connection without an orderly end, and that have not reconnected."""
     parent: Literal["", "stopped", "ended"] = ""
-    """Set by the child process when its parent does not send heartbeats."""
+    """State of the registered process, set by its sidecar if that process is stopped or has ended; "" if it runs."""
     generation: int = 0
-    """Of the newest view that the process knows; 0: the process wants no views."""
+    """Generation of the newest epoch that the sender knows; 0: the sender needs no epochs in the reply."""
     ended: tuple[str, ...] = ()
-    """Of a server: workers that have closed their data connections in order."""
+    """For a server: workers that have closed their data connections in order."""
     dropped: tuple[PeerExit, ...] = ()
-    """Of a server: workers that it disconnected because they broke the protocol."""
+    """For a server: workers that it disconnected because they broke the protocol."""
     active_generation: int = 0
-    """Generation of the view that a worker has switched to. It needs nothing that was reported before that view."""
+    """Generation of the epoch that a worker has switched to. Replies then omit peers that left before that epoch."""
     overdue: Overdue | None = None
-    """Of a server, while sums wait there."""
+    """For a server: its report of waiting sums; None if no sum waits."""
 
 
 class HeartbeatReply(Record, frozen=True):
-    """Reply to Heartbeat. `unknown_token`: the sender is not registered with this coordinator."""
+    """Reply to Heartbeat, and to calls whose reply needs no fields. `unknown_token`: the sender is not registered with this
+    coordinator."""
 
     unknown_token: bool = False
     dead: str = ""
-    """If not empty: the sender itself was declared dead, for this reason."""
+    """Why the coordinator has declared the sender itself dead; "" if it has not."""
     failed: tuple[PeerExit, ...] = ()
     departed: tuple[PeerExit, ...] = ()
     job_done: bool = False
-    """Every worker has left or is dead."""
+    """Whether every worker has left or is dead."""
     job_failed: bool = False
-    """The job is over, and not all of its last workers finished."""
+    """Whether the job is over and not all of its last workers finished."""
     view: View | None = None
-    """A view that is newer than the sender's. From now on its members are the job's."""
+    """An epoch that is newer than the sender's, whose members are the job's from now on; None if the sender has the newest."""
 
 
 class Leave(Record, frozen=True):
     token: str
     reason: str = FINISHED
-    """Any other reason marks an end with an error."""
+    """FINISHED for an orderly leave. Any other text is the error with which the process ends."""
     exchanges: int = -1
-    """Of a worker: how many exchanges it has contributed to, for peers that wait for it in a later one. -1: unknown."""
+    """Number of exchanges to which a worker has contributed; -1: unknown. Peers that wait for it in a later exchange are sent
+    this number."""
 
 
 class RegisterSite(Record, frozen=True):
-    """Registers a site: a machine that only dials out, whose ranks reach the others through the coordinator. Repeated while
-    the site is present.
+    """Registers a site: a machine that accepts no connections, whose ranks reach other sites through the coordinator. The
+    request is repeated while the site is present.
 
     A launcher sends this for all workers of its machine, before they start. `leave`: the site leaves, for this reason.
     """
 
     home: str
-    """As a token in Join."""
+    """Random token that identifies the site, also in KvRequest."""
     name: str
     pid: int
     protocol: int
     version: str
     workers: int
     place: int = ANY
-    """Requested index among the sites. Ranks are assigned in the order of these indices."""
+    """Requested index among the sites; ANY: the coordinator chooses. Ranks are assigned in the order of these indices."""
     leave: str = ""
     certificate: str = ""
-    """As in Join."""
+    """Name in the caller's certificate, "" without TLS. The coordinator fills it in."""
     meeting: str = ""
-    """Name of the rendezvous that assigned its ranks."""
+    """Name of the coordinator's rendezvous that assigned the site's ranks; "" before."""
     waited_s: float = 0.0
-    """Seconds since the site first asked for its ranks."""
+    """Seconds since the site first requested ranks."""
 
 
 class SiteReply(Record, frozen=True):
-    """Reply to RegisterSite: `error`; or what is missing; or, once all sites are present, the ranks of this site's workers."""
+    """Reply to RegisterSite. It contains `error`, or what is missing, or once all sites are present, the ranks of this site's
+    workers."""
 
     error: str = ""
     missing: str = ""
     first: int = ANY
-    """Rank of its first worker; the other workers have the ranks after it."""
+    """Rank of the site's first worker. The site's other workers have the ranks after it."""
     world: int = 0
     node: int = ANY
     """Index of this site among the sites."""
     nodes: int = 0
     meeting: str = ""
-    """Random name, new in each process of the coordinator."""
+    """Random name of the coordinator's rendezvous. Each process of the coordinator has a new name."""
     joins: bool = False
-    """The job is already running and admits this site: its ranks are the last ones of `world`."""
+    """The job is already running and admits this site, whose ranks are the last ones of `world`."""
     min_workers: int = 0
-    """The coordinator's setting."""
+    """The coordinator's setting `min_workers`: the job continues while at least this many workers are left."""
 
 
 class KvRequest(Record, frozen=True):
-    """Call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. Idempotent."""
+    """A call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. A repeated call has no further
+    effect."""
 
     home: str
     put: tuple[tuple[str, bytes], ...] = ()
     drop: tuple[str, ...] = ()
     add: tuple[str, int, str] | None = None
-    """Key, amount, and a random name that makes a repeat recognizable."""
+    """A number to increase: its key, the amount, and a random token by which the coordinator recognizes a repeated call."""
     want: tuple[tuple[str, int], ...] = ()
-    """Keys to read, each with the rank that writes it; ANY: unknown."""
+    """Keys to read, each with the rank that writes it (ANY: unknown)."""
     wait_s: float = 0.0
     without: bool = False
     """Do not wait for keys whose writers are gone, and report no error for them."""
     view: int = 0
-    """If not 0: the writes belong to the view of that generation and are ignored once there is a newer one."""
+    """Generation of the epoch to which the writes belong; they are ignored if there is a newer epoch. 0: always written."""
     rank: int = ANY
-    """Of that site: the rank that waits for keys of other ranks."""
+    """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0
-    """Seconds after which the ranks that it waits for count as hung. 0: none is blamed."""
+    """Seconds after which a rank that the caller waits for counts as hung; 0: never."""
 
 
 class KvReply(Record, frozen=True):
-    """Reply to KvRequest: the values found. `error`: why some of them will never be written."""
+    """Reply to KvRequest: the values found. `error`: why some missing values will never be written. `sum`: the increased
+    number."""
 
     values: tuple[bytes | None, ...] = ()
     error: str = ""
     sum: int = 0
     over: bool = False
-    """The missing values will not come: their writers are gone."""
+    """Whether the missing values will never be written, because their writers are gone."""
     lost: str = ""
-    """The lost peer that `error` is about; empty if `error` is about the caller."""
+    """Name of the lost peer that `error` is about; "" if `error` is about the caller."""
 
 
 class StatusRequest(Record, frozen=True):
-    """Queries the coordinator and measures the link: `data` is uploaded, `wanted` bytes are downloaded. Registers nothing."""
+    """Queries the coordinator and measures the link: `data` is uploaded, `wanted` bytes are downloaded. Does not register the
+    sender."""
 
     data: bytes = b""
     wanted: int = 0
-    """At most ABOUT_NBYTES. A job that has begun sends none, so that queries do not take its bandwidth."""
+    """Bytes of `data` wanted in the reply, at most MAX_STATUS_NBYTES. After a job has begun the reply contains none, so queries
+    use no bandwidth of the job."""
 
 
 class StatusReply(Record, frozen=True):
-    """Reply to StatusRequest."""
+    """Reply to StatusRequest: versions, job and servers as the coordinator knows them."""
 
     version: str
     protocol: int
@@ -259,28 +273,28 @@ class StatusReply(Record, frozen=True):
     time_s: float
     """The coordinator's clock, in seconds since 1970."""
     workers: int
-    """Workers of the job; 0 if not known yet."""
+    """Number of workers of the job; 0 if not known yet."""
     seated: int
-    """Workers that are registered and present."""
+    """Number of workers that are registered and present."""
     servers: tuple[ServerInfo, ...] = ()
-    """Servers that are present."""
+    """Servers that are registered and present."""
     begun: bool = False
     plan: str = ""
-    """Digest of the plan, once there is one."""
+    """Digest of the job's plan; "" if there is no plan yet."""
     data: bytes = b""
     free_seats: int = 0
-    """Of a running job: how many workers it would admit to replace those that are gone."""
+    """For a running job: number of workers that it would admit to replace missing ones."""
     closed_reason: str = ""
-    """Of a running job: why it admits no workers; "" if it does."""
+    """For a running job: why it admits no workers; "" if it does."""
     full: bool = False
-    """The job has all its workers; it admits another one when one of them is gone."""
+    """Whether the job has all its workers; it admits another one after one of them leaves."""
 
 
 MAX_STATUS_NBYTES = 192 << 10
 
 
 def site_request(workers: int, place: int = ANY, *, name: str = "") -> RegisterSite:
-    """The request of this process to register a site of that many workers."""
+    """Creates this process's request to register a site with this many workers. `place`: requested index among the sites."""
     return RegisterSite(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
 
 
@@ -288,7 +302,7 @@ def worker_request(
     job: str, rank: int, world: int, *, node: int = 0, plan: bytes = b"", plan_digest: str = "", outbound_only: bool = False,
     elastic: bool = False, gradients: int = ANY, must_match: Mapping[str, str] = {},
 ) -> Join:
-    """The request of this process to join as a worker. Only rank 0, or a worker that may become rank 0, sends the plan."""
+    """Creates this process's request to join as a worker. The plan is included only for rank 0, or if the rank is not fixed."""
     sent = plan if rank in (0, ANY) else b""
     return Join("worker", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), rank, world, node, job,
                 sent, plan_digest or digest_of(plan), outbound_only=outbound_only, elastic=elastic, gradients=gradients,
@@ -296,22 +310,22 @@ def worker_request(
 
 
 def server_request(address: str, node: int = ANY, number: int = ANY, *, colocated: bool = False, streams: str = "") -> Join:
-    """The request of this process to join as a summation server at `address`. `number`: its number in the plan.
+    """Creates this process's request to join as a summation server at `address`. `number`: its number in the plan.
 
-    `colocated`: this process also runs the coordinator. `streams`: where it accepts gRPC streams.
+    `colocated`: this process also runs the coordinator. `streams`: address where it accepts gRPC streams.
     """
     return Join("server", secrets.token_hex(8), socket.gethostname(), os.getpid(), PROTOCOL, version(), number, node=node,
                 address=address, colocated=colocated, streams=streams)
 
 
 def digest_of(plan: bytes) -> str:
-    """As records.digest, from the plan's canonical bytes; "" for no plan."""
+    """Returns the digest of a plan from its canonical bytes, equal to records.digest of the plan; "" for no plan."""
     return hashlib.sha256(plan).hexdigest()[:16] if plan else ""
 
 
 @functools.cache
 def version() -> str:
-    """The installed package's version, or "source" for a bare checkout."""
+    """Returns the installed package's version, or "source" for a checkout that is not installed."""
     import importlib.metadata  # imported late, because a coordinator does not need it
 
     try:
@@ -321,19 +335,18 @@ def version() -> str:
 
 
 def incompatible(registration: Join | RegisterSite, version: str) -> str:
-    """Why a process with this software cannot take part; "" if it can. `version`: the job's; empty if not known."""
+    """Returns why a process with this software cannot take part; "" if it can. `version`: the job's; "" if not known."""
     if registration.protocol != PROTOCOL:
-        return coded("E-VERSION", f"speaks control protocol {registration.protocol}, the coordinator {PROTOCOL}: install the "
-                     "same "
-                     "commlayer everywhere")
+        return coded("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "
+                                  "install the same commlayer version everywhere")
     if version and registration.version != version:
         return coded("E-VERSION",
-                     f"runs commlayer {registration.version}, the job {version}: install the same version everywhere")
+                     f"runs commlayer {registration.version}, but the job runs {version}: install the same version everywhere")
     return ""
 
 
 def names(reason: str, peer: str) -> bool:
-    """Whether `reason` names `peer` as its cause. Errors begin with the peer that they are about.
+    """Returns whether `reason` names `peer` as its cause. Errors begin with the peer that they are about.
 
     >>> names("PeerLost: server 1: connection lost", "server 1"), names("it met server 1", "server 1")
     (True, False)
@@ -344,13 +357,13 @@ def names(reason: str, peer: str) -> bool:
 
 
 def named_at(reason: str, peer: str) -> int:
-    """Where `reason` names `peer` as its cause; -1 if it does not."""
+    """Returns the position where `reason` names `peer` as its cause; -1 if it does not."""
     match = re.search(rf"\b{re.escape(peer)}( \([^()]*\))?: ", reason)
     return match.start() if match else -1
 
 
 def dropped_by(server_request: str, why: str) -> str:
-    """Why a worker is gone that a server has dropped. The text does not name the server as the cause.
+    """Returns the reason for a worker that a server has disconnected. The text does not name the server as the cause.
 
     >>> names("worker 1: " + dropped_by("server 0", "sent noise"), "server 0")
     False
@@ -363,18 +376,18 @@ def pack(record: Record) -> bytes:
 
 
 def unpack(data: bytes, kind: type[R], peer: str) -> R:
-    """Decodes a record; CorruptFrame names the peer if the data is malformed."""
+    """Decodes a record. Raises CorruptFrame, which names the peer, if the data is malformed."""
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except MALFORMED as error:
         if other := _other_version(data):
             raise CorruptFrame(other, peer=peer, code="E-VERSION") from None
-        raise CorruptFrame(f"sent a {kind.__name__} that breaks the format: {short_line(error, 200)}; "
-                           f"where versions differ, install the same everywhere (here {version()})", peer=peer) from None
+        raise CorruptFrame(f"sent a malformed {kind.__name__} message: {short_line(error, 200)}; if "
+                           f"versions differ, install the same version everywhere (here {version()})", peer=peer) from None
 
 
 class _Said(msgspec.Struct):
-    """The field that can be read from a request of any version."""
+    """The only field that can be read from a request of any version."""
 
     version: str
 
@@ -385,23 +398,25 @@ def _other_version(data: bytes) -> str:
     except (*MALFORMED, RecursionError):  # fields that it does not know are skipped by recursion
         return ""
     remedy = "install the same version everywhere"
-    return "" if theirs == version() else f"runs commlayer {short_line(theirs, 64)}, here {version()}: {remedy}"
+    return "" if theirs == version() else (f"runs commlayer {short_line(theirs, 64)}, but this process runs {version()}: "
+                                           f"{remedy}")
 
 
-# ---- Text of requests appears in errors, in logs and in the replies to all heartbeats, so it is sanitized once, when a call
-# arrives.
+# ---- Text of requests appears in errors, in logs and in the replies to all heartbeats. It is therefore sanitized once, when a
+# call arrives.
 
 REASON_CHARS = 1000
 MOST_CHARS = {"token": 64, "home": 64, "name": 255, "version": 64, "address": 300, "streams": 300, "reason": REASON_CHARS,
               "leave": REASON_CHARS}
-"""Most characters by field name, in any request."""
+"""Maximum number of characters by field name, in any request."""
 
 
 def sanitize(request: R) -> R:
-    """The request with sanitized text. Text that commlayer itself writes does not change.
+    """Returns the request with control characters escaped and long text shortened. Text that commlayer itself writes does not
+    change.
 
     >>> from commlayer.cluster.messages import Leave
-    >>> fit(Leave("token", "no room\\nworker 0: forged")).reason
+    >>> sanitize(Leave("token", "no room\\nworker 0: forged")).reason
     'no room\\\\nworker 0: forged'
     """
     changed: dict[str, object] = {}

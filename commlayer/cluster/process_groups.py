@@ -1,4 +1,5 @@
-"""The ranks that train together (all of torch's world, or a subgroup): their process groups, and exchange of bytes by store."""
+"""The ranks that train together (all of torch's world, or a subgroup): their process groups, and exchange of bytes through
+torch's store."""
 
 from __future__ import annotations
 
@@ -19,22 +20,24 @@ from commlayer.cluster import site_process_group
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
 _exchange_counts: dict[str, int] = {}
-"""By ranks: how many exchanges they have made. All of them take part in each, so their counts agree."""
+"""Maps a group of ranks to the number of exchanges that they have made. All of them take part in each exchange, so their counts
+agree."""
 _group_numbers: dict[tuple[int, ...], int] = {}
-"""By ranks: the highest number used in the name of a group of these ranks."""
+"""Maps a tuple of ranks to the highest number used in the name of a process group of these ranks."""
 
 
 def reset_counts() -> None:
-    """Resets the counts, after the ranks and their store were replaced."""
+    """Resets the counts of exchanges and groups, after the ranks and their store were replaced."""
     _exchange_counts.clear()
     _group_numbers.clear()
 
 
 def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_s: float, what: str) -> list[bytes]:
-    """All ranks' bytes, in rank order. DeadlineExceeded names the ranks that sent nothing. A collective call of all `ranks`.
+    """Exchanges one byte string per rank through torch's store; returns them in rank order. All `ranks` must call it. Raises
+    DeadlineExceeded with the names of ranks that sent nothing.
 
-    It uses the store that the process group was made with. The store needs no working collectives, and knows which ranks are
-    missing.
+    It uses the store that the process group was created with. The store needs no working collectives, and it shows which ranks
+    are missing.
     """
     return run_bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
 
@@ -54,15 +57,17 @@ def _exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline
         if not missing:
             raise CommError(f"{what}: the process group's store does not answer: {str(error).splitlines()[0]}",
                             peer="the launcher") from None
-        raise DeadlineExceeded(f"{what}: no message within {deadline_s:g} s, of {len(ranks)} ranks: did it start, and is "
-                               "it at the same place in the script?", peer=f"rank {', '.join(missing)}") from None
+        raise DeadlineExceeded(f"{what}: of {len(ranks)} ranks, this one sent nothing within "
+                               f"{deadline_s:g} s: check that it has started, and that it makes "
+                               "the same calls as the others", peer=f"rank {', '.join(missing)}") from None
 
 
 def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Tensor]:
-    """Starts gathering a small tensor of every member on all. Returns the work and the result, in member order.
+    """Starts gathering a small tensor of every member on all members. Returns the pending work and the result, one row per
+    member in order.
 
-    Over Gloo this is an all-to-all, which takes one latency of the link. Gloo's all-gather is a ring and takes one latency for
-    every member but one.
+    With Gloo this is an all-to-all, whose time is one latency of the link. Gloo's all-gather is a ring and needs one latency
+    for every member but one.
     """
     rows = x.new_empty((world, *x.shape))
     if x.device.type == "cpu" and x.numel() and "cpu:gloo" in dist.get_backend_config(group):
@@ -71,33 +76,34 @@ def rows_of_all(x: torch.Tensor, world: int, group: Any) -> tuple[Any, torch.Ten
 
 
 class Members:
-    """Members are numbered from 0; `ranks` gives their ranks in the world."""
+    """The ranks that train together. Members are numbered from 0; `ranks` maps a member's number to its rank in the world."""
 
     def __init__(self, group: Any = None) -> None:
         """`group`: a process group that contains this rank; None for the world."""
         if not dist.is_initialized():
             raise InvalidInput("E-PROCESS-GROUP",
-                               "torch.distributed is not initialised: call init_process_group or start under torchrun")
+                               "torch.distributed is not initialized: call init_process_group or start with torchrun")
         if group is not None and (not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0):
             outside = isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
             what = "this rank is not in it" if outside else f"got {group!r}"
             raise InvalidInput("E-PROCESS-GROUP",
-                               f"process_group: {what}, allowed: a group of torch.distributed that this rank is in, on those "
-                               "ranks alone")
-        # Sorted, as in the groups made below.
+                               f"process_group: {what}; pass a torch.distributed group that contains this rank, only on the "
+                               "ranks of that group")
+        # Sorted, as in the groups created below.
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.rank, self.world = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._all = self.world == dist.get_world_size()
         self.reachable = not site_process_group.is_relayed()
-        """Whether members can connect to each other. Ranks in different sites cannot: their collectives pass through the
-        coordinator, and are for small or rare data."""
+        """Whether members can connect to each other. Ranks at different sites cannot: their collectives pass through the
+        coordinator, and suit only small or rare data."""
 
     def tell(self, data: bytes, deadline_s: float, what: str) -> list[bytes]:
-        """All ranks' bytes, in rank order."""
+        """Exchanges one byte string per rank; returns them in rank order. A collective call."""
         return exchange(distributed_c10d._get_default_store(), self.ranks, self.rank, data, deadline_s, what)
 
     def group(self, members: Iterable[int] | None = None, *, timeout_s: float, backend: str | None = None) -> Any:
-        """Makes a process group of these members (None: all); None on ranks outside it. All members call it in one order."""
+        """Creates a process group of these members (None: all). Returns None on ranks outside the group. All members must call
+        it, in the same order."""
         numbers = range(self.world) if members is None else list(members)
         ranks = [self.ranks[m] for m in numbers]
         backend = site_process_group.backend_for(ranks, backend)
@@ -117,7 +123,8 @@ class Members:
 
     @contextlib.contextmanager
     def all_there(self, deadline_s: float) -> Iterator[None]:
-        """For groups made before heartbeats start: if that fails, raises an error that names the missing ranks."""
+        """Context manager around the creation of groups before heartbeats start. If the creation fails, raises an error that
+        names the missing ranks."""
         try:
             yield
         except CommError as error:
@@ -126,16 +133,17 @@ class Members:
             raise
 
     def allow(self, group: Any, timeout_s: float) -> None:
-        """Sets the timeout of collectives that begin in that group from now on. Only for groups on CPUs."""
+        """Sets the timeout of collectives in that group that begin from now on. Only for groups on CPUs."""
         site_process_group.set_timeout(group, datetime.timedelta(seconds=timeout_s))
 
     @contextlib.contextmanager
     def _numbered(self, timeout_s: float, what: str) -> Iterator[None]:
-        """For groups of part of the world, which torch names by their ranks and by the number of groups in this process.
+        """Context manager around the creation of a group that has only some ranks of the world. torch names such a group by its
+        ranks and by the number of groups in this process.
 
         That number may differ between members. It could also repeat the name of a closed group, whose keys are still in the
-        store. So all members agree on an unused number, and raise their own to it with groups of one rank, which do not
-        communicate.
+        store. Therefore all members agree on an unused number. Each member raises its own number to it by creating groups of
+        one rank, which do not communicate.
         """
         mine = max(len(distributed_c10d._world.pg_names), _group_numbers.get(self.ranks, 0) + 1)
         counts = self.tell(str(mine).encode(), timeout_s, what)
@@ -158,13 +166,14 @@ class Members:
 T = TypeVar("T")
 
 GRACE_S = 1.0
-"""The call's own deadline should come first, since its error says more."""
+"""Seconds added to a call's own deadline. The call's own error should come first, since it contains more information."""
 
 
 def run_bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) -> T:
-    """Runs call(), which has that deadline itself. DeadlineExceeded of `peer` if it does not return by then.
+    """Runs call(), which must observe the same deadline itself. Raises DeadlineExceeded for `peer` if the call does not return
+    GRACE_S seconds after the deadline.
 
-    The call runs in a daemon thread, which is left behind after a timeout and does not keep the process alive.
+    The call runs in a daemon thread. After a timeout that thread continues, but does not keep the process alive.
     """
     over: Future[T] = Future()
 
@@ -185,7 +194,7 @@ def run_bounded(call: Callable[[], T], deadline_s: float, what: str, peer: str) 
 
 
 ANY_PEER = "a peer of the process group"
-"""A collective does not report which peer failed; the heartbeats do."""
+"""Peer name in errors of collectives. A collective does not report which peer failed; the heartbeats do."""
 CHECK_S = 0.5
 POLL_S = 2e-4
 
@@ -195,12 +204,12 @@ class PendingCollective:
         self._work, self._what, self._on_device = work, what, on_device
 
     def is_over(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         work = self._work
         return work is None or bool(work.is_completed())
 
     def over(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Like `wait`, but on CUDA the host waits too, so the current stream is not blocked during the wait."""
+        """Waits like `wait`, but on CUDA the host waits too, so the current stream is not blocked during the wait."""
         while self._on_device and not self.is_over() and time.monotonic() < deadline:
             if (cause := failed()) is not None:
                 raise cause
@@ -208,9 +217,11 @@ class PendingCollective:
         self.wait(deadline, failed)
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Waits until `deadline` (time.monotonic()), or until failed() returns an error, which is raised.
+        """Waits until the collective has ended. Raises an error after `deadline` (time.monotonic()), or when failed() returns
+        an error.
 
-        On CUDA `wait` orders the current stream and does not block the host; there the group's own timeout applies.
+        On CUDA `wait` orders the current stream after the collective and does not block the host. In that case the process
+        group's own timeout applies.
         """
         work = self._work
         with torch_errors(self._what):
@@ -231,7 +242,7 @@ class PendingCollective:
 
 @contextlib.contextmanager
 def torch_errors(what: str) -> Iterator[None]:
-    """Turns torch's errors into a one-line CommError that names the failed operation."""
+    """Context manager that turns torch's errors into a one-line CommError that names the failed operation."""
     try:
         yield
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """The coordinator's service for sites: their registration, and the key-value store that their ranks share.
 
-Decisions are in sites.py and values in kv_store.py; this class adds the lock and the clock.
+sites.py makes the decisions, kv_store.py stores the values; the RendezvousService class adds the lock and the clock.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from commlayer.transport.protocol import peer_name
 log = logging.getLogger("commlayer")
 
 MAX_WAIT_S = 2.0
-"""Longest wait of one call. A waiting call needs no thread, but counts against the limit of concurrent calls."""
+"""Longest time that one call waits for keys, in seconds. A waiting call needs no thread, but counts against the limit of
+concurrent calls."""
 Clock = Callable[[], float]
 
 
 class RendezvousService:
-    """`lost`: returns workers of the running job that died or failed, with the reason. Finished workers may still call."""
+    """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
+    reason. Finished workers may still call."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: KvJournal | None = None,
                  noticed_s: float = 0.0) -> None:
-        """`door`: whether the running job admits sites. `journal`: resumes from it, and records from the job's begin on.
-        `noticed_s`: a process counts as silent after this many seconds."""
+        """`silence_s`: a site counts as gone after this many seconds without a call. `door`: returns whether the running job
+        admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
+        begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds."""
         self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore()
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
@@ -51,8 +54,9 @@ class RendezvousService:
                 self._store.replay(record)
 
     def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
-        """If `request` is the restart of a site, removes the former one. Returns the ranks that are free now, and the reason.
-        `still_s`: for how long this process was stopped until now, so that it could not receive heartbeats."""
+        """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
+        frees, and the reason. `still_s`: how long this process was stopped until now, so that it could not receive
+        heartbeats."""
         view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
@@ -86,7 +90,7 @@ class RendezvousService:
         if request.put or request.add:
             newest = max(1, (self._door() or sites.AdmissionState()).generation)
         by = self._writer(request.home, newest)
-        # Writes for an earlier view are dropped, so that all readers that know the newer view read the same values.
+        # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.view or request.view >= newest else ()
         store.put(put, by)
         self._waits.written(name for name, _ in put)
@@ -116,8 +120,8 @@ class RendezvousService:
         return KvReply(values, "", total)
 
     def begin(self) -> None:
-        """The job begins; journaling starts. A crash before that loses only the rendezvous. On the loop's thread, as
-        `handle`."""
+        """Marks the job as begun and starts journaling. A crash before that loses only the rendezvous. Call it in the event
+        loop's thread."""
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
         if self._journal is not None and self._state.ranks_assigned:
@@ -125,7 +129,8 @@ class RendezvousService:
             self._store.note = self._journal.note
 
     def forget(self, view: int) -> None:
-        """Drops older values once all workers use the view of that generation. On the loop's thread, as `handle`."""
+        """Drops older values after all workers have switched to the epoch with generation `view`. Call it in the event loop's
+        thread."""
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
@@ -133,23 +138,26 @@ class RendezvousService:
                 self._state = sites.forget(self._state, view)
 
     def pending_waits(self) -> list[PendingWait]:
-        """Pending waits of ranks for other ranks, where the waiting rank gave a limit."""
+        """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a
+        limit."""
         return self._waits.pending(self._clock())
 
     def closed_reason(self) -> str:
-        """Why the running job admits no site; "" if it does."""
+        """Returns why the running job admits no site; "" if it does."""
         door = self._door() or sites.AdmissionState()
         with self._lock:
             return sites.closed_reason(self._state, door)
 
     def staying(self, dead: Collection[int]) -> bool:
-        """Whether a site is present that may still call: sites stay registered until their scripts end. If the job continues
-        without the `dead` workers, their sites do not count, since their scripts may hang forever."""
+        """Returns whether a site is present that may still call, since sites stay registered until their scripts end. If the
+        job can continue without lost workers, sites whose workers are all `dead` do not count, because their scripts may hang
+        forever."""
         with self._lock:
             return sites.staying(self._state, self._clock(), self._silence_s, dead if self._min_workers else ())
 
     def tick(self, ended: Collection[int] = (), still_s: float = 0.0) -> None:
-        """Removes silent sites. `ended`: ranks that have left the job. `still_s`: as in `supersede`."""
+        """Removes silent sites. `ended`: ranks that have left the job. `still_s`: seconds for which this process was stopped
+        until now."""
         if self._journal is not None:
             self._journal.wait()
         view = (self._door() or sites.AdmissionState()).generation
@@ -164,12 +172,13 @@ class RendezvousService:
         yield from self._store.changes()
 
     def _write_down(self, before: sites.Sites) -> None:
-        """Journals which sites take part. Once the job has begun, only arrivals and departures change that."""
+        """Writes to the journal which sites take part, if that has changed since `before`. After the job has begun, it changes
+        only when sites join or leave."""
         if self._journal is not None and self._state.begun and self._state.present.keys() != before.present.keys():
             self._journal.note(SitesRecord(sites.reset_silence(self._state, 0.0)))
 
     def _record_contact(self, site: str) -> str:
-        """Resets the site's silence. Returns why it is not in this rendezvous; "" if it is."""
+        """Records that the site has called. Returns why the site is not part of this rendezvous; "" if it is."""
         with self._lock:
             if site in self._state.present:
                 self._state = sites.mark_seen(self._state, site, self._clock())
@@ -177,13 +186,14 @@ class RendezvousService:
             return self._state.former.get(site, sites.RESTARTED)
 
     def _has_rank(self, site: str, rank: int) -> bool:
-        """Whether the rank belongs to the site, so that no site reports waits for another one's ranks."""
+        """Returns whether the rank belongs to the site. No site may report waits for another site's ranks."""
         with self._lock:
             one = self._state.present.get(site)
         return one is not None and self._state.ranks_assigned and one.first <= rank < one.first + one.request.workers
 
     def _writer(self, site: str, view: int) -> QuotaOwner:
-        """The account that the site's values are charged to: its certificate's, shared by all its sites, else its own."""
+        """Returns the owner of the quota that the site's writes count against: its certificate, which several sites may share,
+        or else the site."""
         with self._lock:
             state = self._state
         mine, workers = state.present.get(site), max(1, state.workers)
@@ -195,15 +205,15 @@ class RendezvousService:
         return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _excluded_reason(self, site: str) -> str:
-        """Why the site may not write: a rank of it was dropped, and the others have gone on without that rank. A late value
-        would be seen only by late readers."""
+        """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
+        continued without that rank. A late value would be read only by some of them."""
         if not self._min_workers or (one := self._state.present.get(site)) is None:
             return ""
         lost, ranks = self._lost(), range(one.first, one.first + one.request.workers)
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
 
     def _note(self, before: sites.Sites) -> None:
-        """Logs sites that have come or left."""
+        """Logs sites that have joined or left since `before`."""
         state = self._state
         for token, site in state.present.items():
             if token not in before.present:

@@ -1,4 +1,4 @@
-"""Codecs for the summation service: each bucket's codec, accumulators and server state, as its `Ops`."""
+"""Codecs for the summation service: each bucket's codec, accumulators and server state, as the bucket's `Ops`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"
 MEMORY_SLACK_NBYTES = 1024
-"""For the names of tensors that are not always present."""
+"""Bytes allowed in a snapshot's size for the names of tensors that are not always present."""
 SLACK_NBYTES = 16 << 20
-"""For headers, plans and probes."""
+"""Bytes allowed in addition to payloads and state, for headers, plans and probes."""
 
 
 class CodecOps:
-    """Implements Lasting and GivesBack for one bucket."""
+    """Codec operations and server state of one bucket. Implements JournaledOps and RecomputableOps."""
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
-        """`weights`: the sums are weight updates. `buffers`: the bucket holds model buffers, which are averaged."""
+        """`weights`: the sums are of weight updates, not gradients. `buffers`: the bucket contains model buffers, which are
+        averaged."""
         self._codec, self._spec, self._bucket, self._job = codec, bucket.spec, bucket, job
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
         self.unit = (in_updates(codec), weights)
-        """Unit of the sums. Residuals can be carried over only between equal units."""
+        """Unit of the sums. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
         self.means = buffers and of_means(codec)
         self._undone = 0
         self._alone: Any = None
-        """An accumulator for a single payload."""
+        """An accumulator for decompressing a single payload; None until it is needed."""
         self._mean: _Mean | None = None
 
     def zeros(self, r: int) -> Any:
@@ -51,7 +52,7 @@ class CodecOps:
         self._codec.add(r, payload, acc, first=first)
 
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
-        """See Ops."""
+        """Decompresses the payload and adds it with this weight to the mean that `emit` returns. `first`: starts a new mean."""
         alone = self._by_itself(payload)
         if first or self._mean is None:
             self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
@@ -68,18 +69,19 @@ class CodecOps:
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self, slices: int) -> None:
-        """Rolls back slices of the last result. Idempotent for each slice."""
+        """Rolls back slices of the last result, given as bits. Rolling a slice back again has no effect."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
 
     def skip(self) -> None:
-        """The step was aborted: nothing was emitted, so nothing can be rolled back."""
+        """Records that the step was aborted: nothing was emitted, so nothing can be rolled back."""
         self._mean = None
         self._undone = (1 << len(self._bucket.slices)) - 1
 
     def worth_giving_back(self, members: int) -> bool:
-        """See GivesBack."""
+        """Returns whether the payloads of this many members take at most half the memory of their sum, and allow it to be
+        computed again."""
         return self.in_means and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
 
     def give_back(self, acc: Any) -> None:
@@ -93,12 +95,12 @@ class CodecOps:
         return self._alone
 
     def debts(self) -> list[ResidualSlice]:
-        """The server's residuals, by tensor elements."""
+        """Returns the server's residuals, one slice per tensor."""
         values = residual_of(self._state, self._spec.numel)
         return [] if values is None else list(split_by_tensor(self._bucket.slices, 0, values))
 
     def take_over(self, debts: Sequence[ResidualSlice]) -> None:
-        """Adds inherited residuals of this bucket's elements. Only before the first step."""
+        """Adds inherited residuals of this bucket's elements. Call it only before the first step."""
         mine, paid = residual_of(self._state, self._spec.numel), residual_on(debts, self._bucket.slices)
         if mine is not None and paid is not None:
             mine += paid
@@ -111,20 +113,21 @@ class CodecOps:
 
     @property
     def memory_nbytes(self) -> int:
-        """Upper bound of the size of remember()."""
+        """Upper bound of the size of remember(), in bytes."""
         return len(self.remember()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 
     def remember(self) -> bytes:
-        """A snapshot, with what is needed to roll back the last result."""
+        """Returns a snapshot of the state, including what is needed to roll back the last result."""
         tensors = remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))}
         return safetensors.numpy.save({path: value.numpy() for path, value in tensors.items()})
 
     def recall(self, data: bytes, sent: memoryview) -> None:
-        """The reverse of remember(). `sent`: the last result."""
+        """Restores what remember() returned. `sent`: the payload of the last result."""
         tensors = _loaded(data)
         undone = tensors.pop(UNDONE, None)
         if undone is None:
-            raise InvalidInput("E-SERVER-STATE", "is not what a server remembers")
+            raise InvalidInput("E-SERVER-STATE", "journaled codec state has no field for rollbacks, so a different version "
+                                                 "may have written it")
         recall(self._state, tensors, sent)
         self._undone = int(undone.item()) + (1 << 63)
 
@@ -136,7 +139,8 @@ class CodecOps:
 
 
 class _Mean(NamedTuple):
-    """A mean under way. A product of two float32 is exact in float64, so the mean of equal values is exact for any weights."""
+    """A weighted mean in progress. A product of two float32 numbers is exact in float64, so the mean of equal values is exact
+    for any weights."""
 
     total: Any
     weight: float
@@ -152,11 +156,12 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
 
 
 def ops_of(
-    plan: Plan, server: int, before: Iterable[CodecOps] = (), worth: float = 1.0, *, gradients: int = -1,
+    plan: Plan, server: int, before: Iterable[CodecOps] = (), scale: float = 1.0, *, gradients: int = -1,
 ) -> dict[int, CodecOps]:
-    """The ops of server number `server` under that plan. They inherit the residuals of `before` on the same elements.
+    """Creates the ops of server number `server` for a plan, by bucket. They inherit the residuals of `before` for the same
+    elements.
 
-    `worth`: factor on inherited residuals, which are part of a sum, when the number of workers in the mean changes.
+    `scale`: factor on inherited residuals when the number of workers in the mean changes, since residuals are part of a sum.
     `gradients`: how many of the job's tensors, in order, are gradients; the others are buffers. -1: there are no buffers.
     """
     mine = (b for b in plan.buckets if b.served and b.server == server)
@@ -164,15 +169,15 @@ def ops_of(
                           buffers=b.path == "service" and 0 <= gradients <= b.slices[0].tensor) for b in mine}
     olds = list(before)
     for new in ops.values():
-        # Residuals in other units would need a learning rate, or an optimizer's state, which only workers have.
-        new.take_over([debt._replace(values=debt.values * worth) if worth != 1.0 else debt
+        # Residuals in other units would need a learning rate or an optimizer's state, which only workers have.
+        new.take_over([debt._replace(values=debt.values * scale) if scale != 1.0 else debt
                        for old in olds if old.unit == new.unit for debt in old.debts()])
     return ops
 
 
 def expected_nbytes(plan: Plan, server: int) -> int:
-    """Most bytes that a worker and that server may send each other before the other end asks: payloads of two steps for each
-    bucket, since either end may be a step ahead, and one saved state."""
+    """Returns the maximum number of bytes that a worker and server `server` may send each other before the receiver requests
+    them. This covers payloads of two steps for each bucket, since either end may be a step ahead, and one saved state."""
     mine = [b for b in plan.buckets if b.served and b.server == server]
     payloads = sum(codec_of(b, plan=plan).bound(b.spec) for b in mine)
     states = (parse_spec(text).max_state_nbytes(b.numel) for b in mine for text in (b.codec, b.down, *b.by_node) if text)
@@ -181,6 +186,6 @@ def expected_nbytes(plan: Plan, server: int) -> int:
 
 
 def senders_of(plan: Plan, world: int) -> dict[int, tuple[int, ...]]:
-    """By bucket, the ranks that contribute: the bucket's owner on each node, in the order of summation."""
+    """Maps a bucket to the ranks that contribute to it: the bucket's owner on each node, in the order of summation."""
     nodes = range(world // plan.ranks_per_node)
     return {b.id: tuple(n * plan.ranks_per_node + b.owner for n in nodes) for b in plan.buckets if b.served}

@@ -1,7 +1,7 @@
 """The process that serves a job: a coordinator, a summation server, or both, until the job is over.
 
-`commlayer serve` runs it, and child_processes.py starts it as a child of a training process. attach() waits until it prints its
-addresses, so it imports little: no torch and no command-line library.
+`commlayer serve` runs it, and child_processes.py starts it as a child of a training process. attach() waits until the process
+has printed its addresses. To start fast, it does not import torch or a command-line library.
 """
 
 from __future__ import annotations
@@ -34,18 +34,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlayer")
 
 REFUSE_S = 10.0
-"""How long a server that cannot serve its plan stays to refuse workers with the reason, unless they leave earlier."""
+"""Seconds for which a server that cannot serve its plan keeps running in order to refuse workers with the reason, unless they
+leave earlier."""
 
 SHUTDOWN_S = 60.0
-"""Time to shut down after SIGTERM, in addition to dead_after_s. After that the process prints its stacks and exits."""
+"""Seconds allowed for shutdown after SIGTERM, in addition to dead_after_s. After that the process prints its stacks and
+exits."""
 FINAL_FLUSH_S = 0.5
-"""Flush time at the end of a job. A worker that is still connected then is dead, so waiting longer is of no use."""
+"""Seconds allowed for sending queued data at the end of a job. A worker that is still connected then is dead, so waiting longer
+is useless."""
 
 
 class ServeOptions(NamedTuple):
-    """What this process serves. `parent`: pid of the training process that started it, if embedded. `job_token`: the secret, if
-    it was generated here. `again`: this process has served an earlier job. `data_port`: ANY: the one after the
-    coordinator's."""
+    """What this process serves. `workers`: how many to wait for; 0: the first worker decides. `number`: the server's number in
+    the plan; -1: the coordinator chooses. `sums`: whether to run a summation server.
+
+    `parent`: process id of the training process that started this process; 0 if none did. `job_token`: the secret, if this
+    process generated it. `again`: this process has served an earlier job. `data_port`: ANY means the port after the
+    coordinator's.
+    """
 
     workers: int = 0
     servers: int = 1
@@ -58,18 +65,19 @@ class ServeOptions(NamedTuple):
 
 
 def run(config: Config, part: ServeOptions) -> None:
-    """Serves until a job has ended in order, or until SIGTERM. Prints one line of JSON: the addresses, and the secret if it
-    was generated here.
+    """Serves until a job has ended in order, or until SIGTERM. Prints one line of JSON: the addresses, and the secret if this
+    process generated it.
 
-    After a failed job it serves the next one at the same address, unless it is embedded. With a journal, a process that
-    stops before the job's end sends no goodbye, and the same command resumes the job.
+    After a failed job it serves the next one at the same address, unless it is embedded in a training process. With a journal,
+    a process that is stopped before the job's end does not leave the job, and the same command resumes it.
     """
     if config.port == 65535 and not config.join and part.sums:
-        raise InvalidInput("E-SETTING", "--port 65535 leaves no next port for the data: choose a lower one")
+        raise InvalidInput("E-SETTING", "--port 65535: the data port is the next one, so the largest allowed value is 65534")
     if config.keys and (keys := Keys(config.keys)).dials_only:
         raise InvalidInput("E-KEYS",
-                           f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be a server: "
-                           f"name the folder of another node, or make one with `commlayer keys add {keys.own.name} --again`")
+                           f"keys: {keys.own.name} in {config.keys} was made with --dials-only, so it cannot be used by a "
+                           f"server: use the folder of another node, or replace it with `commlayer keys add {keys.own.name} "
+                           "--again`")
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
@@ -88,7 +96,7 @@ def run(config: Config, part: ServeOptions) -> None:
 
 def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event) -> tuple[Config,
                                                                                                         ServeOptions] | None:
-    """Serves one job. If the job failed, returns how to serve the next one."""
+    """Serves one job. Returns the settings with which to serve the next one if the job failed, otherwise None."""
     goes_on = functools.partial(_can_resume, config, end, stopped)
     reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
@@ -100,7 +108,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             journal = CoordinatorJournal(config.journal) if config.journal else None
             if journal is not None:
                 stack.callback(journal.close)
-            if journal is not None and journal.recovered is not None:  # keep the address and the secret that workers use
+            if journal is not None and journal.recovered is not None:  # keep the address and secret that workers use
                 port = config.port or host_port(journal.recovered.address)[1]
                 part = part._replace(job_token=journal.recovered.token)
                 config = msgspec.structs.replace(config, port=port, token=part.job_token or config.token)
@@ -132,7 +140,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:
                 request = msgspec.structs.replace(request, restartable=True)
-                if (former := serving.journal.recovered) is not None:  # use its former registration
+                if (former := serving.journal.recovered) is not None:  # use its previous registration
                     request = msgspec.structs.replace(request, token=former.token, rank=former.number)
             try:
                 member = client.join(near, request, config, _log_failure, deadline_s=math.inf, ended=end,
@@ -145,7 +153,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 member.dropped, member.overdue = serving.dropped, serving.overdue
                 stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
                 try:
-                    # The coordinator of an embedded server makes no other views.
+                    # The coordinator of an embedded server starts no other epochs.
                     serving.start(member.view, member.plan, member.rank, request.token,
                                   newest=None if part.parent else lambda: member.newest)
                 except ValueError as error:
@@ -157,7 +165,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                     end.set()
         end.wait()
         if goes_on():
-            log.info("stopped; the journal is kept, and the same command resumes the job; to end the job, remove %s",
+            log.info("stopped; the journal is kept, so the same command resumes the job; to end the job instead, remove %s",
                      config.journal)
             return None
         if unfit:
@@ -165,18 +173,18 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         elif coordinator is not None:
             failed = coordinator.failure
         else:
-            failed = "as its coordinator reports" if member is not None and member.failed else ""
+            failed = "its coordinator reports the failure" if member is not None and member.failed else ""
         if part.parent or stopped.is_set() or not failed:
             return None
         log.warning("the job failed (%s); waiting at %s for the next job", without_code(failed), control)
-    # Workers know the coordinator's address, and get those of the servers from it.
+    # Workers know the coordinator's address, and the coordinator sends them those of the servers.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))
 
 
 def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) -> None:
-    """Calls `act` on a thread of its own after that signal. A handler runs in the main thread, possibly inside a lock that
-    `act` needs. The process exits `ends_s` later at the latest."""
+    """Calls `act` on a separate thread after this signal. A signal handler runs in the main thread, possibly inside a lock that
+    `act` needs. The process exits at the latest `ends_s` seconds after the signal."""
     came = queue.SimpleQueue[None]()  # put() is reentrant, so a signal handler may call it
 
     def heed() -> None:
@@ -190,14 +198,14 @@ def on_signal(number: signal.Signals, act: Callable[[], None], ends_s: float) ->
 
 
 def _stop(end: threading.Event, stopped: threading.Event) -> None:
-    """Ends this process although the job may not be over."""
+    """Ends this process, although the job may not be over."""
     if not end.is_set():
         stopped.set()
     end.set()
 
 
 def _can_resume(config: Config, end: threading.Event, stopped: threading.Event) -> bool:
-    """Whether the job has a journal to resume from, and its end is not known here."""
+    """Returns whether the job can be resumed: it has a journal, and this process does not know that the job has ended."""
     return bool(config.journal) and (stopped.is_set() or not end.is_set())
 
 
@@ -206,7 +214,7 @@ def _advertised(address: str, config: Config) -> str:
 
 
 def _launch_command(config: Config, control: str, job_token: str) -> str:
-    """The command that starts a worker on a machine that only dials out, ready to copy."""
+    """Returns the command that starts a worker on a machine that accepts no connections, ready to copy."""
     line = ["commlayer launch", "--join", control]
     if config.keys:
         line += ["--keys", "ITS-KEYS"]  # each machine has its own folder
@@ -220,39 +228,42 @@ def _launch_command(config: Config, control: str, job_token: str) -> str:
 
 
 def _choose_tensors() -> None:
-    """Avoids importing torch, which this process does not need."""
+    """Selects numpy for tensors, to avoid importing torch, which this process does not need."""
     from commlayer.compressors import tensors
 
     tensors.without_torch()
 
 
 def _set_reason(reason: list[str], parent: int) -> None:
-    """The training process that started this server has ended: sets the reason that the others are sent."""
+    """Called when the training process that started this server has ended. Sets the reason for leaving that other processes are
+    sent."""
     reason[0] = f"its training process (pid {parent}) has ended"
 
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
             silent_s: float) -> None:
-    """Called while the coordinator does not answer, so no message can end the job. The server ends if all workers have ended
-    in order. It also stops if no worker has been connected for the whole reconnect window."""
+    """Called while the coordinator does not answer, so no message can end the job. Ends the server if all workers have ended in
+    order, or if no worker has been connected for the complete reconnect window."""
     if end.is_set():
         return
     if serving.finished:
-        log.warning("coordinator %s: no answer for %.1f s, and all workers have ended: so does this server", control, silent_s)
+        log.warning("coordinator %s has not answered for %.1f s and all workers have ended: this server "
+                    "ends too", control, silent_s)
         end.set()
     elif serving.alone and silent_s >= reconnect_window_s(config):
-        log.warning("coordinator %s: no answer for %.1f s, and no worker is connected: this server ends", control, silent_s)
+        log.warning("coordinator %s has not answered for %.1f s and no worker is connected: this server "
+                    "ends", control, silent_s)
         _stop(end, stopped)
 
 
 def _log_failure(error: CommError) -> None:
-    """Logs a death. Only workers act on it."""
+    """Logs the failure of a peer. Only workers act on such failures."""
     log.warning("%s", error)
 
 
 def main() -> None:
-    """Entry point of the child that child_processes.py starts. Its argument is JSON of ServeOptions and of the coordinator to
-    join."""
+    """Entry point of a child process that child_processes.py starts. Its argument is JSON of ServeOptions and of the
+    coordinator to join."""
     options = json.loads(sys.argv[1])
     try:
         settings = {"token": child_processes.read_line().decode(), "join": options.pop("join")}

@@ -21,16 +21,17 @@ log = logging.getLogger("commlayer")
 
 CALL_S = 5.0
 BYTES_S = 60.0
-"""Timeout of calls that carry values. Several calls may share a slow link, and a call that times out is sent again in full."""
+"""Timeout in seconds of calls that carry values. Several calls may share a slow link, and a call that times out is sent again
+completely."""
 WAIT_S = 2.0
-"""How long one call waits for keys that are not written yet."""
+"""Seconds for which one call waits for keys that are not written yet."""
 PAUSE_S = 0.25
 CHECK_S = 1.0
 Tell = Callable[[str], None]
 
 
 class KvClient:
-    """Client of the key-value store for the ranks of this site. Thread-safe."""
+    """Client of the coordinator's key-value store for the ranks of this site. Thread-safe."""
 
     def __init__(self, address: str, config: Config, home: str) -> None:
         self.address, self._home = address, home
@@ -43,11 +44,12 @@ class KvClient:
         want: Sequence[tuple[str, int]] = (), add: tuple[str, int] | None = None, wait: bool = True, without: bool = False,
         view: int = 0, rank: int = messages.ANY, limit_s: float = 0.0,
     ) -> messages.KvReply:
-        """Writes, then reads keys. With `wait` it returns when all are there, or at `deadline`; missing values are None.
-        `without`: does not wait for values of writers that are gone. `view`, `rank`, `limit_s`: see messages.KvRequest.
+        """Writes and drops keys, then reads the keys in `want`. With `wait`, returns when all values are present, or at
+        `deadline`; missing values are None.
 
-        Raises CommError for keys that will never be written, when the coordinator does not answer until `deadline`, or when
-        it has refused connections for reconnect_s.
+        `add`: key and amount of a number to increase. `without`: does not wait for values of writers that are gone. `view`,
+        `rank`, `limit_s`: see messages.KvRequest. Raises CommError for keys that will never be written. Also raises it if the
+        coordinator does not answer until `deadline`, or has refused connections for reconnect_s.
         """
         once = None if add is None else (*add, secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view,
@@ -77,16 +79,17 @@ class KvClient:
                 raise CommError(reply.error, peer=f"coordinator {self.address}")
             if None not in reply.values or reply.over or not wait or left_s <= 0:
                 return reply
-            request = msgspec.structs.replace(request, put=(), drop=())  # these are done
+            request = msgspec.structs.replace(request, put=(), drop=())  # these have been applied
 
     def close(self) -> None:
-        """Pending calls end with an error."""
+        """Closes the connection. Pending calls raise an error."""
         self._closed = True
         self._link.close()
 
 
 class SiteLease:
-    """Keeps a site registered by repeated calls. `ended` is set, with the reason in `why`, when the coordinator ends it."""
+    """Keeps a site registered by repeated calls. `ended` is set when the coordinator ends the registration; `why` is then the
+    reason."""
 
     def __init__(self, address: str, config: Config, request: messages.RegisterSite, tell: Tell) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
@@ -98,8 +101,8 @@ class SiteLease:
         self._answered = False
 
     def meet(self, wait_s: float) -> messages.SiteReply:
-        """Waits for this site's ranks. Raises Refused, or DeadlineExceeded if the coordinator does not answer within
-        join_deadline_s or the other sites have not come within `wait_s`."""
+        """Registers the site and waits for its ranks. Raises Refused, or DeadlineExceeded: if the coordinator does not answer
+        within join_deadline_s, or the other sites have not joined within `wait_s`."""
         peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
         check_name(self.address)
         begin = answered = time.monotonic()
@@ -115,9 +118,10 @@ class SiteLease:
                 diagnose(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
             if answer is None:
                 if now - answered > join_s:
-                    raise DeadlineExceeded(f"did not answer within {join_s:g} s: is `commlayer serve` running there, is "
-                                           "that its address and port, and do firewalls let it through?", peer=peer)
-                line = f"waiting for an answer of the coordinator at {self.address}, at most {join_s:g} s"
+                    raise DeadlineExceeded(f"did not answer within {join_s:g} s: check that `commlayer serve` is "
+                                           "running at this address and port, and that firewalls allow connections "
+                                           "to it", peer=peer)
+                line = f"waiting up to {join_s:g} s for the coordinator at {self.address} to answer"
             else:
                 answered, self._answered = now, True
                 if answer.error:
@@ -152,7 +156,7 @@ class SiteLease:
                 return
 
     def close(self, reason: str) -> None:
-        """Leaves. Idempotent."""
+        """Leaves the job with this reason. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -160,7 +164,7 @@ class SiteLease:
             if self._answered:
                 self._link.call("RegisterSite", msgspec.structs.replace(self.request, leave=reason), messages.SiteReply, 1.0)
         except CommError as error:
-            log.debug("left without notice: %s", error)
+            log.debug("left the job, but could not notify the coordinator: %s", error)
         if self._thread is not None:
             self._thread.join(2 * CALL_S)
         self._link.close()

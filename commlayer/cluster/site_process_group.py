@@ -1,9 +1,9 @@
-"""A process group for torch whose members exchange tensors through the coordinator's key-value store, not directly.
+"""A torch process group whose members exchange tensors through the coordinator's key-value store instead of direct connections.
 
-It serves ranks in sites behind NAT: whatever uses torch.distributed (this package, DistributedDataParallel, a script) works
-between sites without connections between them. Every collective is an all-gather: each member writes its bytes, in parts,
-and reads all others'. Reductions add them in member order, so all results are equal bit for bit. It is meant for small or rare
-data; gradients are sent through servers.
+It serves ranks at sites behind NAT: torch.distributed (in this package, in DistributedDataParallel, in a script) works between
+sites without connections between them. Every collective is an all-gather: each member writes its bytes in chunks, and reads the
+bytes of all others. Reductions add them in member order, so all results are equal bit for bit. The group is meant for small or
+rare data; gradients are sent through servers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 NAME = "homes"
 """Backend name, as torch.distributed.get_backend() returns it."""
 PART_NBYTES = 160 << 10
-"""Less than the limit of one call to the coordinator."""
+"""Size of a chunk, which must be less than the limit of one call to the coordinator."""
 PARTS_IN_FLIGHT = 8
-"""Parts in flight at once: enough to fill a long link. It bounds what is kept for each member."""
+"""Number of chunks in flight at once, enough to fill a link of high latency. It also limits the data that the coordinator
+stores for each member."""
 ERROR_NOTICE_S = 5.0
-"""A wait without a timeout of its own waits this much longer than the collective, so that the error can name missing ranks."""
+"""Seconds that a wait without its own timeout lasts longer than the collective, so that the error can name missing ranks."""
 Rows = list[bytes | None]
-"""By member; None for members that are left out."""
+"""The bytes of each member, in member order; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -81,31 +82,34 @@ class RelayWork(_Work):  # type: ignore[misc]
 
 
 class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
-    """Collectives run one after the other in call order; all members must call them in the same order."""
+    """Process group that relays tensors through the coordinator. Its collectives run one after the other in call order; all
+    members must call them in the same order."""
 
     def __init__(self, kv: KvClient, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
-        """`ranks`: world ranks of the members. `rank`: this process's index among them."""
+        """`kv`: client of the coordinator's store. `name`: key prefix, equal on all members. `ranks`: world ranks of the
+        members. `rank`: this process's index among them. `timeout_s`: timeout of collectives."""
         super().__init__(rank, len(ranks))
         self._kv, self._place, self._ranks, self._mine, self._timeout_s = kv, name, list(ranks), rank, timeout_s
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._next = 0
-        """Number of the next part. A member that begins part n has finished part n - AHEAD. So all members have begun that one
-        and finished n - 2 * AHEAD, which can be dropped."""
+        """Number of the next chunk. A member that starts chunk n has finished chunk n - PARTS_IN_FLIGHT. So all members have
+        finished chunk n - 2 * PARTS_IN_FLIGHT, which can be dropped."""
         self._failed = self._name = ""
         self.skip_lost = False
-        """Whether collectives leave out lost members, the same ones on all ranks. If not, a lost member is an error."""
+        """Whether collectives leave out lost members, the same ones on all ranks. If False, a lost member is an error."""
         self.patience_s = 0.0
-        """Extra seconds to wait after the timeout. By then a member that hangs has been evicted, if the job allows that."""
+        """Seconds to wait beyond the timeout. By the end of them the coordinator has evicted a member that hangs, if the job
+        may continue without it."""
         self.paused_reason = ""
-        """Why collectives are on hold: every call fails with this line. Empty: they are not."""
+        """If not empty, collectives are on hold: every call fails with this text."""
         self.local_only = False
-        """While on hold: whether calls succeed locally instead, as if every member had this rank's data."""
+        """Whether calls succeed locally while collectives are on hold, as if every member had this rank's data."""
 
     @property
     def place(self) -> str:
-        """Key prefix of the group's values, unique to it and equal on all its members."""
+        """Key prefix of the group's values, unique to the group and equal on all its members."""
         return self._place
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -119,7 +123,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._name
 
     def _set_group_name(self, name: str) -> None:
-        """Stored here, because torch's part of a group implemented in Python does not keep it."""
+        """Stores the group's name, because torch does not store it for a process group implemented in Python."""
         self._name = name
 
     def getBackendName(self) -> str:
@@ -168,16 +172,17 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._start_collective("barrier", [], lambda _: [], torch.zeros(1, dtype=torch.uint8))
 
     def shutdown(self) -> None:
-        """Ends the thread after the collectives that were called so far."""
+        """Ends the group's thread after the collectives that have been called so far."""
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for its thread to end, after shutdown()."""
+        """Waits for the group's thread to end, after shutdown()."""
         if self._thread is not None:
             self._thread.join(timeout_s)
 
     def move(self, kv: KvClient, place: str, ranks: Sequence[int], rank: int) -> None:
-        """After shutdown(): continues with other members. DDP keeps the group object that it was made with."""
+        """Continues with other members; call it after shutdown(). DDP keeps the group object that it was created with, so that
+        object must work with new members."""
         self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
         self._kv, self._place, self._ranks, self._mine = kv, place, list(ranks), rank
         self._next, self._failed = 0, ""
@@ -192,9 +197,9 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         self, what: str, outputs: list[torch.Tensor], compute: Callable[[Rows], Sequence[torch.Tensor]], x: torch.Tensor, *,
         only: int | None = None, successor_sends: bool = False, every: bool = False,
     ) -> RelayWork:
-        """Starts the collective; `compute` computes the `outputs` from all members' bytes. `only`: the one member that
-        contributes. `successor_sends`: if that member is gone, the first remaining one contributes instead. `every`: fails on
-        all remaining ranks if a member's bytes are missing."""
+        """Starts a collective; `compute` computes the `outputs` from all members' bytes. `only`: the one member that
+        contributes; None: all do. `successor_sends`: if that member is gone, the first remaining one contributes instead.
+        `every`: fails on all remaining ranks if a member's bytes are missing."""
         work, nbytes = RelayWork(f"{what} between homes", self._timeout_s + self.patience_s), x.numel() * x.element_size()
         if self.paused_reason and self.local_only:
             for output, value in zip(outputs, compute([_bytes(x)] * self.size()) if outputs else (), strict=True):
@@ -210,8 +215,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                 rows = self._exchanged(data, nbytes)
                 if every and (gone := [str(rank) for rank, row in zip(self._ranks, rows, strict=True) if row is None]):
                     # Zeros would look like that member's data. The group stays usable: all remaining ranks get this error.
-                    work.end(f"{what} between homes: rank {', '.join(gone)} is gone without sending its row: call it again "
-                             "after the next step, with the remaining ranks")
+                    work.end(f"{what} between homes: rank {', '.join(gone)} left before it sent its data: call it again after "
+                             "the next step, with the remaining ranks")
                     return
                 if successor_sends and only is not None and rows[only] is None:
                     heir = next(member for member, row in enumerate(rows) if row is not None)
@@ -240,7 +245,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             self._pool.shutdown(wait=False)
 
     def _exchanged(self, data: bytes, nbytes: int) -> Rows:
-        """All members' bytes. `nbytes`: the most that one member has; equal on all, so that all count the same parts."""
+        """Exchanges bytes with all members and returns them in member order. `nbytes`: the size of the largest contribution,
+        equal on all members, so that all count the same chunks."""
         if self._failed:
             raise CommError(self._failed)
         begins = range(0, max(nbytes, 1), PART_NBYTES)
@@ -255,12 +261,13 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             if number >= PARTS_IN_FLIGHT:
                 parts[number - PARTS_IN_FLIGHT].result()
             parts.append(self._pool.submit(one, number))
-        # A member that has written only some of the parts is gone.
+        # A member that has written only some of the chunks is gone.
         return [None if None in rows else b"".join(row or b"" for row in rows)
                 for rows in zip(*(part.result() for part in parts), strict=True)]
 
     def _part(self, data: bytes, first: int, number: int) -> Rows:
-        """One part of all members."""
+        """Exchanges one chunk with all members. `first`: number of the collective's first chunk; `number`: index of this chunk
+        in it."""
         piece = data[number * PART_NBYTES : (number + 1) * PART_NBYTES]
         limit_s = self._timeout_s
         at, until = first + number, time.monotonic() + limit_s + self.patience_s
@@ -271,8 +278,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
                                  rank=self._ranks[self._mine], limit_s=limit_s)
         if None in reply.values and not reply.over:
             missing = [self._ranks[member] for member, value in zip(others, reply.values, strict=True) if value is None]
-            raise CommError(f"no data within {limit_s:g} s from rank {', '.join(map(str, missing))}, "
-                            "which has not reached this collective", code="E-DEADLINE")
+            raise CommError(f"no data within {limit_s:g} s from rank {', '.join(map(str, missing))}, which "
+                            "has not started this collective", code="E-DEADLINE")
         rows = list(reply.values)
         return [*rows[: self._mine], piece, *rows[self._mine :]]
 
@@ -281,7 +288,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _of(self, rows: Rows, root: int) -> bytes:
         if (row := rows[root]) is None:
-            raise CommError("is gone and has sent nothing", peer=f"rank {root}")
+            raise CommError("left without sending its data", peer=f"rank {root}")
         return row
 
     def _reduced(self, op: Any, x: torch.Tensor, rows: Rows) -> list[torch.Tensor]:
@@ -308,7 +315,8 @@ def _op(opts: Any) -> Any:
     op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
     match = next((known for known in _REDUCE if op == known), None)
     if match is None:
-        raise InvalidState("E-COLLECTIVE", f"{op} between homes: not offered, allowed: {', '.join(str(o) for o in _REDUCE)}")
+        raise InvalidState("E-COLLECTIVE", f"{op} between homes is not supported, allowed: "
+                                           f"{', '.join(str(o) for o in _REDUCE)}")
     return match
 
 
@@ -316,7 +324,7 @@ def _one(tensors: Any) -> torch.Tensor:
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
-        raise InvalidState("E-COLLECTIVE", f"a collective of {len(tensors)} tensors between homes, allowed: one")
+        raise InvalidState("E-COLLECTIVE", f"a collective between homes supports only one tensor, got {len(tensors)}")
     tensor: torch.Tensor = tensors[0]
     return tensor
 
@@ -327,12 +335,12 @@ def _bytes(x: torch.Tensor) -> bytes:
 
 
 def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU from a member's bytes."""
+    """Returns a CPU tensor with the shape and dtype of `like` from a member's bytes."""
     assert data is not None
     if len(data) != like.numel() * like.element_size():
         raise InvalidState("E-COLLECTIVE",
-                           f"a member sent {len(data)} bytes, this rank has {like.numel() * like.element_size()}: all call the "
-                           "same collectives in the same order, with tensors of one shape and dtype")
+                           f"a member sent {len(data)} bytes, but this rank expects {like.numel() * like.element_size()}: all "
+                           "ranks must call the same collectives in the same order, with tensors of equal shape and dtype")
     if not data:
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.frombuffer(bytearray(data), dtype=like.dtype).view(like.shape)
@@ -345,36 +353,38 @@ def _read(data: bytes | None, like: torch.Tensor) -> torch.Tensor:
 class _World(NamedTuple):
     kv: KvClient
     name: str
-    """Equal on all ranks. torch counts its groups from 0 in each world, so keys need this prefix."""
+    """Name of this world, equal on all ranks. torch counts groups from 0 in each world, so keys in the store need this
+    prefix."""
     ids: tuple[int, ...]
-    """The coordinator's rank number of each rank."""
+    """Maps each rank in this world to the coordinator's number of that rank."""
     home: frozenset[int]
-    """Those of these numbers that are on this machine."""
+    """The coordinator's numbers of the ranks on this machine."""
     inside: str
     timeout_s: float
     store: WorldStore
-    """torch keeps only the C++ half of this object, which calls the Python half."""
+    """The world's store. torch refers only to the C++ half of this object, which calls the Python half, so the Python half is
+    kept here."""
     skip_lost: bool
-    """Whether scripts' collectives leave out ranks that are gone."""
+    """Whether collectives of scripts leave out ranks that are gone."""
     paused_reason: str
-    """As in RelayedGroup, for scripts' collectives in the default group."""
+    """Value of RelayedGroup.paused_reason for groups that scripts use, including the default group."""
     patience_s: float
-    """As in RelayedGroup."""
+    """Value of RelayedGroup.patience_s for new groups."""
 
 
 _worlds: list[_World] = []
 _groups: weakref.WeakSet[RelayedGroup] = weakref.WeakSet()
 _moved: dict[str, RelayedGroup] = {}
-"""Default groups of former worlds, kept here because Python may have no other reference to them (DDP holds its group in C++).
-Keyed by the name of a group's first world, which is equal on all ranks, also on ranks that joined later."""
+"""Default groups of previous worlds. They are kept here because DDP refers to its group only from C++. Keyed by the name of a
+group's first world, which is equal on all ranks, including ranks that joined later."""
 END_S = 5.0
 
 
 def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str, timeout_s: float, skip_lost: bool = False,
                paused_reason: str = "", patience_s: float = 0.0) -> None:
-    """Makes torch's default group. `home`: numbers of the ranks on this machine, whose own groups use the backend `inside`.
-    `skip_lost`: scripts' collectives leave out ranks that are gone. `paused_reason`: until `release` they fail with that line.
-    `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
+    """Creates torch's default group. `home`: numbers of the ranks on this machine; groups of only these ranks use the backend
+    `inside`. `skip_lost`: collectives of scripts leave out ranks that are gone. `paused_reason`: until `release`, collectives
+    fail with this text. `patience_s`: how long collectives wait beyond their timeout until a missing rank is evicted."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
     if not _worlds:
@@ -384,7 +394,8 @@ def init_world(kv: KvClient, rank: int, world: int, home: range, *, inside: str,
 
 
 def change_members(kv: KvClient, ids: Sequence[int], rank: int, generation: int) -> None:
-    """Makes the default group of the remaining ranks in a new view. Other groups of the former world become unusable."""
+    """Creates the default group of the remaining ranks in a new epoch. Other groups of the previous epoch become unusable.
+    `ids`: the coordinator's numbers of the ranks; `rank`: this process's index among them."""
     former, default = _worlds[-1], dist.group.WORLD
     for group in [group for group in _groups if group is default]:
         _moved[former.name] = group
@@ -408,7 +419,7 @@ def _make(world: _World, rank: int) -> None:
 
 
 def release() -> None:
-    """Scripts' collectives are carried out from now on."""
+    """Ends the hold on collectives of scripts: they are executed from now on."""
     if _worlds and _worlds[-1].paused_reason:
         _worlds[-1] = _worlds[-1]._replace(paused_reason="")
         for group in _groups:
@@ -417,7 +428,7 @@ def release() -> None:
 
 @contextlib.contextmanager
 def run_locally() -> Iterator[None]:
-    """Collectives on hold succeed locally meanwhile, as if all ranks had this rank's data."""
+    """Context manager in which collectives on hold succeed locally, as if all ranks had this rank's data."""
     groups = [group for group in _groups if group.paused_reason]
     for group in groups:
         group.local_only = True
@@ -437,24 +448,27 @@ def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
 
 
 def kv_client() -> KvClient:
-    """The store client of this world's ranks."""
+    """Returns the key-value store client of this world's ranks."""
     return _worlds[-1].kv
 
 
 def make_strict(group: Any) -> Any:
-    """Marks a group of commlayer's own: its collectives include all members or fail, and are never on hold."""
+    """Marks a group as commlayer's own: its collectives include all members or fail, and are never on hold. Returns the
+    group."""
     if isinstance(group, RelayedGroup):
         group.skip_lost, group.paused_reason = False, ""
     return group
 
 
 def is_relayed() -> bool:
-    """Whether torch's world is of this kind, so that its ranks do not reach each other."""
+    """Returns whether torch's default group relays through the coordinator, so ranks at different sites cannot connect to each
+    other."""
     return dist.is_initialized() and dist.get_backend() == NAME
 
 
 def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
-    """The backend for a group of these ranks, where `wanted` is requested. Sockets are used only within one machine."""
+    """Returns the backend for a group of these ranks. Outside a relayed world this is `wanted`. In a relayed world, sockets are
+    used only within one machine."""
     if not is_relayed():
         return wanted
     world = _worlds[-1]
@@ -473,7 +487,7 @@ def _group(options: Any, _: Any) -> RelayedGroup:
 
 
 def _end() -> None:
-    """A thread that still waits inside gRPC would crash the process when the interpreter ends."""
+    """Ends all groups at interpreter exit. A thread that still waits inside gRPC would crash the process then."""
     for group in _groups:
         group.shutdown()
     for world in _worlds:
@@ -488,10 +502,11 @@ _Store: Any = distributed_c10d.Store
 
 
 class WorldStore(_Store):  # type: ignore[misc]
-    """The methods that torch needs. It calls them by name, also from C++."""
+    """A torch.distributed Store on top of the coordinator's key-value store. It has the methods that torch calls, some of them
+    from C++."""
 
     def __init__(self, kv: KvClient, timeout_s: float, rank: int = ANY) -> None:
-        """`rank`: the coordinator's number of the rank that waits here."""
+        """`rank`: the coordinator's number of the rank that uses this store."""
         super().__init__()
         self.kv, self._timeout_s, self._rank = kv, timeout_s, rank
 
@@ -528,7 +543,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         return present
 
     deleteKey = delete_key
-    """The name that torch's C++ code calls."""
+    """The name of delete_key in torch's C++ code."""
 
     def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
         self._all(keys, self._timeout_s if timeout is None else timeout.total_seconds())
@@ -544,7 +559,7 @@ class WorldStore(_Store):  # type: ignore[misc]
         return values
 
     def _call(self, call: Callable[[float], Any]) -> Any:
-        """Converts errors to RuntimeErrors, the only ones that torch handles."""
+        """Makes a call and converts its errors to RuntimeErrors, the only errors that torch handles."""
         try:
             return call(time.monotonic() + self._timeout_s)
         except CommError as error:

@@ -1,9 +1,9 @@
 """Sites and their ranks: which sites take part in a job, as functions of (state, request, now).
 
-A site is a machine that only dials out. Its launcher registers it before its workers start, and gets their ranks once the
-sites have as many workers as the job. Sites are ordered by arrival, except those that request an index. A site that leaves
-between the assignment of ranks and the begin of the job makes all ranks invalid: the rendezvous fails for all sites. While the
-job runs, a new site may replace one that is gone, under new rank numbers, if the job admits workers.
+A site is a machine that accepts no connections. Its launcher registers it before its workers start. The site gets the ranks of
+its workers once all sites together have as many workers as the job. Sites are ordered by arrival, except those that request an
+index. If a site leaves between the assignment of ranks and the begin of the job, all ranks become invalid: the rendezvous fails
+for all sites. While the job runs, a new site may replace one that is gone, under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
 
 SILENCE_S = 30.0
-"""Least silence after which a site counts as gone, since its launcher may be short of CPU time while workers import."""
+"""Minimum silence in seconds after which a site counts as gone. Its launcher may be short of CPU time while workers import."""
 MAX_FORMER = 64
-"""How many departed sites are remembered, so that they can be sent the reason."""
+"""Maximum number of departed sites that are remembered, so that they can be sent the reason."""
 
 
 RESTARTED = coded("E-RENDEZVOUS-ENDED",
-                  "the coordinator was restarted; homes outlast that with commlayer serve --journal alone: start all "
-                  "homes again")
+                  "the coordinator was restarted without a journal (commlayer serve --journal), so all homes must be started "
+                  "again")
 
 
 class Site(Record, frozen=True):
     request: RegisterSite
     seen_s: float
     first: int = ANY
-    """Rank of its first worker; ANY until ranks are assigned."""
+    """Rank of the site's first worker; ANY until ranks are assigned."""
     node: int = ANY
     world: int = 0
-    """If not 0: it joined a running job, which then had this many workers, including its own."""
+    """For a site that joined a running job: number of workers of the job then, including the site's own. Otherwise 0."""
 
     @property
     def who(self) -> str:
@@ -45,57 +45,60 @@ class Site(Record, frozen=True):
 
 
 class AdmissionState(Record, frozen=True):
-    """Whether a running job admits sites."""
+    """Whether a running job admits sites, and why not."""
 
     closed_reason: str = ""
-    """Why it admits no site; "" if it does."""
+    """Why the job admits no site; "" if it does."""
     size: int = 0
-    """How many workers it has now."""
+    """Number of workers that the job has now."""
     generation: int = 0
-    """Of its view."""
+    """Generation of the job's epoch; 0 before it begins."""
     full: bool = False
-    """It has all its workers, and admits a site when one is gone."""
+    """Whether the job has all its workers. It admits a site after one leaves."""
     retry_reason: str = ""
-    """Why a site should ask again later: a temporary reason to admit none."""
+    """Why a site should ask again later, if the reason for admitting none is temporary; otherwise ""."""
     all_present: bool = False
-    """No worker is known to be gone."""
+    """Whether no worker is known to be gone."""
 
 
 class RetainedQuota(Record, frozen=True):
-    """The store quota of a certificate after one of its sites has left, as long as values of that site remain."""
+    """Quota of a certificate in the key-value store after one of its sites has left. It is kept as long as values of that site
+    remain."""
 
     workers: int
     view: int
-    """Generation of the newest view when the last of them left. None of their values belongs to a later view."""
+    """Generation of the newest epoch when the last of the workers left. None of their values belongs to a later epoch."""
 
 
 class Sites(Record, frozen=True):
-    """`workers`: of the whole job; 0 if the number is not known, and then sites cannot register."""
+    """State of all sites. `workers`: number of workers of the job; 0 if not known, and then sites cannot register."""
 
     workers: int = 0
     present: Mapping[str, Site] = msgspec.field(default_factory=dict)
-    """By token, in order of arrival."""
+    """Sites by token, in order of arrival."""
     meeting: str = ""
     ranks_assigned: bool = False
     begun: bool = False
     numbers: int = 0
-    """How many ranks were given to workers that joined later. Ranks are not reused, so records of dead workers stay valid."""
+    """Number of ranks given to workers that joined after the job began. Ranks are not reused, so records of dead workers stay
+    valid."""
     former: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Why sites of an ended rendezvous, and sites that left since the job began, are gone."""
+    """Maps the token of a departed site to the reason. Contains sites of an ended rendezvous, and sites that left after the job
+    began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
-    """Ranks of sites that have left since the job began, with the reason."""
+    """Maps a rank whose site has left since the job began to the reason."""
     retained: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
-    """By certificate."""
+    """Retained quotas, by certificate name."""
     version: str = ""
-    """Of the coordinator's software; empty: of the first site's."""
+    """Version that sites must have: the coordinator's; "": that of the first site."""
 
 
 def register(state: Sites, request: RegisterSite, now: float, door: AdmissionState | None = None,
              grace_s: float = 0.0) -> tuple[Sites, SiteReply]:
-    """Registers a site, refuses it, or repeats its reply. `door`: of the running job; None: the job admits no sites.
+    """Registers a site, refuses it, or repeats its reply. `door`: whether the running job admits sites; None: it never does.
 
-    `grace_s`: how long a site should ask again while no worker is known to be gone. One of the workers may be the site's own
-    earlier process, whose silence has not been noticed yet.
+    `grace_s`: how long a site should ask again while no worker is known to be gone. One of the job's workers may belong to the
+    site's own previous process, whose silence has not been detected yet.
     """
     if (why := state.former.get(request.home)) is not None:
         return state, SiteReply(error=why)
@@ -131,14 +134,14 @@ def mark_seen(state: Sites, site: str, now: float) -> Sites:
 
 
 def reset_silence(state: Sites, now: float) -> Sites:
-    """Resets the silence of all sites, for a coordinator that has resumed and could not receive their calls before."""
+    """Counts all sites as just heard from, after the coordinator was stopped or restarted and could not receive their calls."""
     present = {token: msgspec.structs.replace(site, seen_s=now) for token, site in state.present.items()}
     return msgspec.structs.replace(state, present=present)
 
 
 def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
-    """Removes a site. Before the job begins this ends the rendezvous; after that it affects only its own ranks. `view`:
-    newest."""
+    """Removes a site. Before the job begins, removal after the assignment of ranks ends the rendezvous. After that, it affects
+    only the site's own ranks. `view`: generation of the newest epoch."""
     if site not in state.present:
         return state
     if state.begun:
@@ -159,11 +162,8 @@ def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
 
 
 def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Token of the earlier site that `request` restarts; "" for none.
-
-    It has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: last heartbeat of each worker,
-    by rank.
-    """
+    """Returns the token of the site whose restart sends `request`; "" for none. That site has the same certificate and host
+    name, and has been silent for `silence_s`. `seen_s`: maps a rank to the time of its last heartbeat."""
     if not request.certificate or request.leave or request.home in state.present or request.home in state.former:
         return ""
     same = [token for token, site in state.present.items()
@@ -176,21 +176,22 @@ def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: floa
 
 
 def quota_workers(state: Sites, certificate: str) -> int:
-    """Number of workers that sets the store quota of that certificate: those of its present sites, or more if a departed site
-    left values. A site that comes back replaces a departed one and counts once."""
+    """Returns the number of workers that determines the quota of this certificate: the workers of its present sites, or more if
+    a departed site left values. A site that returns replaces a departed one and counts once."""
     workers = sum(h.request.workers for h in state.present.values() if h.request.certificate == certificate)
     return max(workers, state.retained[certificate].workers if certificate in state.retained else 0)
 
 
 def forget(state: Sites, view: int) -> Sites:
-    """Drops the quotas of sites whose values are all older than the view of that generation."""
+    """Drops the retained quotas of sites whose values are all older than the epoch with generation `view`."""
     stay = {of: outlived for of, outlived in state.retained.items() if outlived.view >= view}
     return state if len(stay) == len(state.retained) else msgspec.structs.replace(state, retained=stay)
 
 
 def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Sites:
-    """Removes silent sites. After the job has begun, only those whose workers have all `ended`, since the heartbeats of workers
-    detect failures better. Such a site may have left while no coordinator was running. `view`: newest generation."""
+    """Removes silent sites. After the job has begun, only sites whose workers have all `ended` are removed, since the
+    heartbeats of workers detect failures better. Such a site may have left while no coordinator was running. `view`: generation
+    of the newest epoch."""
     for token, site in state.present.items():
         if now - site.seen_s < max(silence_s, SILENCE_S):
             continue
@@ -202,13 +203,13 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
 
 
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
-    """Whether a site is still present: its scripts may continue after the job's end and use the store. Sites do not count if
-    all their workers are `dead`."""
+    """Returns whether a site is still present: its scripts may continue after the job's end and use the key-value store. Sites
+    whose workers are all `dead` do not count."""
     return any(now - site.seen_s < silence_s and not _ranks(site) <= {*dead} for site in state.present.values())
 
 
 def missing(state: Sites) -> str:
-    """How many workers have not come yet; "" when all have."""
+    """Returns how many workers have not joined yet, as text; "" when all have."""
     if state.ranks_assigned:
         return ""
     requests = [site.request for site in state.present.values()]
@@ -238,30 +239,32 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
     if not 1 <= request.workers <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
-                     f"brings {request.workers} workers, and {free_seats} of the job's {state.workers} are missing (present: "
+                     f"has {request.workers} workers, but only {free_seats} of the job's {state.workers} are missing (present: "
                      f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
     if request.place != ANY and not 0 <= request.place < state.workers:
         return coded("E-RANK", f"requests --node-rank {request.place}, allowed: 0 to {state.workers - 1}")
     other = next((h for h in state.present.values() if request.place not in (ANY,) and h.request.place == request.place), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"requests --node-rank {request.place}, which {other.who} has: give each its own --node-rank")
+    return coded("E-RANK", f"requests --node-rank {request.place}, which {other.who} already has: use a different --node-rank "
+                           "for each home")
 
 
 def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:
-    """As `_problem`, for a site that comes while the job runs."""
+    """Returns why a site that joins a running job is refused; "" if it is not."""
     if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
     if request.workers > state.workers - door.size:
-        return coded("E-WORKERS", f"brings {request.workers} workers, and {state.workers - door.size} of the job's "
-                     f"{state.workers} are missing: start this home with fewer")
+        return coded("E-WORKERS", f"has {request.workers} workers, but only {state.workers - door.size} of the job's "
+                                  f"{state.workers} are missing: start this home with fewer")
     if state.workers + state.numbers + request.workers > SERVER_BASE:
-        return coded("E-JOB-FULL", "the job has had too many workers")
+        return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
+                                   "a new job")
     return ""
 
 
 def closed_reason(state: Sites, door: AdmissionState) -> str:
-    """Why a running job admits no site; "" if it does."""
+    """Returns why a running job admits no site; "" if it does."""
     return door.closed_reason or ("" if state.ranks_assigned else RESTARTED)
 
 
@@ -270,7 +273,7 @@ def _count(state: Sites) -> int:
 
 
 def _met(state: Sites) -> Sites:
-    """Assigns ranks to all sites once all workers have come."""
+    """Assigns ranks to all sites once all workers have joined."""
     if _count(state) < state.workers:
         return state
     placed, first = dict[str, Site](), 0
@@ -282,7 +285,8 @@ def _met(state: Sites) -> Sites:
 
 
 def _in_order(present: Mapping[str, Site]) -> list[str]:
-    """Sites with a requested index get it if there are enough sites; the others fill the gaps in order of arrival."""
+    """Returns the tokens of sites in order. Sites that request an index get it if there are enough sites; the others fill the
+    gaps in order of arrival."""
     wished = dict(sorted((h.request.place, token) for token, h in present.items() if h.request.place != ANY))
     others = [token for token, h in present.items() if h.request.place == ANY]
     order = []
@@ -294,23 +298,24 @@ def _in_order(present: Mapping[str, Site]) -> list[str]:
     return [*order, *wished.values(), *others]
 
 
-# ---- Which ranks wait in the sites' store, for which other ranks, and since when.
+# ---- Which ranks wait in the key-value store, for which other ranks, and since when.
 
 WAIT_EXPIRES_S = 10.0
-"""A waiting rank calls every MAX_WAIT_S; without a call for this long it no longer waits. A rank may repeat a lost call as late
-as after site_client.BYTES_S: it does not count as waiting meanwhile, and its wait begins again then."""
+"""Seconds without a call after which a rank no longer counts as waiting. A waiting rank calls every MAX_WAIT_S. It may repeat a
+lost call as late as after site_client.BYTES_S. It does not count as waiting until then, and its wait restarts."""
 MAX_KEYS = 4096
-"""Most keys that one rank may wait for at once: one part for each member, several parts in flight, in each process group."""
+"""Maximum number of keys that one rank may wait for at once: one chunk of each member, several chunks in flight, in each
+process group."""
 
 
 class PendingWait(NamedTuple):
-    """A key that one rank is to write and has not written, with the ranks that wait for it."""
+    """A key that `rank` has to write and has not written, with the ranks that wait for it."""
 
     rank: int
     waited_s: Mapping[int, float]
-    """Seconds that each rank has waited, by rank."""
+    """Maps each waiting rank to the seconds for which it has waited."""
     limit_s: float
-    """The longest limit that one of them gave."""
+    """The longest limit that one of the waiting ranks gave, in seconds."""
 
 
 class _Wait(NamedTuple):
@@ -320,15 +325,16 @@ class _Wait(NamedTuple):
 
 
 class WaitTracker:
-    """Thread-safe."""
+    """Records which ranks wait for which keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._names: dict[str, dict[int, dict[int, _Wait]]] = {}
-        """By key and by the rank that is to write it, as readers report it: the waits, by waiting rank."""
+        """Maps each key, then the rank that has to write it (as readers report it), to the waits, which are keyed by waiting
+        rank."""
 
     def add(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
-        """Records that the rank waits for these keys, each given with the rank that is to write it."""
+        """Records that the rank waits for these keys, each given with the rank that has to write it."""
         with self._lock:
             many = len(self._names) > MAX_KEYS
             mine = sum(rank in by for owners in self._names.values() for by in owners.values()) if many else 0
@@ -341,7 +347,7 @@ class WaitTracker:
                 self._names.setdefault(name, {}).setdefault(of, {})[rank] = _Wait(begin_s, now, limit_s)
 
     def remove(self, rank: int, names: Iterable[str]) -> None:
-        """The rank no longer waits for these keys, although they were not written."""
+        """Records that the rank no longer waits for these keys, although they were not written."""
         with self._lock:
             for name in names:
                 for by in self._names.get(name, {}).values():

@@ -1,12 +1,12 @@
-"""The summation service as a state machine: contributions in, replies out.
+"""The summation service as a state machine: receives contributions, returns replies.
 
-It does no input or output, reads no clock and does not know codecs: each bucket's codec side is passed in as `Ops`.
+It does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in as `Ops`.
 Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal bit for bit in
-every run. Early contributions wait encoded. Each contribution is applied at most once. The results of the last two steps are
-kept for members that ask again.
+every run. Early contributions stay compressed until they are added. Each contribution is applied at most once. The results of
+the last two steps are kept for members that request them again.
 
 Every message is checked before it changes anything. CorruptFrame means that its sender broke the protocol or its format. Any
-other error is the server's own fault, and the sum under way is lost.
+other error is the server's own fault, and the sum in progress is lost.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ log = logging.getLogger("commlayer")
 
 
 class Summation:
-    """All buckets of one server. `push` may be called from any number of threads."""
+    """The sums of all buckets of one server. `push` may be called from any number of threads."""
 
     def __init__(self, server: int, generation: int, ops: dict[int, Any], senders: dict[int, tuple[int, ...]]) -> None:
-        """`ops`: by bucket. `senders`: by bucket, the members that contribute to it, in the order in which they are added."""
+        """`server`: the server's number. `ops`: codec operations by bucket. `senders`: maps a bucket to its members, in the
+        order in which their contributions are added."""
         self._keep: WriteEntry | None = None
         self.peer = SERVER_BASE + server
         self.generation = generation
         self.fenced = 0
-        """Messages of earlier views. None of them changed anything."""
+        """Number of messages of earlier epochs that were received and ignored."""
         self.cells = {bucket: BucketSum(bucket, o, senders[bucket]) for bucket, o in ops.items()}
 
     # ---- journal
 
     def remember(self, keep: WriteEntry | None) -> None:
-        """Writes all state with `keep` now, and then every change before the replies that depend on it. None: stops that."""
+        """Writes all state with `keep` now, and then every change before the replies that depend on it. None stops
+        journaling."""
         self._keep = keep
         for cell in self.cells.values():
             with cell.lock:
@@ -77,7 +79,7 @@ class Summation:
         cell.resumed = True
 
     def forget(self, bucket: int) -> None:
-        """Drops the bucket's state and residual. The next contribution decides at which step it starts."""
+        """Drops the bucket's state and residual. The next contribution decides at which step the bucket starts."""
         cell = self.cells[bucket]
         cell.forget_results()
         cell.ops.begin_anew()
@@ -87,14 +89,15 @@ class Summation:
     # ---- contributions
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
-        """Takes one contribution. CorruptFrame may name another member, if this contribution lets an invalid one be added.
+        """Handles one contribution and returns the replies to send. If this contribution allows an earlier one to be added that
+        is invalid, CorruptFrame names the sender of the earlier one.
 
         `release` is called with each message whose body is no longer needed.
         """
         h = message.header
         if self._ended(message):
             release(message)
-            return []  # its sender pushes again in the new view
+            return []  # its sender sends the contribution again in the new epoch
         cell = self._cell(message)
         with cell.lock:
             if cell.ended:
@@ -108,57 +111,61 @@ class Summation:
             self._admit(cell, message)
             if cell.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
-                return [Reply(message.peer, cell.again_header, b"")]  # it was sent before the AGAIN reached its sender
+                return [Reply(message.peer, cell.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
                 release(message)
-                return []  # a repeat
+                return []  # a repeated message
             if not contributors:
                 cell.since, cell.first = now, message.peer
             cell.early[message.peer] = message
             return self._advance(cell, release)
 
     def _ended(self, message: Message) -> bool:
-        """Whether the message is of an earlier view, in which the bucket may have been another one."""
+        """Returns whether the message is of an earlier epoch or plan, in which the bucket number may have meant a different
+        bucket."""
         if message.header.generation >= self.generation:
             return False
         if message.header.sender != message.peer:
-            raise _breach(message, f"sender {peer_name(message.header.sender)} in the header")
+            raise _breach(message, f"the header names {peer_name(message.header.sender)} as the sender")
         self.fenced += 1
         return True
 
     def _cell(self, message: Message) -> BucketSum:
-        """Checks sender, generation and bucket, which every message must have right. Returns the bucket's sum."""
+        """Checks the message's sender, generation and bucket, and returns the bucket's sum. Raises CorruptFrame if one of them
+        is wrong."""
         h = message.header
         if h.sender != message.peer:
-            raise _breach(message, f"sender {peer_name(h.sender)} in the header")
+            raise _breach(message, f"the header names {peer_name(h.sender)} as the sender")
         if h.generation > self.generation:  # for example of a plan that another worker was to send to this server
-            raise _breach(message, f"generation {h.generation}, here {self.generation}")
+            raise _breach(message, f"got generation {h.generation}, but the server is in generation {self.generation}")
         cell = self.cells.get(h.bucket)
         if cell is None:
-            raise CorruptFrame(f"bucket {h.bucket} is not of this server", peer=peer_name(message.peer), step=h.step)
+            raise CorruptFrame(f"bucket {h.bucket} is not summed by this server", peer=peer_name(message.peer), step=h.step)
         return cell
 
     def _fits(self, cell: BucketSum, message: Message, now: float) -> None:
         h, ops = message.header, cell.ops
         if message.peer not in cell.members:
-            raise _breach(message, "is no member of this bucket's sum")
+            raise _breach(message, "its sender is not a member of this bucket's sum")
         if h.round >= ops.rounds or h.parts != 1 or h.part != 0:
-            raise _breach(message, f"round {h.round}, part {h.part} of {h.parts}")
+            raise _breach(message, f"got round {h.round}, part {h.part} of {h.parts}; this bucket has rounds 0 to "
+                                   f"{ops.rounds - 1} and no parts")
         if h.codec != ops.codec or not 0.0 <= h.weight < float("inf") or not 0.0 <= h.total < float("inf"):
-            raise _breach(message, f"codec {h.codec} with weight {h.weight} of {h.total}")
+            raise _breach(message, f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
+                                   f"{ops.codec}, and weights finite and not negative")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
-            verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of parts")
-            raise _breach(message, f"{verb} flag MEAN, and this bucket's is {kind}")
+            verb, kind = ("lacks", "for averages of buffers") if ops.means else ("has", "for sums")
+            raise _breach(message, f"{verb} flag MEAN, but this bucket is {kind}")
         nbytes, allowed = cell.count_bytes(message.peer, len(message.body), now)
         if nbytes > allowed:
-            raise _breach(message, f"sent {nbytes} bytes within a step, the plan allows {allowed}")
+            raise _breach(message, f"sent {nbytes} bytes within one step, but the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
-            raise _breach(message, f"{len(message.body)} bytes, at most {bound} for this bucket")
+            raise _breach(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")
 
     def _admit(self, cell: BucketSum, message: Message) -> None:
-        """Checks that a contribution belongs to the sum under way. Between steps it begins the next one."""
+        """Checks that a contribution belongs to the sum in progress. Between steps, starts the next step's sum."""
         h = message.header
         if cell.resumed:
             self._catch_up(cell, h)
@@ -170,28 +177,31 @@ class Summation:
             state = f"{peer_name(cell.first)} is in round {cell.round} of step {cell.step}"
         else:
             begun = cell.open or cell.awaited is not None
-            state = f"round {cell.round} of step {cell.step} is next" if begun else "no step has begun"
+            state = f"round {cell.round} of step {cell.step} is expected" if begun else "no step has begun"
         # Members differ in their step when one has restored another checkpoint or has switched to another view.
-        raise _breach(message, f"contribution out of order: round {h.round} of step {h.step}, while {state}", "E-STEPS-DIFFER")
+        raise _breach(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
+                               f"but {state}", "E-STEPS-DIFFER")
 
     def _catch_up(self, cell: BucketSum, h: Header) -> None:
-        """After a restart, the first contribution shows whether the journal holds every reply that was sent."""
+        """Handles the first contribution after a restart, which shows whether the journal contains every reply that was
+        sent."""
         cell.resumed = False
         step = cell.step if cell.open else cell.awaited
         if step is None or (h.step, h.round) > (step, cell.round):
             if step is not None:
-                log.warning("bucket %d: the journal ends before step %d, round %d: its residual restarts at zero", cell.bucket,
+                log.warning("bucket %d: the journal ends before step %d, round %d, so its residual is lost and "
+                            "restarts at zero", cell.bucket,
                             h.step, h.round)
                 cell.ops.begin_anew()
                 cell.forget_results()
             cell.begin(h.step, h.round)
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
-        """Adds early contributions in member order. When all members have contributed, returns the result for all."""
+        """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
         ops, r = cell.ops, cell.round
         lean = cell.recomputable if self._keep is None else None
         if lean and cell.next + len(cell.early) < len(cell.members):
-            return []  # until all are here, the payloads take less memory than their sum
+            return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
@@ -200,9 +210,9 @@ class Summation:
             h = message.header
             first = cell.next == 0
             if not first and h.undone != cell.undone:
-                raise _breach(message, f"{_applied(h.undone)} of the previous step, {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must step, skip and clear "
-                                       "gradients at the same steps",
+                raise _breach(message, f"{_applied(h.undone)} of the previous step, but {peer_name(cell.members[0])} "
+                                       f"{_applied(cell.undone)}: all workers must call step(), skip steps and clear gradients "
+                                       "at the same steps",
                               "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
@@ -211,7 +221,7 @@ class Summation:
                     release(held)
                 cell.held.clear()
             if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
-                raise _breach(message, f"coded for a total weight of {h.total:g}, expected {cell.expected:g}")
+                raise _breach(message, f"compressed for a total weight of {h.total:g}, expected {cell.expected:g}")
             if h.flags & Flag.ABANDON:
                 cell.abandoned = cell.abandoned or bytes(message.body)
             else:
@@ -258,16 +268,17 @@ class Summation:
         return replies
 
     def _weights_differ(self, cell: BucketSum) -> bool:
-        """Whether a member coded its part for another total weight. Its residual would then be applied with a wrong factor."""
+        """Returns whether a member compressed its contribution for a different total weight. Its residual would then be applied
+        with a wrong factor."""
         total = as_float32(cell.weight)
         return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
 
     def _again(self, cell: BucketSum) -> list[Reply]:
-        """Asks all members to code the step again with the correct total weight. No result has been sent yet."""
+        """Requests all members to compress the step again with the correct total weight. No result has been sent yet."""
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
-        cell.taken.clear()  # the repeats are requested here, so they do not count against the members' limits
+        cell.taken.clear()  # the server requests the repeats, so they do not count against the members' limits
         cell.expected, cell.again_header = expected, header
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
@@ -284,7 +295,7 @@ class Summation:
         return replies
 
     def _reply(self, cell: BucketSum, flags: int, body: memoryview) -> list[Reply]:
-        """Returns the result for each member, and keeps it for members that ask again."""
+        """Returns the result for each member, and keeps it for members that request it again."""
         header = self._header(cell, flags)
         cell.results[(cell.step, cell.round)] = header, body
         for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
@@ -296,7 +307,7 @@ class Summation:
                       sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
 
     def undo(self, message: Message) -> None:
-        """Rolls back what the workers did not apply of the last step, where no PUSH will report it."""
+        """Rolls back the part of the last step that the workers did not apply, if no PUSH will report it."""
         if self._ended(message):
             return
         cell = self._cell(message)
@@ -306,17 +317,17 @@ class Summation:
             self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
-        """Ends the view in the middle of that step: see BucketSum.end. Later messages of the view change nothing."""
+        """Ends the epoch in the middle of that step: see BucketSum.end. Later messages of the epoch change nothing."""
         for cell in self.cells.values():
             with cell.lock:
                 cell.end(step, undone.get(cell.bucket, 0))
 
     def busy(self) -> bool:
-        """Whether a contribution waits for others."""
+        """Returns whether a contribution waits for others."""
         return any(cell.contributors() for cell in self.cells.values())
 
     def stalled(self, before: float) -> list[Stall]:
-        """Sums that have waited since `before` or longer, each with the missing members."""
+        """Returns the sums that have waited since time `before` or longer, each with the missing members."""
         stalls = []
         for cell in self.cells.values():
             with cell.lock:
@@ -327,7 +338,7 @@ class Summation:
         return stalls
 
     def snapshot(self, message: Message) -> list[Reply]:
-        """The codec state between two steps, after rolling back what was not applied of the last one."""
+        """Returns the codec state between two steps, after rolling back the part of the last step that was not applied."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -340,7 +351,8 @@ class Summation:
         return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), state)]
 
     def restore(self, message: Message) -> list[Reply]:
-        """Restores saved state, completely or not at all. The next contribution is of the message's step. Drops results."""
+        """Restores saved state, completely or not at all, and drops results. The next contribution must be of the message's
+        step."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -349,15 +361,15 @@ class Summation:
             try:
                 cell.ops.restore(message.body)
             except (CorruptFrame, ValueError) as error:
-                raise _breach(message, f"sent a state that does not fit: {error}") from None
+                raise _breach(message, f"sent a state that does not fit this bucket: {error}") from None
             cell.forget_results()
             cell.idle(h.step)
             self._remember(cell)
         return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
 
     def repeated(self, message: Message) -> list[Reply]:
-        """Replies again to a request that was done already, since the reply may have been lost. A sender that has moved on to
-        the next sum has received its reply, so it gets none."""
+        """Replies to a repeated request, since the first reply may have been lost. Sends no reply if the sender has started the
+        next sum, because it must have received the first one."""
         if self._ended(message):
             return []
         cell, h = self._cell(message), message.header
@@ -370,15 +382,16 @@ class Summation:
 
     def _between(self, cell: BucketSum, message: Message) -> None:
         if cell.open:
-            raise _breach(message, f"{Kind(message.header.kind).name} while step {cell.step} is being summed")
+            raise _breach(message, f"sent {Kind(message.header.kind).name} while step {cell.step} is being summed; it is "
+                                   "allowed only between steps")
 
 
 def _applied(undone: int) -> str:
-    return "did not apply some averages" if undone else "applied all"
+    return "did not apply some averages" if undone else "applied all averages"
 
 
 def as_float32(weight: float) -> float:
-    """Rounded as in a header, so that both ends compare the same number."""
+    """Rounds the weight as a frame header does, so that both ends compare the same number."""
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
@@ -389,15 +402,16 @@ def _breach(message: Message, what: str, code: str = "") -> CorruptFrame:
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1
 REPEATS = 16
-"""A member may repeat its part of a step this often, for example after a reconnect or when parts are coded again."""
+"""How often a member may repeat its contribution to a step, for example after a reconnect, or to compress it again."""
 REPEAT_EVERY_S = 1.0
-"""One more repeat is allowed per this time, since a step may wait long for one member while others reconnect repeatedly."""
+"""One more repeat is allowed per this many seconds, since a step may wait long for one member while others reconnect
+repeatedly."""
 OVERHEAD_NBYTES = 512
-"""Cost of a message in addition to its body."""
+"""Bytes that a message counts in addition to its body."""
 MOST_REASON_NBYTES = 256
-"""Longest reason for aborting a step."""
+"""Maximum size of the text that says why a step is aborted."""
 WriteEntry = Callable[[int, bytes, bytes], None]
-"""Writes the metadata and state of a bucket's sum; both are durable when it returns."""
+"""Writes a bucket's entry to the journal: bucket, metadata, codec state. The entry survives a crash after this returns."""
 
 
 class Reply(NamedTuple):
@@ -407,7 +421,8 @@ class Reply(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A sum that waits: for which members, since when, and which members have contributed."""
+    """A sum that waits for contributions: the `missing` members, the members that have contributed (`waiting`), and since
+    when."""
 
     bucket: int
     step: int
@@ -417,33 +432,34 @@ class Stall(NamedTuple):
 
 
 class BucketSum:
-    """One bucket: the sum under way or the last finished step, and the results that are kept."""
+    """One bucket: the sum in progress or the last finished step, and the results that are kept."""
 
     def __init__(self, bucket: int, ops: JournaledOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
-        # One buffer per kept step and round; a result stays valid until its step leaves the window.
+        # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.recomputable: RecomputableOps | None = None
-        """Set to `ops` if payloads are kept between steps instead of their sum, to save memory."""
+        """Equal to `ops` if payloads are kept between steps instead of their sum, to save memory; otherwise None."""
         if isinstance(ops, RecomputableOps) and ops.worth_giving_back(len(members)):
             self.recomputable = ops
         self.held: list[Message] = []
-        """The payloads of the last result, in the order in which they were added, if the sum's memory was given back."""
+        """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
+        empty."""
         self.ended = False
-        """The view has ended: nothing more is added."""
+        """Whether the epoch has ended, so nothing more is added."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
-        """Enters the state between sums. `step` is the next one; None: the first contribution names it."""
+        """Enters the state between sums. `step`: the next step; None: the first contribution decides."""
         self.begin(step or 0, 0)
         self.open, self.awaited = False, step
         self.taken: dict[int, int] = {}
-        """Bytes from each member since then."""
+        """Maps a member to the bytes that it has sent since the previous step ended."""
         self.taking_since = 0.0
-        """When the first of these bytes came."""
+        """When the first of the bytes counted in `taken` arrived."""
 
     def begin(self, step: int, r: int) -> None:
         self.open = True
@@ -453,17 +469,18 @@ class BucketSum:
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
         self.expected = 0.0
-        """Total weight of all members, after they were asked to code the step again."""
+        """Total weight of all members for which they were asked to compress the step again; 0 if they were not asked."""
         self.again_header: Header | None = None
-        """The AGAIN header that gave them this weight."""
+        """Header of the AGAIN message that sent `expected` to the members; None if there was none."""
         self.abandoned = b""
-        """Which member aborted the step, and why."""
+        """Text that says which member aborted the step and why; empty if none did."""
         self.summed = 0
         self.resumed = False
-        """The state comes from the journal, and no contribution has come since."""
+        """Whether the state comes from the journal and no contribution has arrived since."""
 
     def end(self, step: int, undone: int) -> None:
-        """The view ends in that step, which all workers roll back. `undone`: what they did not apply of the step before."""
+        """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that they did not
+        apply."""
         self.ended = True
         rounds = range(self.ops.rounds)
         if (step, rounds[-1]) in self.results:
@@ -472,18 +489,19 @@ class BucketSum:
             self.undo(undone)  # idempotent: a PUSH may have reported it already
 
     def undo(self, slices: int) -> None:
-        """Rolls back what the workers did not apply of the last result."""
+        """Rolls back those slices of the last result that the workers did not apply."""
         self.recompute_sum()
         self.ops.undo(slices)
 
     def recompute_sum(self) -> None:
-        """Restores the last result's sum, equal bit for bit, from its payloads."""
+        """Computes the last result's sum again from its payloads, equal bit for bit."""
         for number, message in enumerate(self.held):
             self.ops.add(0, message.body, self.accs[0], number == 0)
         self.held.clear()
 
     def count_bytes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
-        """Counts the bytes of a new message. Returns how many the member has sent within the step, and how many it may."""
+        """Counts the bytes of a new message. Returns the bytes that the member has sent within the step, and the bytes that it
+        may send."""
         if not self.taken:
             self.taking_since = now
         repeats = REPEATS + int((now - self.taking_since) / REPEAT_EVERY_S)
@@ -504,29 +522,31 @@ class BucketSum:
         return self.outs[slot]
 
 
-# ---- Journal entries of a bucket's sum: encoding and decoding.
+# ---- Journal entries of a bucket's sum: encoding and decoding. An entry is written before the server sends something that
+# depends on it: a result, a request to compress again, or a state. Members repeat everything after that, since they have no
+# reply to it yet.
 #
 # An entry is written before the server sends something that depends on it: a result, a request to code again, or a state.
 # Members repeat everything after that, since they have no reply to it yet.
 
 ENTRY_HEADER_NBYTES = 1024
-"""Upper bound of an entry's metadata without the result."""
+"""Upper bound of an entry's metadata, without the result, in bytes."""
 
 
 class SumEntry(Record, frozen=True):
-    """State of one bucket's sum: the next step and round, and the last result. Headers are tuples."""
+    """Journaled state of one bucket's sum: the next step and round, and the last result. Headers are stored as tuples."""
 
     step: int | None
     round: int
     open: bool
     again_header: tuple[int | float, ...] | None = None
-    """The header that asked members to code again, if there was one."""
+    """Header of the last AGAIN message, if members were asked to compress the step again."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
 
 
 class DecodedEntry(NamedTuple):
-    """The same with decoded headers."""
+    """A journal entry of a bucket's sum, with decoded headers."""
 
     memory: SumEntry
     again_header: Header | None
@@ -538,12 +558,12 @@ def encode_entry(memory: SumEntry) -> bytes:
 
 
 def decode_entry(words: bytes) -> DecodedEntry:
-    """CorruptFrame if the entry is malformed."""
+    """Decodes an entry of the journal. Raises CorruptFrame if the entry is malformed."""
     try:
         memory = msgspec.msgpack.decode(words, type=SumEntry)
         return DecodedEntry(memory, *(None if row is None else _header(row) for row in (memory.again_header, memory.result)))
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise CorruptFrame(f"an entry of the journal is malformed: {error}") from None
+        raise CorruptFrame(f"a journal entry is malformed: {error}") from None
 
 
 def _header(row: tuple[int | float, ...]) -> Header:
@@ -552,7 +572,7 @@ def _header(row: tuple[int | float, ...]) -> Header:
 
 
 class Ops(Protocol):
-    """A bucket's codec operations and its server state."""
+    """Codec operations and server state of one bucket."""
 
     @property
     def rounds(self) -> int: ...
@@ -565,12 +585,12 @@ class Ops(Protocol):
 
     @property
     def in_means(self) -> bool:
-        """Whether payloads must be coded for the total weight of all workers: see `Header.total`."""
+        """Whether payloads must be compressed for the total weight of all workers: see `Header.total`."""
         ...
 
     @property
     def means(self) -> bool:
-        """Whether payloads are averaged with `weigh`, instead of summed with `add`."""
+        """Whether payloads are averaged with `weigh` instead of summed with `add`."""
         ...
 
     def zeros(self, r: int) -> Any: ...
@@ -578,7 +598,7 @@ class Ops(Protocol):
     def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
 
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
-        """Used instead of `add` if `means`: adds the payload with this weight to the mean that `emit` returns."""
+        """Adds a payload with this weight to the mean that `emit` returns. Used instead of `add` if `means` is true."""
         ...
 
     def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
@@ -597,8 +617,8 @@ class RecomputableOps(Protocol):
     """Ops whose sums can be computed again from the payloads."""
 
     def worth_giving_back(self, members: int) -> bool:
-        """Whether the payloads of that many members take at most half the memory of their sum. `undo` needs one of the two
-        until the next step."""
+        """Returns whether keeping the payloads of this many members takes at most half the memory of their sum. `undo` needs
+        one of the two until the next step."""
         ...
 
     def give_back(self, acc: Any) -> None:
@@ -607,7 +627,7 @@ class RecomputableOps(Protocol):
 
 
 class JournaledOps(Ops, Protocol):
-    """Ops whose state can be journaled."""
+    """Ops whose state can be written to a journal and restored."""
 
     @property
     def memory_nbytes(self) -> int: ...

@@ -1,7 +1,7 @@
 """Runs a Summation over a transport: receives from all members, sends replies, reports which members a sum waits for.
 
-Contributions are added on the transport's receive threads, one per member, so that buckets of different members are added in
-parallel. Sends on these threads only queue.
+The transport has one receive thread per member, and contributions are added on these threads. Buckets of different members are
+therefore added in parallel. Sends on these threads only queue.
 """
 
 from __future__ import annotations
@@ -61,36 +61,38 @@ from commlayer.transport.shaped_links import shaped_by
 
 TICK_S = 0.25
 REPEAT_S = 2.0
-"""A stall report is repeated at this interval, since a missing member may have left in the meantime."""
+"""Seconds after which a stall report is repeated, since a missing member may have left in the meantime."""
 MAX_PROBE_NBYTES = 16 << 20
-"""Of all replies to probes that are being sent to one member."""
+"""Maximum total size of the replies to probes that are being sent to one member."""
 MAX_PROBES = 1024
-"""Replies to probes that are being sent to one member. A member may probe again before this end notes that a reply is out."""
+"""Maximum number of replies to probes that are being sent to one member. A member may probe again before the server notices
+that a reply has been sent."""
 FAILURE_NOTICE_S = 2.0
-"""After a failure of the server: how long its reason may take to reach the members before their connections end."""
+"""Seconds between a failure of the server and the end of its connections, in which the reason can reach the members."""
 MAX_REASON_CHARS = 300
-"""Longest reason for a drop, in characters. Every heartbeat to the coordinator lists all dropped members."""
+"""Maximum length of the reason for dropping a member. Every heartbeat to the coordinator lists all dropped members."""
 
 
 class Stalled(Record, frozen=True):
-    """Body of a STALLED frame: the sum of this bucket and step waits for these peers."""
+    """Body of a STALLED frame: the sum of this bucket and step waits for the `missing` members."""
 
     bucket: int
     step: int
     missing: tuple[int, ...]
     dropped: dict[int, str] = msgspec.field(default_factory=dict)
-    """Of these peers, those that this server has dropped, and why. They will not contribute."""
+    """Maps each missing member that this server has dropped to the reason. These members will not contribute."""
     failed: str = ""
-    """If not empty: the server itself has failed and will send no sums."""
+    """Why the server itself has failed and will send no sums; "" if it has not failed."""
 
 
 def stalled_key(generation: int) -> Key:
-    """All STALLED frames have this key, so that one posted receive takes them; the bucket and step are in the body."""
+    """Returns the key that all STALLED frames have, so that one posted receive matches each of them. The bucket and step are in
+    the body."""
     return key(Header(Kind.STALLED, generation))
 
 
 def follow_stalls(transport: Transport, server: int, generation: int, notify: Callable[[Stalled], None]) -> None:
-    """On a member: calls notify() with each stall report of that server, on the transport's thread."""
+    """Called on a member: calls notify() with each stall report of that server, in the transport's thread."""
 
     def arrived(handle: Handle) -> None:
         if handle.error() is None:
@@ -106,17 +108,17 @@ def read_stalled(message: Message) -> Stalled:
     try:
         return msgspec.msgpack.decode(message.body, type=Stalled)
     except MALFORMED as error:
-        raise CorruptFrame(f"STALLED is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
+        raise CorruptFrame(f"STALLED frame is malformed: {one_line(error)}", peer=peer_name(message.peer)) from None
 
 
 CheckChange = Callable[[EpochChange, int, int], Callable[[], Summation]]
-"""Checks a view change, given with its generation and sender; may block. Returns a function that makes the new members'
-Summation, to be called after the end of the former one. Raises CorruptFrame if the sender broke the protocol, ValueError if the
-change cannot be served."""
+"""Checks a change of members, given with its generation and sender; may block. Returns a function that creates the new members'
+Summation, to be called after the previous one has ended. Raises CorruptFrame if the sender broke the protocol, ValueError if
+the server cannot apply the change."""
 
 
 class SumServer:
-    """Serves until close()."""
+    """Serves one Summation's members over a transport, from construction until close()."""
 
     def __init__(
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
@@ -124,9 +126,9 @@ class SumServer:
         pace: Callable[[float], None] = lambda _: None, regroup: CheckChange | None = None,
         out: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
-        """`recycle` takes back the bodies of messages that have been added. `replan` makes the Summation of a new plan. `pace`
-        is called with this machine's measured upload rate in bit/s. `regroup`: None if members never change. `out` is called
-        for each dropped member, with the reason."""
+        """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
+        creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `regroup`: None
+        if members never change. `out` is called for each dropped member, with the reason."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
         self._numbers = {peer_name(m): m for m in self._members}
@@ -135,11 +137,11 @@ class SumServer:
         self._ended: set[str] = set()
         self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
-        """Sums that waited at the last check."""
+        """Sums that waited for contributions at the last check."""
         self._probes: dict[int, list[tuple[Handle, int]]] = {}
-        """By member: its probe replies being sent, each with its size in bytes."""
+        """Maps a member to the replies to its probes that are being sent, each with its size in bytes."""
         self._last_numbers: dict[int, int] = {}
-        """By member: the number of its last completed request. Requests arrive in order, some of them twice."""
+        """Maps a member to the number of its last completed request. Requests arrive in order, some of them twice."""
         self._failing = threading.Lock()
         self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
         self._pace = pace
@@ -152,7 +154,7 @@ class SumServer:
         self._thread.start()
 
     def _listen(self, member: int) -> None:
-        """Handles all messages that have arrived, then posts a receive."""
+        """Handles all messages of the member that have arrived, then posts a receive."""
         while True:
             handle = self._transport.recv(member)
             if not handle.done():
@@ -160,25 +162,26 @@ class SumServer:
                 return
             if (error := handle.error()) is not None or self._failed is not None:
                 self._note_end(error)
-                return  # the connection ended; heartbeats decide whether the member is dead
+                return  # the connection ended; the heartbeats show whether the member is dead
             self._take(handle.message())
 
     def _note_end(self, error: CommError | None) -> None:
         if isinstance(error, PeerEnded):
             self._ended.add(error.peer)
         elif isinstance(error, CorruptFrame) and not isinstance(error, Damaged):
-            self._drop(error)  # it broke the frame format, so its connection has ended already
+            self._drop(error)  # the member broke the frame format, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
-        """Members that broke the protocol, and how."""
+        """Returns present members that were dropped because they broke the protocol, with the reason."""
         with self._dropping:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
-        """The earliest step whose sums wait, and the members that kept a sum of it waiting for `limit_s`. None if none waits.
+        """Returns the earliest step whose sums wait, and the members that kept a sum of that step waiting for `limit_s`. None
+        if no sum waits.
 
-        Members are blamed only if at least as many have contributed as are missing: a small group may itself be what delays
-        the others elsewhere. Dropped members are not listed here, since `dropped` reports them.
+        Members are blamed only if at least as many have contributed as are missing, because a small group of contributors may
+        itself delay the others elsewhere. Dropped members are not listed here, since `dropped` reports them.
         """
         stalls, now = self._stalls, time.monotonic()
         if not stalls:
@@ -193,7 +196,7 @@ class SumServer:
         return step, tuple(sorted(late))
 
     def ended(self) -> tuple[str, ...]:
-        """Members that have closed their connections in order."""
+        """Returns the names of members that have closed their connections in order."""
         return tuple(name for name in map(peer_name, self._members) if name in self._ended)
 
     def _arrived(self, handle: Handle) -> None:
@@ -244,32 +247,35 @@ class SumServer:
             return []
         if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
             if self._regroup is None:
-                raise CorruptFrame("PLAN of other members, in a job whose members stay", peer=peer_name(message.peer))
+                raise CorruptFrame("sent a change of members, but the members of this job cannot "
+                                   "change (min_workers is not set)", peer=peer_name(message.peer))
             return [self._change_members(message, self._regroup)]
         if kind == Kind.PLAN and self._replan is not None:
             return [self._switch(message)]
-        raise CorruptFrame(f"{Kind(kind).name} is not for a server", peer=peer_name(message.peer))
+        raise CorruptFrame(f"sent a {Kind(kind).name} message, which a server does not accept", peer=peer_name(message.peer))
 
     def _echo(self, message: Message) -> Reply:
         h = message.header
         under_way = [(handle, nbytes) for handle, nbytes in self._probes.get(message.peer, []) if not handle.done()]
         nbytes = h.used + sum(n for _, n in under_way)
         if nbytes > MAX_PROBE_NBYTES or len(under_way) >= MAX_PROBES:
-            raise CorruptFrame(f"asks for probes of {nbytes} bytes with {len(under_way)} under way, allowed {MAX_PROBE_NBYTES} "
-                               f"bytes and {MAX_PROBES}", peer=peer_name(message.peer))
+            raise CorruptFrame(f"requests probe replies of {nbytes} bytes in total, "
+                               f"{len(under_way)} of them in progress; allowed: "
+                               f"{MAX_PROBE_NBYTES} bytes and {MAX_PROBES} replies", peer=peer_name(message.peer))
         self._probes[message.peer] = under_way
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
 
     def _switch(self, message: Message) -> Reply:
-        """Switches to a new plan between two steps, when no member has a sum under way. A plan that cannot be served changes
+        """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes
         nothing."""
         h = message.header
         problem = ""
         with self._switching:
             if h.generation != self._core.generation + 1:
-                problem = "" if h.generation == self._core.generation else f"generation {h.generation} does not follow"
+                problem = "" if h.generation == self._core.generation else (f"generation {h.generation} does not follow the "
+                                                                            f"server's generation {self._core.generation}")
             elif self._core.busy():
-                problem = "a sum is under way"
+                problem = "a sum is in progress"
             else:
                 assert self._replan is not None
                 try:
@@ -291,7 +297,7 @@ class SumServer:
             else:
                 self._apply_change(change, h.generation, make)
         if not problem and h.generation < self._core.generation:
-            problem = f"generation {h.generation} has ended"
+            problem = f"generation {h.generation} has ended; the server is in generation {self._core.generation}"
         return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
     def _apply_change(self, change: EpochChange, generation: int, make: Callable[[], Summation]) -> None:
@@ -303,11 +309,11 @@ class SumServer:
         self._reported.clear()
 
     def _set_members(self, members: tuple[int, ...]) -> None:
-        """Sets the members: disconnects those that are gone, and listens to new ones."""
+        """Sets the members: disconnects members that are gone, and listens to new ones."""
         former, self._members = self._members, members
         for member in former:
             if member not in members:
-                self._transport.abort(PeerLost("is no longer of the job", peer=peer_name(member)), member)
+                self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member)), member)
         for member in members:
             if member not in former:
                 self._numbers[peer_name(member)] = member
@@ -317,8 +323,8 @@ class SumServer:
         self._recycle(message.body)
 
     def _drop(self, error: CorruptFrame) -> None:
-        """Drops a member that broke the protocol. The coordinator learns it by heartbeat, the other members by the stall
-        report of the sum that waits for it."""
+        """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
+        informed by the stall report of the sum that waits for the dropped member."""
         member, why = self._numbers[error.peer], short_line(coded(error.code, error.what), MAX_REASON_CHARS)
         with self._dropping:
             if member in self._dropped:
@@ -351,7 +357,7 @@ class SumServer:
             self._check_stalls()
 
     def _check_stalls(self) -> None:
-        """Reports sums that wait. Only this thread checks them: sums are locked while they are journaled, and a disk may
+        """Reports sums that wait. Only this thread checks for them: sums are locked while they are journaled, and a disk may
         block."""
         self._stalls = self._core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
@@ -385,22 +391,26 @@ class SumServer:
 log = logging.getLogger("commlayer")
 
 READY_S = 9.0
-"""How long a handshake waits for this server to get its plan; less than the handshake's own deadline."""
+"""Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
 NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
-"""How many heartbeats to wait for the coordinator's newest view when a worker reports it first, and how often to check."""
+"""Number of heartbeats to wait for the coordinator's newest epoch when a worker reports it first, and seconds between two
+checks."""
 MAX_REPORTED = 64
-"""Most dropped workers named in a heartbeat, which must stay small. The others are named after the first ones are gone."""
+"""Maximum number of dropped workers named in one heartbeat, which must stay small. The others are named after the first ones
+have been evicted."""
 MAX_OVERDUE = 4096
 """If more workers than this are missing, heartbeats name none of them, and all workers stop at their deadline."""
 STALL_S = 4.0
-"""How long a sum waits before the waiting members are sent the missing ones."""
+"""Seconds for which a sum waits before the waiting members are sent the names of the missing ones."""
 
 
 class DataServer:
-    """Listens from construction on, so that the address is known before joining. Admits workers after start()."""
+    """The summation server of a process. It listens from construction on, so that its address is known before it joins the job.
+    It accepts workers after start()."""
 
     def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
-        """`coordinator`: the one of this process, if any. gRPC streams then use its port, else a port of their own."""
+        """`coordinator`: the coordinator in the same process, if any. gRPC streams then use the coordinator's port, otherwise a
+        separate port."""
         kernels.choose(config.backend)
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
@@ -416,17 +426,17 @@ class DataServer:
         self._transport.named = self._certificate_of
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
-        """State that a crashed server left, and that this one records."""
+        """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
         self._token = ""
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
         self._plan: Plan | None = None
         streams_port = port and port + (config.carrier != "grpc")
-        if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers look for it
+        if (former := None if self.journal is None else self.journal.recovered) is not None:  # where workers reconnect
             port = port or host_port(former.address)[1]
             streams_port = streams_port or (host_port(former.streams)[1] if former.streams else 0)
         self.streams = ""
-        """Address for gRPC streams; empty if none are accepted."""
+        """Address for gRPC streams; "" if the server accepts none."""
         self._streams: GrpcPort | None = None
         self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
         if config.carrier != "tcp":
@@ -442,31 +452,31 @@ class DataServer:
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
-                log.warning("no gRPC streams, only TCP: %s", line_of(error))
+                log.warning("cannot accept gRPC streams, only TCP connections: %s", line_of(error))
             else:
                 self.streams = join_host(bind, self._streams.number)
         self.address = self.address or self.streams
 
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
-            return RetryLater("has no plan yet: the coordinator waits for other processes")
+            return RetryLater("has no plan yet: the coordinator is waiting for other processes")
         if self._away:
             return self._away
         if self._unfit:
             return self._unfit
         if theirs.rank not in self._members:
-            return coded("E-RANK", f"is no member: the job has {len(self._members)} workers")
+            return coded("E-RANK", f"is not a member of the job, which has {len(self._members)} workers")
         return same_job(self._hello)(theirs)
 
     def _certificate_of(self, rank: int) -> str:
         return next((m.certificate for m in self._view.members if m.rank == rank), "") if self._view is not None else ""
 
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
-        """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the
-        same job and server, it resumes from it. `token`: of this server's registration. `newest`: returns the newest view
-        known; None if members never change.
+        """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the same
+        job and server, resumes from it. `token`: of this server's registration. `newest`: returns the newest epoch known; None
+        if members never change.
 
-        ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
+        Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
         former = self._former(view, server)
         self._view = view = former.view if former else view
@@ -492,12 +502,12 @@ class DataServer:
         self._ready.set()
 
     def _former(self, view: View, server: int) -> ServerIdentity | None:
-        """What the journal says about an earlier process of this server in this job; None if there was none."""
+        """Returns what the journal records about an earlier process of this server in this job; None if there was none."""
         former = None if self.journal is None else self.journal.recovered
         if former is None or (_is_same_job(former.view, view) and former.number == server):
             return former
         assert self.journal is not None
-        self.journal.ignore("it is of another job, or of another server of this one")
+        self.journal.ignore("it belongs to another job or to another server")
         return None
 
     def _recall(self, core: Summation) -> None:
@@ -507,19 +517,19 @@ class DataServer:
             entry = self.journal.entries.get(bucket)
             try:
                 if entry is None:
-                    raise CorruptFrame("no whole entry")
+                    raise CorruptFrame("no intact entry")
                 core.recall(bucket, *entry)
             except (CorruptFrame, ValueError) as error:
                 lost_buckets.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)
-        log.warning("journal: resumed in generation %d, with %d of %d buckets",
+        log.warning("journal: resumed in generation %d; %d of %d buckets are intact",
                     core.generation, len(core.cells) - len(lost_buckets), len(core.cells))
         if lost_buckets:
             log.warning("journal: the residuals of %d buckets are lost and restart at zero: %s", len(lost_buckets),
                         ", ".join(lost_buckets[:8]))
 
     def _write_down(self, core: Summation, plan: bytes, server: int, view: View) -> None:
-        """Starts journaling, if there is a journal."""
+        """Starts journaling, if the server has a journal."""
         if self.journal is None:
             return
         about = ServerIdentity(self._token, server, self.address, view, plan, core.generation, self.streams)
@@ -539,15 +549,15 @@ class DataServer:
         self._audit.note("dropped", peer=peer_name(member), why=why)
 
     def dropped(self) -> tuple[messages.PeerExit, ...]:
-        """Reports members that broke the protocol, for the heartbeat."""
+        """Returns members that were dropped for breaking the protocol, for the heartbeat."""
         dropped = {} if self._server is None else self._server.dropped()
         return tuple(messages.PeerExit(peer_name(member), why) for member, why in list(dropped.items())[:MAX_REPORTED])
 
     def overdue(self) -> messages.Overdue | None:
-        """Reports sums that wait, for the heartbeat."""
+        """Returns the report of sums that wait, for the heartbeat; None if no sum waits."""
         if self._server is None or self._plan is None:
             return None
-        # Under local steps, slow workers may contribute later.
+        # With local steps, slow workers may contribute later.
         limit_s = self._config.deadline_s * self._plan.local_steps
         overdue = self._server.overdue(limit_s)
         if overdue is None:
@@ -556,49 +566,51 @@ class DataServer:
         return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
     def _replan(self, plan: bytes, generation: int) -> Summation:
-        """The sums of the plan that the workers switch to. ValueError if it cannot be served; nothing has changed then."""
+        """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
+        be served."""
         assert self._view is not None
         return self._switch_plan(plan, generation, self._view)
 
     def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int) -> Callable[[],
                                                                                                                   Summation]:
-        """Checks a change of members against the coordinator's newest view. Returns a function that makes the new sums, and
-        changes nothing itself."""
+        """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
+        creates the new sums."""
         assert self._view is not None
         if generation == wire_generation(change.view) and change.view.generation <= self._view.generation:
             raise InvalidInput("E-EPOCH-ENDED",
-                               f"view {change.view.generation} has ended: view {self._view.generation} is active")
+                               f"epoch {change.view.generation} has ended: epoch {self._view.generation} is active")
         if why := change_problem(change, generation, sender, self._view):
-            raise CorruptFrame(f"PLAN of other members: {why}", peer=peer_name(sender))
-        # Checked now, because after the former sums have ended an error could not be undone.
+            raise CorruptFrame(f"PLAN frame with a change of members is invalid: {why}", peer=peer_name(sender))
+        # Checked now, because an error after the end of the previous sums could not be undone.
         expected_nbytes(_checked_plan(change.plan, change.view), self._hello.rank - SERVER_BASE)
         until = time.monotonic() + NOTICE_HEARTBEATS * self._config.heartbeat_s
         while newest().generation < change.view.generation and time.monotonic() < until:
             time.sleep(POLL_VIEW_S)
         known = newest()
         if known.generation == change.view.generation and known != change.view:
-            raise CorruptFrame(f"PLAN of other members: its view {known.generation} is not the coordinator's",
+            raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
+                               "coordinator's",
                                peer=peer_name(sender))
         if known != change.view:
             raise InvalidInput("E-EPOCH-ENDED",
-                               f"view {change.view.generation} is not the coordinator's newest, which is {known.generation}")
+                               f"epoch {change.view.generation} is not the coordinator's newest, which is {known.generation}")
         return functools.partial(self._switch_members, change, generation)
 
     def _switch_members(self, change: EpochChange, generation: int) -> Summation:
-        """Makes the new members' sums. Residuals are scaled, since they now count in the mean of another number of members."""
-        # The view first: from now on a worker with a new rank is checked against its certificate in that view.
+        """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
+        # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
         former, self._view = self._members, change.view
         self._members = tuple(m.rank for m in change.view.members)
-        core = self._switch_plan(change.plan, generation, change.view, worth=len(self._members) / len(former))
+        core = self._switch_plan(change.plan, generation, change.view, scale=len(self._members) / len(former))
         absent = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
         return core
 
-    def _switch_plan(self, plan: bytes, generation: int, view: View, worth: float = 1.0) -> Summation:
+    def _switch_plan(self, plan: bytes, generation: int, view: View, scale: float = 1.0) -> Summation:
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
-        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), worth, gradients=view.gradients)
+        before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=view.gradients)
         core = self._core(decoded, server, generation)
         try:
             self._write_down(core, plan, server, view)
@@ -610,11 +622,12 @@ class DataServer:
         return core
 
     def missed(self) -> tuple[str, ...]:
-        """As StreamTransport.missed."""
+        """Returns the workers that StreamTransport.missed() reports: their machine closed the connection without an orderly
+        end."""
         return self._transport.missed()
 
     def ended(self) -> tuple[str, ...]:
-        """Workers that have closed their connections in order."""
+        """Returns the names of workers that have closed their connections in order."""
         return () if self._server is None else self._server.ended()
 
     @property
@@ -628,10 +641,12 @@ class DataServer:
         return not self._transport.peers
 
     def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
-        """`flush_s`: how long queued messages may take to reach the workers. `over`: the coordinator has ended the job. If it
-        has not and there is a journal, workers keep reconnecting until a restarted server resumes."""
+        """Stops serving. `reason`: error that workers receive; None for an orderly end. `over`: the coordinator has ended the
+        job. Otherwise, if there is a journal, workers keep reconnecting until a restarted server resumes. `flush_s`: seconds
+        allowed for sending queued messages."""
         if self.journal is not None and not over:
-            self._away, reason = RetryLater("is restarting"), CommError("was stopped; its journal is kept")
+            self._away, reason = RetryLater("is restarting"), CommError("was stopped before the end of the job; its journal "
+                                                                        "is kept")
         if self._server is not None:
             self._server.close(reason, flush_s)
         else:
@@ -644,13 +659,13 @@ class DataServer:
 
 
 def _is_same_job(one: View, other: View) -> bool:
-    """Whether both views are of one job, even if some of its workers have left."""
+    """Returns whether both epochs are of one job, even if some of its workers have left."""
     return (one.servers, one.plan) == (other.servers, other.plan) and \
         bool({*one.members} & {*other.members})
 
 
 def _checked_plan(plan: bytes, view: View) -> Plan:
-    """Decodes the plan and checks what does not need the model, which worker 0 has checked it against."""
+    """Decodes the plan and checks everything except the model, against which worker 0 has checked it."""
     what = "plan of worker 0"
     try:
         decoded = records.decode(plan, Plan, what)
@@ -658,7 +673,8 @@ def _checked_plan(plan: bytes, view: View) -> Plan:
         raise RecordError("E-PLAN-REFUSED", error.what) from None
     problems = planner.verify_alone(decoded, len(view.members))
     if decoded.servers > len(view.servers):
-        problems.append(f"it is for {decoded.servers} servers, the job has {len(view.servers)}: start more, or make it again")
+        problems.append(f"it is for {decoded.servers} servers, but the job has {len(view.servers)}: start more servers, or "
+                        "create the plan again")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise RecordError("E-PLAN-REFUSED", f"{what}: {problems[0]}{more}")

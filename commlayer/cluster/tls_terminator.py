@@ -1,8 +1,8 @@
 """A TLS terminator in front of the coordinator's gRPC server, which listens on loopback.
 
-gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With this, control and data
-connections have the same checks, the same limits before the handshake and the same log. Each connection has one thread for
-each direction.
+gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With the terminator, control
+connections have the same checks, limits before the handshake and log lines as data connections. Each connection has one thread
+for each direction.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from commlayer.transport.tls import CONTROL, LINGER_S, TlsSocket
 
 HANDSHAKE_S = 5.0
 MOST_EACH = 256
-"""Connections per certificate, unless allow() raises it: a machine with one certificate may run many workers."""
+"""Maximum number of connections per certificate, unless allow() raises it. A machine with one certificate may run many
+workers."""
 PIECE_NBYTES = 64 << 10
 KEEPALIVE_S, SILENT_S = 10, 60.0
-"""Keepalive, so that a machine that vanished does not occupy a connection with its two threads."""
+"""Seconds between keepalive probes, and of silence until a connection is closed. A machine that vanished must not occupy a
+connection with its two threads."""
 CONNECT_S = 5.0
 
 
 class TlsConnection(NamedTuple):
-    """An authenticated connection."""
+    """An authenticated control connection."""
 
     certified: PeerCertificate
     sock: TlsSocket
     where: str
-    """Certificate name and address of the other end, for logs. gRPC sees only this end's loopback address."""
+    """Certificate name and address of the other end, for logs. gRPC sees only the terminator's loopback address."""
 
 
 class TlsTerminator:
-    """Listens from construction on; forwards after start(). `refused` is called with the address of a refused peer and why."""
+    """Accepts TLS connections and forwards them in plaintext. It listens from construction on, and forwards after start().
+    `refused` is called with the address of a refused peer and the reason."""
 
     def __init__(self, keys: Keys, host: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._refused = keys, refused
@@ -59,28 +62,28 @@ class TlsTerminator:
         self.port = int(self._listener.getsockname()[1])
 
     def start(self, target: int) -> None:
-        """`target`: the loopback port that plaintext is forwarded to."""
+        """Starts to forward. `target`: the loopback port to which plaintext is forwarded."""
         self._target = ("127.0.0.1", target)
         threading.Thread(target=self._accept, name="commlayer-control-accept", daemon=True).start()
 
     def allow(self, most: int) -> None:
-        """Raises the limit of connections per certificate; never lowers it."""
+        """Raises the limit of connections per certificate to `most`; never lowers the limit."""
         self._most = max(self._most, most)
 
     def caller(self, peer: str) -> PeerCertificate | None:
-        """The certificate of the connection that gRPC calls `peer`; None if unknown or revoked by `distrust`."""
+        """Returns the certificate of the connection that gRPC calls `peer`. None if the connection is unknown or distrusted."""
         with self._lock:
             connection = None if peer in self._distrusted else self._known.get(peer)
         return connection.certified if connection else None
 
     def where(self, peer: str) -> str:
-        """Certificate name and address of that connection, for errors and logs; "" if unknown."""
+        """Returns the certificate name and address of this connection, for errors and logs; "" if it is unknown."""
         with self._lock:
             connection = self._known.get(peer)
         return connection.where if connection else ""
 
     def distrust(self, peer: str) -> None:
-        """Treats the connection as unauthenticated from now on. Replies on their way are still delivered, until end()."""
+        """Treats this connection as unauthenticated from now on. Replies in flight are still delivered, until end()."""
         with self._lock:
             if peer in self._known:
                 self._distrusted.add(peer)
@@ -93,7 +96,7 @@ class TlsTerminator:
             _shut_down(connection.sock)
 
     def drop(self, serials: frozenset[int]) -> list[PeerCertificate]:
-        """Closes all connections with these certificates and returns the certificates."""
+        """Closes all connections whose certificates have these serial numbers. Returns the certificates."""
         with self._lock:
             over = [one for one in self._known.values() if one.certified.serial in serials]
         for one in over:
@@ -140,7 +143,8 @@ class TlsTerminator:
                 most = self._most
                 over = self._counts[certified.name] > most
             if over:
-                reason = coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {most} control connections already")
+                reason = coded("E-CONNECTIONS", f"its certificate ({certified.name}) already has {most} control connections, "
+                                                "the maximum")
                 self._refused(where, reason)
                 _send_reason(sock, reason)
                 return
@@ -172,7 +176,7 @@ class TlsTerminator:
             with self._lock:
                 self._known[name] = known
                 closed = self._closed
-            # The list may have changed after the handshake, when drop() did not know this connection yet.
+            # The revocation list may have changed after the handshake, when drop() did not know this connection yet.
             if closed or certified.serial in self._keys.revoked():
                 _shut_down(sock)
             back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
@@ -188,7 +192,7 @@ class TlsTerminator:
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copies bytes until either socket ends, then ends both."""
+    """Copies bytes until either socket ends, then ends both sockets."""
     piece = memoryview(bytearray(PIECE_NBYTES))
     with contextlib.suppress(OSError, CommError):
         while n := source.recv_into(piece):
@@ -198,7 +202,8 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def _send_reason(sock: TlsSocket, reason: str) -> None:
-    """Sends the reason, then drains input for a while: closing with unread bytes would reset the connection and lose it."""
+    """Sends the reason, then drains input for LINGER_S seconds. Closing a socket with unread bytes would reset the connection
+    and lose the reason."""
     until, unread = time.monotonic() + LINGER_S, bytearray(1024)
     with contextlib.suppress(OSError, CommError):
         sock.settimeout(LINGER_S)
@@ -224,13 +229,14 @@ MOST_NBYTES = 1024
 
 
 def goaway(reason: str) -> bytes:
-    """All that a server sends before it closes. HTTP/2 requires SETTINGS as the first frame."""
+    """Returns all bytes that a server sends before it closes a connection: SETTINGS, which HTTP/2 requires as the first frame,
+    and GOAWAY with the reason."""
     body = struct.pack(">II", 0, _ENHANCE_YOUR_CALM) + reason.encode()[:MOST_NBYTES]
     return _frame(_SETTINGS, b"") + _frame(_GOAWAY, body)
 
 
 def reason_of(data: bytes) -> str:
-    """The reason in a server's first bytes; "" if they are something else or incomplete.
+    """Returns the reason in a server's first bytes; "" if they are something else or incomplete.
 
     >>> reason_of(goaway("come again later"))
     'come again later'

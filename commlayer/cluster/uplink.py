@@ -32,16 +32,19 @@ from commlayer.transport.shaped_links import shaped_by
 Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
 Left = Callable[[str, int], None]
-"""Called with a worker that left in order, and the number of its exchanges."""
+"""Called with the name of a worker that left in order, and the number of its completed exchanges."""
 
 
 FAILED_S = 0.5
-"""Flush time after an error: queued data is of no use then, and the link may be the cause."""
+"""Seconds allowed for sending queued data after an error. The data is useless then, and the link may be the cause."""
 
 
 class Uplink:
-    """Joins, then connects to the servers. Failures before `subscribe` are kept for it. The coordinator reports a failure
-    once, so it is also passed to every later `subscribe`, since it may come while the worker changes its view."""
+    """A worker's membership in the job and its connections to the servers.
+
+    A failure that occurs before `subscribe` is kept for the first subscriber. The coordinator reports a failure only once,
+    possibly while the worker changes its epoch. So it is also passed to every later subscriber.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -58,19 +61,19 @@ class Uplink:
         self._names: dict[int, tuple[str, str]] = {}
         self.address = ""
         self.remaining: tuple[str, ...] = ()
-        """After close(): workers that were still in the job."""
+        """Names of workers that were still in the job at close(); empty before."""
         self.transport: Transport
         self.reconnecting: ReconnectingTransport | None = None
-        """The same object as `transport`, with the state of its reconnects."""
+        """The same object as `transport`, with the state of its reconnects; None before join()."""
         self.recycle: Callable[[memoryview], None]
         self.limit_kept: Callable[[int], None]
-        """Limits, per server, the bytes in flight or kept here without a posted receive."""
+        """Sets the maximum bytes, per server, that are in flight or stored here without a posted receive."""
         self.pace: Callable[[float], None]
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
 
     def join(self, address: str, request: messages.Join) -> None:
-        """Registers and waits for all processes to join."""
-        keys = Keys(self._config.keys) if self._config.keys else None  # first: invalid keys must not leave a registration
+        """Registers with the coordinator at `address` and waits for all processes to join."""
+        keys = Keys(self._config.keys) if self._config.keys else None  # invalid keys must leave no registration
         self._membership = membership = client.join(
             address, request, self._config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
         self.address, self._regroups = address, request.elastic
@@ -100,7 +103,7 @@ class Uplink:
         self._dial = dial
 
     def dial(self, deadline: float) -> None:
-        """Connects to every server of the view. Leaves the job if that fails."""
+        """Connects to every server of the epoch. Leaves the job if that fails."""
         try:
             self._dial(deadline)
         except BaseException as error:
@@ -115,8 +118,8 @@ class Uplink:
         return self._membership.view
 
     def name_of(self, worker: int) -> str:
-        """Name of a present or former worker's node: from its certificate, or its host name if all certificates are the same.
-        "" if the host names are the same, too."""
+        """Returns the name of a present or former worker's machine: from its certificate, or its host name if all certificates
+        are the same. Returns "" if the host names are the same, too."""
         if self._membership is not None:
             members = (*self._membership.view.members, *self._membership.newest.members)
             self._names |= {member.rank: (member.certificate, member.name) for member in members}
@@ -127,7 +130,7 @@ class Uplink:
         return ""
 
     def display_name(self, peer: str) -> str:
-        """Display name of a peer: "worker 2 (ben)" for "worker 2"."""
+        """Returns the display name of a peer, for example "worker 2 (ben)" for "worker 2"."""
         kind, _, number = peer.partition(" ")
         name = self.name_of(int(number)) if kind == "worker" and number.isdecimal() else ""
         return f"{peer} ({name})" if name else peer
@@ -139,12 +142,12 @@ class Uplink:
         return self._membership.plan
 
     def check(self) -> None:
-        """Raises a failure that came before `subscribe`."""
+        """Raises the failure that occurred before `subscribe`, if there was one."""
         if self._early is not None:
             raise self._early
 
     def subscribe_epochs(self, on_view: OnView) -> None:
-        """Subscribes to newer views. A view that has come already is passed at once."""
+        """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_view` at once."""
         membership = self._membership
         assert membership is not None
         membership.on_view = on_view
@@ -152,18 +155,19 @@ class Uplink:
             on_view(membership.newest)
 
     def switch_view(self, view: View) -> None:
-        """Switches to the view. Departures of peers that are not in it are ignored from now on."""
+        """Switches to the epoch. Departures of peers that are not in it are ignored from now on."""
         assert self._membership is not None
         self._membership.view = view
 
     def finished(self, member: int) -> int:
-        """How many exchanges that worker contributed to before it left in order; -1 if it did not."""
+        """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
+        order."""
         departure = None if self._membership is None else self._membership.left.get(peer_name(member))
         return -1 if departure is None or departure.reason != messages.FINISHED else departure.exchanges
 
     def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
-        """Subscribes: deaths go to `fail`, orderly departures to `left`, and the servers' stall reports of that generation to
-        `stalled`. Replaces the former subscriber."""
+        """Subscribes to deaths (`fail`), orderly departures (`left`) and the servers' stall reports of that generation
+        (`stalled`). Replaces the previous subscriber."""
         with self._lock:
             self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
@@ -172,7 +176,7 @@ class Uplink:
         if self._early is not None:
             fail(self._early)
         for s in self.view.servers:
-            # Receives of earlier generations stay posted forever, so they must not keep a worker alive.
+            # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
             follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
     def _on_stalled(self, server: int, report: Stalled) -> None:
@@ -180,7 +184,8 @@ class Uplink:
             self._failed(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
             return
         for member, why in report.dropped.items():
-            # If the job can continue without the member, the coordinator reports the drop, which the server has sent to it.
+            # If the job can continue without the member, the coordinator, to which the server reports the drop, informs this
+            # worker.
             if not (self._regroups and self.coordinated):
                 self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
                                       step=report.step, bucket=report.bucket))
@@ -207,16 +212,17 @@ class Uplink:
         fail(error)
 
     def _on_silence(self, silent_s: float) -> None:
-        """The coordinator does not answer. Training can continue without it, but not without a server in its process, whose
-        death no other process would report."""
+        """Called while the coordinator does not answer. Training can continue without it. Training cannot continue without a
+        server in the coordinator's process, whose death no other process would report."""
         near = [] if self._membership is None else [s for s in self.view.servers if s.colocated]
         over = [s for s in near if f"server {s.id}" in self._missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
-            self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which is the coordinator, too "
-                                  f"({_place(near[0])}): it was killed, stopped or cut off", peer=f"server {near[0].id}"))
+            self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
+                                  f"also runs the coordinator ({_place(near[0])}): it was killed "
+                                  "or stopped, or its network failed", peer=f"server {near[0].id}"))
 
     def with_address(self, error: CommError) -> CommError:
-        """The same error, with the address and node if it is about a server."""
+        """Returns the same error, with the address and node added if the error is about a server."""
         servers = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
         if not servers or "node " in error.what:
             return error
@@ -233,16 +239,18 @@ class Uplink:
         return self._membership is not None and self._membership.reachable
 
     def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
-        """Reads a server's codec state of a bucket; see Summation.snapshot."""
+        """Reads a server's codec state of a bucket; see Summation.snapshot. `undone`: slices of the last step that were not
+        applied."""
         header = self._header(Kind.STATE_GET, bucket)._replace(undone=undone)
         return bytes(self._ask(server, header, b"", Kind.STATE).body)
 
     def put_state(self, server: int, bucket: int, step: int, data: bytes) -> None:
-        """Restores a server's codec state; `step` comes next. See Summation.restore."""
+        """Restores a server's codec state of a bucket. `step`: the next step. See Summation.restore."""
         self._ask(server, self._header(Kind.STATE, bucket)._replace(step=step), data, Kind.STATE_OK)
 
     def probe(self, server: int, up_nbytes: int, down_nbytes: int, done: Callable[[Exception | None], None]) -> None:
-        """Sends bytes to a server, which sends `down_nbytes` back. `done` is called on any thread when they have arrived."""
+        """Sends `up_nbytes` to a server, which sends `down_nbytes` back. `done` is called with an error or None when they have
+        arrived, in any thread."""
         self._probes += 1
         header = self._header(Kind.PROBE, 0)._replace(step=self._probes, used=down_nbytes)
         peer = SERVER_BASE + server
@@ -251,25 +259,27 @@ class Uplink:
         self.transport.send(peer, header, bytes(up_nbytes))
 
     def pace_servers(self, node: int, bps: float) -> None:
-        """As `pace`, for the servers on that node."""
+        """Sends the measured upload rate of node `node` (bit/s) to the servers on that node."""
         for server in self.view.servers:
             if server.node == node:
                 self.transport.send(SERVER_BASE + server.id, self._header(Kind.PACE, 0)._replace(used=int(bps)))
 
     def send_plan(self, server: int, plan: bytes, generation: int, undone: Mapping[int, int]) -> None:
-        """Switches the server to that plan, between steps. ValueError with the server's reason if it cannot.
+        """Switches the server to that plan, between steps. Raises ValueError with the server's reason if the server cannot
+        switch.
 
-        `undone`: by bucket of the former plan, what was not applied of the last step.
+        `undone`: maps a bucket of the previous plan to the slices of the last step that were not applied.
         """
         for bucket, slices in undone.items():
             self.transport.send(SERVER_BASE + server, self._header(Kind.UNDO, bucket)._replace(undone=slices))
         header = self._header(Kind.PLAN, 0)._replace(generation=generation)
         answer = bytes(self._ask(server, header, plan, Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
-            raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot take the plan: {answer}")
+            raise InvalidInput("E-PLAN-REFUSED", f"{peer_name(SERVER_BASE + server)} cannot use the plan: {answer}")
 
     def send_view(self, server: int, change: EpochChange, generation: int) -> None:
-        """Switches the server to that view, in the middle of a step. CommError with the server's reason if it cannot."""
+        """Switches the server to a new epoch, in the middle of a step. Raises CommError with the server's reason if the server
+        cannot switch."""
         header = self._header(Kind.PLAN, 0)._replace(generation=generation, flags=Flag.ABANDON)
         answer = bytes(self._ask(server, header, msgspec.msgpack.encode(change), Kind.PLAN_OK).body).decode(errors="replace")
         if answer:
@@ -286,9 +296,8 @@ class Uplink:
         return self.transport.wait(handle, deadline)
 
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
-        """Leaves the job; without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
-        coordinator was reached. `exchanges`: how many this worker contributed to.
-        """
+        """Leaves the job: without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
+        coordinator was reached. `exchanges`: number of exchanges to which this worker contributed; -1: unknown."""
         membership = self._membership
         if membership is None:
             return True
@@ -297,7 +306,7 @@ class Uplink:
             self.transport.close(FAILED_S)
         else:
             with self._lock:
-                self._fail = self.transport.abort  # a server that dies now must not be waited for
+                self._fail = self.transport.abort  # a server that dies from now on must not be waited for
             self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
             delivered = membership.leave(exchanges=exchanges)
         self.remaining, self._membership = membership.remaining, None
@@ -309,7 +318,7 @@ def _place(server: ServerInfo) -> str:
 
 
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:
-    """Joins the job at that coordinator and connects to its servers."""
+    """Joins the job at that coordinator and connects to the job's servers."""
     deadline = time.monotonic() + config.join_deadline_s
     uplink = Uplink(config)
     uplink.join(address, request)
@@ -317,19 +326,19 @@ def connect(address: str, request: messages.Join, config: Config) -> Uplink:
     return uplink
 
 
-# ---- Connects over TCP or gRPC: the configured one, or the one that works.
+# ---- Connects to servers over TCP or gRPC: the configured protocol, or the one that works.
 
 log = logging.getLogger("commlayer")
 
 TCP_S = 5.0
-"""How long to wait for an answer over TCP if gRPC can be tried next: firewalls drop packets silently."""
+"""Seconds to wait for an answer over TCP if gRPC can be tried next. Firewalls often drop packets without an error."""
 Dial = Callable[[float], None]
-"""Connects before the given deadline."""
+"""A function that connects to a server before the given deadline (time.monotonic())."""
 
 
 def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:
-    """Returns a function that connects to that server. With carrier "auto" it tries TCP, then gRPC, and later calls use the one
-    that worked. `joined`: the address by which this process reached the coordinator."""
+    """Returns a function that connects to that server. With carrier "auto" it tries TCP, then gRPC; later calls use the
+    protocol that worked. `joined`: the address by which this process reached the coordinator."""
     peer, name = SERVER_BASE + server.id, f"server {server.id}"
     plain = _checked(server.address, f"address of {name}", config)
     where, alone = streams_at(server, joined), only_streams(server, joined)
@@ -342,7 +351,8 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
         if carrier == "grpc" or alone:
             if carrier == "tcp" or streams is None:
                 offered = "accepts only gRPC streams" if streams else "accepts no gRPC streams"
-                raise Refused(f"{offered} (setting carrier): set the same value on both ends, or leave it out", peer=name,
+                raise Refused(f"{offered}, which does not match this process's setting carrier: set the same value "
+                              "on both ends, or leave it unset", peer=name,
                               code="E-SETTING")
             dial_grpc(transport, peer, streams, keys, deadline)
             log.info("%s: over gRPC at %s", name, where)
@@ -350,7 +360,7 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
         try:
             transport.dial(peer, plain, deadline, time.monotonic() + TCP_S if either else deadline)
         except CommError as error:
-            # With keys, a refusal may also come from a machine in between, so gRPC is tried.
+            # With keys, a device between the machines may also cause a refusal, so gRPC is tried.
             if not either or (isinstance(error, Refused) and keys is None):
                 raise
             first = error
@@ -371,13 +381,14 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
 
 
 def streams_at(server: ServerInfo, joined: str) -> str:
-    """The server's address for gRPC streams, for a process that reached the coordinator at `joined`; "" for none."""
-    # The coordinator's own address may not be reachable from here (proxy, router), but `joined` is.
+    """Returns the server's address for gRPC streams; "" if it accepts none. `joined`: the address by which this process reached
+    the coordinator."""
+    # The coordinator's advertised address may be unreachable from here (proxy, router), but `joined` works.
     return joined if server.colocated and server.streams else server.streams
 
 
 def only_streams(server: ServerInfo, joined: str) -> bool:
-    """Whether the server accepts only gRPC streams."""
+    """Returns whether the server accepts only gRPC streams."""
     return bool(server.streams) and server.address in (server.streams, streams_at(server, joined))
 
 
@@ -390,7 +401,7 @@ def dial_grpc(transport: StreamTransport, peer: int, address: Address, keys: Key
 
 
 def open_stream(address: Address, keys: Keys | None, deadline: float) -> GrpcStream:
-    """Opens a stream that the server has accepted, before the handshake. CommError with the address if it fails."""
+    """Opens a gRPC stream to a server, before the handshake. Raises CommError with the address if that fails."""
     options = [*grpc_stream.OPTIONS, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(address[0]) else [])]
     opened = functools.partial(grpc_stream.open_channel, settings.join_host(*address), options, tls_credentials(keys),
                                on_loop=True)
@@ -398,7 +409,8 @@ def open_stream(address: Address, keys: Keys | None, deadline: float) -> GrpcStr
 
 
 def _checked(address: str, name: str, config: Config) -> Address:
-    """Parses an address from the coordinator. Checks that plaintext to it is allowed, which the coordinator may not decide."""
+    """Parses an address that the coordinator sent. Checks that this process's settings allow plaintext to it, since the
+    coordinator may not decide that."""
     try:
         host, port = host_port(address)
     except ValueError as error:
@@ -408,25 +420,27 @@ def _checked(address: str, name: str, config: Config) -> Address:
 
 
 NOTE_AFTER_S = 5.0
-"""After this time a warning names the workers that the process waits for."""
+"""Seconds after which a warning names the workers that the process waits for."""
 
 
 def leave_job(
     link: Uplink | None, children: Sequence[EmbeddedServer], reason: str, exchanges: int, *, stay_s: float, notice_s: float,
 ) -> None:
-    """Without a `reason` the process leaves in order: what it has sent arrives, and its servers outlive the last worker, for
-    `stay_s` at most. With a `reason` the servers stay for `notice_s`, so that the others learn the reason.
-    `exchanges`: how many it has contributed to, for the others.
+    """Leaves the job and ends the servers that this process started.
+
+    Without a `reason` the process leaves in order: the data that it has sent arrives, and its servers run until the last worker
+    has left, at most `stay_s`. With a `reason` the servers run for `notice_s`, so that other workers can receive the reason.
+    `exchanges`: number of exchanges to which this process contributed.
     """
     until = time.monotonic() + (notice_s if reason else stay_s)
     delivered = link is None or link.close(reason, stay_s, exchanges)
     if not delivered:
-        until = time.monotonic() + notice_s  # without a coordinator it cannot know whether others still need it
+        until = time.monotonic() + notice_s  # others may still need its servers, as far as it knows
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
             names = ", ".join(link.remaining) if link is not None and link.remaining else "others"
-            log.warning("this process is done, but its server may still be needed by %s: waiting until they have ended, "
-                        "at most %.0f s (deadline_s)", names, stay_s)
+            log.warning("this process is done, but its server may still be needed by %s: waiting until they "
+                        "have ended, at most %.0f s (deadline_s)", names, stay_s)
         for child in children:
             child.over(until - time.monotonic())
     finally:

@@ -1,4 +1,4 @@
-"""Codecs: they turn a gradient bucket into payload bytes and back, with error feedback and momentum around them."""
+"""Gradient codecs: they compress a bucket to payload bytes and decompress it, with optional error feedback and momentum."""
 
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec, Round, place

@@ -1,4 +1,5 @@
-"""Blockwise quantisers: int8, int4, qsgd and onebit. A payload's body holds the scales of all blocks, then the codes."""
+"""Blockwise quantizers: int8, int4, qsgd and onebit. A payload's body is the scales of all blocks, followed by the quantized
+elements (codes)."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 HEADER = payload.HEADER_NBYTES
 
 MOST16 = 0x7F7F
-"""The bits of the largest finite bfloat16. Bits of non-negative numbers have the order of the numbers."""
+"""Bits of the largest finite bfloat16, as an integer. The bits of non-negative numbers have the same order as the numbers."""
 
 
 class Blockwise(OneRound, frozen=True):
-    """A subclass defines the size of its codes, its kernels, and the checks of its bytes."""
+    """Base class of codecs that quantize blocks of elements. A subclass defines the size of its codes, its kernels, and the
+    checks of its bytes."""
 
     scale_nbytes: ClassVar[int] = 2
 
@@ -37,11 +39,12 @@ class Blockwise(OneRound, frozen=True):
     def encode(
         self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
     ) -> bool:
-        """Returns False if x + residual is not finite; the residual then holds the finite part."""
+        """Quantizes x + residual into `codes` and `scales`; the residual becomes the rounding error. Returns False if x +
+        residual is not finite; the residual then becomes its finite part."""
         raise NotImplementedError
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        """Raises CorruptPayload if scales or codes break the format. Their sizes are already checked."""
+        """Raises CorruptPayload if scales or codes violate the format. The caller has checked their sizes."""
         raise NotImplementedError
 
     def scales_nbytes(self, numel: int) -> int:
@@ -54,7 +57,8 @@ class Blockwise(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual; the residual keeps the rounding error, or the finite part of x if flagged."""
+        """Writes the payload of x + residual. The residual becomes the rounding error, or the finite part of x + residual if
+        that is not finite."""
         n = x.numel()
         middle = HEADER + self.scales_nbytes(n)
         end = middle + self.codes_nbytes(n)
@@ -73,17 +77,18 @@ class Blockwise(OneRound, frozen=True):
 
 def check_scales16(name: str, scales: Buffer, most: int) -> None:
     if kernels.largest(scales, np.uint16) > most:
-        raise CorruptPayload(f"{name} payload with a scale that is negative, not finite or too large")
+        raise CorruptPayload(f"{name} payload contains a scale that is negative, not finite or too large")
 
 
 def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
     used = numel * bits % 8
     if used and int(codes[-1]) >> used:
-        raise CorruptPayload(f"{name} payload with bits set past its last element")
+        raise CorruptPayload(f"{name} payload has nonzero bits after its last element")
 
 
 class Int8(Blockwise, frozen=True):
-    """Rounds to the nearest of 255 levels of the block's largest magnitude. This is biased: use error feedback."""
+    """Rounds each element to the nearest of 255 levels, scaled by the largest magnitude of its block. The rounding is biased,
+    so use error feedback."""
 
     name: ClassVar[str] = "int8"
     biased: ClassVar[bool] = True
@@ -99,7 +104,7 @@ class Int8(Blockwise, frozen=True):
 
     def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
         if not kernels.scales_valid(scales):
-            raise CorruptPayload("int8 payload with a scale that is negative, not finite or too large")
+            raise CorruptPayload("int8 payload contains a scale that is negative, not finite or too large")
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
         codes, scales = parts
@@ -107,18 +112,20 @@ class Int8(Blockwise, frozen=True):
 
 
 def int8(block: int = 1024) -> Int8:
-    """One scale per `block` elements: smaller blocks follow the values better and cost 32 / block bits per element."""
+    """Creates the int8 codec, with one scale per `block` elements. Smaller blocks are more accurate and cost 32 / block bits
+    per element."""
     check_arguments("int8", block=block)
     return Int8(block)
 
 
 INT4_BITS = 4
 INT4_MOST_SCALE = MOST16 - ((INT4_BITS - 1) << 7)
-"""The largest scale whose 2^(INT4_BITS-1)-fold is finite."""
+"""Largest scale for which 2**(INT4_BITS - 1) times the scale is finite, as bfloat16 bits."""
 
 
 class Int4(Blockwise, frozen=True):
-    """Rounds to the nearest of 15 levels of the block's largest magnitude. This is biased: use error feedback.
+    """Rounds each element to the nearest of 15 levels, scaled by the largest magnitude of its block. The rounding is biased, so
+    use error feedback.
 
     Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization (2022), with fewer bits.
     """
@@ -144,16 +151,16 @@ class Int4(Blockwise, frozen=True):
 
 
 def int4(block: int = 64) -> Int4:
-    """One scale per `block` elements: 4 + 16 / block bits per element."""
+    """Creates the int4 codec, with one scale per `block` elements: 4 + 16 / block bits per element."""
     check_arguments("int4", block=block)
     return Int4(block)
 
 
 class Qsgd(Blockwise, frozen=True):
-    """Rounds with a random stream of its own, so that the expected value of the result is the input: unbiased.
+    """Rounds each element up or down at random, so that the expected value of the result equals the input: unbiased.
 
-    A flagged start sends nothing, so it uses no random numbers and does not count as a step. Alistarh, Grubic, Li, Tomioka,
-    Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017).
+    If the input is not finite, nothing is sent, no random numbers are used and the step counter stays. Alistarh, Grubic, Li,
+    Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017).
     """
 
     name: ClassVar[str] = "qsgd"
@@ -190,17 +197,19 @@ class Qsgd(Blockwise, frozen=True):
 
 
 def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
-    """`levels` levels on either side of zero, up to the largest magnitude of `block` elements or their Euclidean norm.
+    """Creates the QSGD codec with `levels` levels on each side of zero. The highest level is the largest magnitude of `block`
+    elements (norm="max") or their Euclidean norm ("l2").
 
-    Unbiased, so it needs no error feedback. Where its variance exceeds its input, error feedback is wrong: the residual would
-    grow from step to step. That is so for levels=1, and for norm="l2" with blocks much longer than the square of levels.
+    The codec is unbiased and needs no error feedback. If its variance exceeds its input, error feedback must not be used,
+    because the residual would grow from step to step. This is the case for levels=1, and for norm="l2" with blocks much longer
+    than the square of `levels`.
     """
     check_arguments("qsgd", block=block, levels=levels, norm=norm)
     return Qsgd(block, levels, norm)
 
 
 class OneBit(Blockwise, frozen=True):
-    """Biased: use error feedback.
+    """Sends the sign of each element, and the mean magnitude of each block. The codec is biased, so use error feedback.
 
     Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and other Gradient Compression Schemes (2019); blocks:
     Zheng, Huang, Kwok: Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback (2019).
@@ -227,6 +236,7 @@ class OneBit(Blockwise, frozen=True):
 
 
 def onebit(block: int = 512) -> OneBit:
-    """1 + 16 / block bits per element: the mean magnitude of `block` elements, with the sign of each."""
+    """Creates the onebit codec: the mean magnitude of each `block` elements, and one sign per element. It costs 1 + 16 / block
+    bits per element."""
     check_arguments("onebit", block=block)
     return OneBit(block)

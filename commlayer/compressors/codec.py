@@ -1,4 +1,4 @@
-"""The interface of codecs, and the base classes: Named, OneRound and Wrapper.
+"""The interface of codecs, and the base classes: Named, OneRound and CodecWrapper.
 
 A codec is a small frozen value. For one step of one bucket a worker and a server call
 
@@ -7,13 +7,13 @@ A codec is a small frozen value. For one step of one bucket a worker and a serve
              decode(result, state, out)             the summed tensor, from the result of the last round
     server:  acc = zeros(spec, r); add(r, payload, acc) per member, in member order; emit(r, acc, state, out) -> nbytes
 
-A SUM round is linear in the payload, so an all-reduce could add its payloads. A GATHER round decodes each payload into the
-accumulator that `zeros` made. The caller owns all memory: `out` holds `bound(spec)` bytes and is allocated once. State is
-updated in place. `x` is float32, contiguous and one-dimensional; `spec.shape` is the shape of its tensor. Codecs do not modify
-`x`. The caller leaves `x` unchanged until the last `next`, so a codec of several rounds may keep a reference.
+A SUM round is linear in the payload, so an all-reduce could add its payloads. A GATHER round decompresses each payload into the
+accumulator that `zeros` created. The caller owns all memory: `out` has `bound(spec)` bytes and is allocated once. State is
+updated in place. The input `x` is float32, contiguous and one-dimensional; `spec.shape` is the shape of its tensor. Codecs do
+not modify `x`. The caller leaves `x` unchanged until the last `next`, so a codec of several rounds may keep a reference.
 
-On a CUDA device x, state (see `place`) and payloads lie on the device. Payloads are uint8 tensors aligned as torch allocates
-them, and their memory reaches to the next multiple of 4 bytes. The bytes equal those that the CPU would make.
+On a CUDA device x, state (see `place`) and payloads are in device memory. Payloads are uint8 tensors aligned as torch allocates
+them, and their memory extends to the next multiple of 4 bytes. The bytes equal those that the CPU would produce.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ else:
     from commlayer.compressors import tensors as torch
 
 State = dict[str, Any]
-"""What changes from step to step, by name: tensors and plain numbers, so that a checkpoint can walk over it."""
+"""A codec's data that changes from step to step, by name. Values are tensors, plain numbers or nested states, so a checkpoint
+can save them."""
 
 
 def place(state: State, device: torch.device) -> None:
-    """Moves a state made by `init`, scratch included, to the device where its codec will run."""
+    """Moves a state that `init` created, including temporary memory, to the device where the codec will run."""
     for name, value in state.items():
         if isinstance(value, dict):
             place(value, device)
@@ -49,7 +50,7 @@ def place(state: State, device: torch.device) -> None:
 
 
 Ranges = Sequence[tuple[int, int]] | None
-"""Some elements of a bucket, as ordered ranges. None means all."""
+"""Some elements of a bucket, as ordered ranges (start, stop). None: all elements."""
 
 
 def ranges(elements: Ranges, numel: int) -> Sequence[tuple[int, int]]:
@@ -57,7 +58,7 @@ def ranges(elements: Ranges, numel: int) -> Sequence[tuple[int, int]]:
 
 
 class Round(enum.Enum):
-    """How the payloads of one round combine."""
+    """How the payloads of one round of a codec are combined."""
 
     SUM = "sum"
     GATHER = "gather"
@@ -65,11 +66,13 @@ class Round(enum.Enum):
 
 @runtime_checkable
 class Codec(Protocol):
-    """See the module docstring. `str(codec)` is its spelling in plans, and `commlayer.compressors.parse` reads it back."""
+    """A compression method for gradient buckets; see the module docstring. `str(codec)` is its name in plans, which
+    `commlayer.compressors.parse` converts back."""
 
     @property
     def id(self) -> int:
-        """The codec's number in payload headers. A wrapper has the id of its inner codec, since the bytes are the same."""
+        """The codec's number in payload headers. A wrapper has the number of its inner codec, since their bytes are the
+        same."""
         ...
 
     @property
@@ -77,7 +80,7 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether the codec needs error feedback. A plan then wraps it, unless the user passes `ef=False`."""
+        """Whether the codec needs error feedback. A plan then adds error feedback, unless the user passes `ef=False`."""
         ...
 
     @property
@@ -87,19 +90,20 @@ class Codec(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether the payload is the header followed by x itself, so that x may live inside its payload."""
+        """Whether the payload is the header followed by the unchanged input, so the input may be stored inside its own
+        payload."""
         ...
 
     def bound(self, spec: Spec) -> int:
-        """The largest size in bytes of any payload of any round, of a worker or of a server."""
+        """Returns the largest size in bytes of any payload of any round, of a worker or of a server."""
         ...
 
     def init(self, spec: Spec) -> State:
-        """The worker's state before the first step."""
+        """Creates the worker's state before the first step."""
         ...
 
     def init_server(self, spec: Spec) -> State:
-        """The server's state before the first step."""
+        """Creates the server's state before the first step."""
         ...
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int: ...
@@ -107,46 +111,49 @@ class Codec(Protocol):
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int: ...
 
     def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        """Writes the sum into `out` (float32, 1-D). Returns False if the sum is non-finite; `out` is then all NaN.
+        """Writes the sum into `out` (float32, 1-D). Returns False if the sum is not finite; `out` is then all NaN.
 
-        Raises CorruptPayload for bytes that break the format, before anything is written.
+        Raises CorruptPayload, before anything is written, if the bytes violate the format.
         """
         ...
 
     def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
-        """Rolls back the last `start` where its result was not applied: the residual there becomes what it was before.
+        """Rolls back the last `start` for elements to which its result was not applied: their residual becomes what it was
+        before.
 
         `x` is the unchanged argument of that `start`, and the payload is unchanged too. Undoing all elements is idempotent.
-        When undoing some, name each element at most once.
+        When undoing only some, name each element at most once.
         """
         ...
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
-        """Rolls back the last `emit` in the same manner, since each worker rolls back what it sent.
+        """Rolls back the last `emit` for elements to which the result was not applied, since each worker rolls back what it
+        sent.
 
-        Called before the first `add` of the next step, while the accumulator and payload of that emit are unchanged.
+        Call it before the first `add` of the next step, while the accumulator and the payload of that emit are unchanged.
         """
         ...
 
     def zeros(self, spec: Spec, r: int) -> Mapping[str, Any]:
-        """A new accumulator of round r. The server reuses it from step to step: `add` with first=True overwrites it."""
+        """Creates an accumulator of round r. The server reuses it in every step: `add` with first=True overwrites it."""
         ...
 
     def add(self, r: int, payload: Buffer, acc: Mapping[str, Any], *, first: bool) -> None:
-        """Checks the whole payload, then adds it. CorruptPayload leaves `acc` unchanged."""
+        """Checks the complete payload, then adds it to the accumulator. If it raises CorruptPayload, `acc` is unchanged."""
         ...
 
     def emit(self, r: int, acc: Mapping[str, Any], state: State, out: Out) -> int: ...
 
 
 def check_input(codec: str, what: str, tensor: torch.Tensor, numel: int, device: torch.device | None = None) -> None:
-    """Raises unless the tensor is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if given."""
+    """Raises InvalidInput unless the tensor is float32, contiguous, one-dimensional, of `numel` elements, and on `device` if
+    given."""
     fits = tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.numel() == numel and tensor.is_contiguous()
     if fits and (device is None or tensor.device == device):
         return
     place = "" if device is None else f" on {device}"
     raise InvalidInput("E-CODEC-INPUT",
-                       f"{codec}: {what} is {_described(tensor)}, expected contiguous float32 of {numel} elements and one "
+                       f"{codec}: {what} is {_described(tensor)}; it must be contiguous float32 of {numel} elements and one "
                        f"dimension{place}")
 
 
@@ -159,27 +166,28 @@ NAN = float("nan")
 
 
 def spell(codec: msgspec.Struct) -> str:
-    """`name(argument=value, ...)` with every argument: a later change of a default must not change a plan's meaning."""
+    """Returns the codec's name in plans: `name(argument=value, ...)` with every argument. A later change of a default must not
+    change a plan's meaning."""
     fields = {name: getattr(codec, name) for name in codec.__struct_fields__}
     parts = [str(v) if isinstance(v, msgspec.Struct) else f"{name}={v!r}" for name, v in fields.items()]
     return f"{cast(Any, codec).name}({', '.join(parts)})"
 
 
 def check_numel(spec: Spec) -> int:
-    """numel of the spec. Raises if it exceeds the header's 32 bits."""
+    """Returns the number of elements of the spec. Raises InvalidInput if the number exceeds the payload header's 32 bits."""
     if spec.numel > payload.MAX_NUMEL:
         raise InvalidInput("E-CODEC-INPUT",
-                           f"bucket of {spec.numel} elements: at most {payload.MAX_NUMEL} fit a payload; cut it into slices")
+                           f"bucket of {spec.numel} elements: a payload has at most {payload.MAX_NUMEL}; split it into slices")
     return spec.numel
 
 
 def accumulator(total: torch.Tensor) -> dict[str, Any]:
-    """An accumulator for `add`, around existing memory. `flagged` is a list of one, so that `add` can set it."""
+    """Creates an accumulator for `add` around existing memory. Its `flagged` is a list of one value, so `add` can set it."""
     return {"sum": total, "flagged": [False]}
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Spelling, id and default properties of every codec that is not a wrapper."""
+    """Base class of every codec that is not a wrapper: its name, number and default properties."""
 
     name: ClassVar[str] = ""
     rounds: ClassVar[tuple[Round, ...]] = ()
@@ -196,9 +204,9 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class OneRound(Named, frozen=True):
-    """Base of codecs of one round with a dense float32 accumulator. A subclass implements `check` and `apply`.
+    """Base class of codecs of one round with a dense float32 accumulator. A subclass implements `check` and `apply`.
 
-    Payload and result have one format. `emit` encodes the sum: it is `start` with the server's state.
+    Payload and result have one format. `emit` compresses the sum by calling `start` with the server's state.
     """
 
     rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
@@ -207,11 +215,11 @@ class OneRound(Named, frozen=True):
         raise NotImplementedError
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        """Returns the parts of a body, fully checked."""
+        """Checks a payload's body completely. Returns its parts in the form that `apply` needs."""
         raise NotImplementedError
 
     def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        """Adds the parts to `out`, or overwrites `out` with them. Cannot fail."""
+        """Adds the decompressed parts to `out`, or overwrites `out` with them (`assign`). Cannot fail."""
         raise NotImplementedError
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
@@ -236,10 +244,10 @@ class OneRound(Named, frozen=True):
         return True
 
     def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
-        """Nothing to undo: the codec keeps no residual."""
+        """Does nothing, because the codec keeps no residual."""
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
-        """Nothing to undo, as in `undo`."""
+        """Does nothing, because the codec keeps no residual."""
 
     def zeros(self, spec: Spec, r: int) -> dict[str, Any]:
         return accumulator(torch.zeros(math.prod(spec.shape)))
@@ -254,7 +262,7 @@ class OneRound(Named, frozen=True):
         acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
 
     def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
-        """out += the decoded payload. A flagged payload adds nothing."""
+        """Adds the decompressed payload to `out`. A payload that is flagged as not finite adds nothing."""
         self.add(0, payload_, accumulator(out), first=False)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
@@ -264,15 +272,16 @@ class OneRound(Named, frozen=True):
 
 
 class CodecWrapper(msgspec.Struct, frozen=True):
-    """Base of codecs around an `inner` codec, whose bytes they send.
+    """Base class of codecs around an `inner` codec, which produces the payload bytes.
 
-    Forwards each call to the inner codec, whose state lies under "inner" in the wrapper's state.
+    Forwards each call to the inner codec, whose state is stored under "inner" in the wrapper's state.
     """
 
     name: ClassVar[str] = ""
     in_place: ClassVar[bool] = False
     feedback_inside: ClassVar[bool] = False
-    """Whether a plan's error feedback belongs around the inner codec, since this wrapper changes the input."""
+    """Whether a plan's error feedback must wrap the inner codec instead of this wrapper, since this wrapper changes the
+    input."""
 
     inner: Any
 
@@ -335,15 +344,17 @@ class CodecWrapper(msgspec.Struct, frozen=True):
 
 def check_codec(name: str, inner: object) -> Codec:
     if not isinstance(inner, Codec):
-        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner is {inner!r}, allowed is a codec")
+        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner must be a codec, got {inner!r}")
     return inner
 
 
 def check_outermost(name: str, inner: object) -> None:
-    """Raises if `inner` has `feedback_inside`: a residual around it would be added to the input as if it were gradient."""
+    """Raises InvalidInput if `inner` is a wrapper with `feedback_inside`. A residual around it would be added to the input as
+    if it were a gradient."""
     if isinstance(inner, CodecWrapper) and inner.feedback_inside:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"{name}: inner is {inner}; {inner.name} changes what is to be sent, so it goes around {name}")
+                           f"{name}: inner must not be {inner}, because {inner.name} changes the input; put {inner.name} "
+                           f"around {name} instead")
 
 
 def check_plain(name: str, inner: object) -> Codec:
@@ -352,5 +363,5 @@ def check_plain(name: str, inner: object) -> Codec:
     check_outermost(name, inner)
     if codec.keeps or len(codec.rounds) != 1:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"{name}: inner is {inner}, allowed is a codec of one round that keeps nothing back itself")
+                           f"{name}: inner must be a codec of one round that keeps no residual itself, got {inner}")
     return codec

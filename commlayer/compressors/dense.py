@@ -19,7 +19,8 @@ HEADER = payload.HEADER_NBYTES
 
 
 class Identity(OneRound, frozen=True):
-    """float32 unchanged. x may live in its own payload, 16 bytes in. An all-reduce could add these payloads."""
+    """Sends float32 unchanged. The input may be stored in its own payload, after the 16-byte header. An all-reduce could add
+    these payloads."""
 
     name: ClassVar[str] = "identity"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
@@ -48,7 +49,7 @@ class Identity(OneRound, frozen=True):
 
 
 class _Cast(NamedTuple):
-    """The kernels of one 16-bit format."""
+    """Kernels of one 16-bit format: cast to it, cast from it, and add to float32."""
 
     encode: Callable[[Buffer, torch.Tensor], bool]
     decode: Callable[[torch.Tensor, Buffer], None]
@@ -62,11 +63,11 @@ CASTS = {
 
 
 class _Half(OneRound, frozen=True):
-    """16 bits per element, rounded to nearest.
+    """Base class of the 16-bit casts, which round each element to the nearest number of the format.
 
-    GATHER, not SUM: payloads are added in float32 and rounded once, in the result. An all-reduce over the payloads would round
-    after each addition and could overflow. The codec counts as unbiased: its error is a rounding error relative to the element.
-    An element that the cast makes infinite makes the payload non-finite.
+    The rounds are GATHER, not SUM: payloads are added in float32, and only the result is rounded. An all-reduce of the payloads
+    would round after each addition and could overflow. The codec counts as unbiased, since its error is a rounding error
+    relative to the element. If the cast makes an element infinite, the payload is flagged as not finite.
     """
 
     def bound(self, spec: Spec) -> int:
@@ -102,9 +103,10 @@ class Bf16(_Half, frozen=True):
 
 
 def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
-    """Treats a dense body with non-finite values and no flag as flagged.
+    """Replaces a decoded tensor by NaN and returns False if it contains non-finite values although the payload is not flagged.
+    Otherwise returns `decoded`.
 
-    A server's sum needs no such test: the values stay in the sum, and emit flags it.
+    A server's sum needs no such test: the values stay in the sum, and emit flags the sum.
     """
     if decoded and not kernels.all_finite(out):
         out.fill_(NAN)
@@ -113,7 +115,7 @@ def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
 
 
 def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
-    """Checks the header fields that all dense payloads share."""
+    """Checks the header fields that all dense payloads share. `nbytes`: size of the body."""
     payload.expect("aux", head.aux, 0)
     payload.expect("seed", head.seed, 0)
     payload.expect("count", head.entries, numel)
@@ -121,7 +123,8 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
 
 
 def of_means(codec: Codec) -> bool:
-    """Whether servers average buffers sent with this codec as they are. With other codecs a buffer is sent as part of a sum."""
+    """Returns whether servers average model buffers that are sent with this codec. With other codecs, buffers are sent as parts
+    of a sum."""
     return isinstance(codec, Identity)
 
 

@@ -1,7 +1,7 @@
-"""Encodes the entries of sparse payloads.
+"""Compresses the entries (positions and values) of sparse payloads.
 
-Values: int8 and int4 with one scale per block, fp16, bf16, fp32. Positions, sorted: the smallest of Elias-Fano, a bitmap and
-blocks of 16. The kernels pack the bits.
+Values: int8 and int4 with one scale per block, fp16, bf16, fp32. Positions are sorted and use the smallest of three encodings:
+Elias-Fano, a bitmap, and bit masks of blocks of 16. The kernels pack the bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ else:
     from commlayer.compressors import tensors as torch
 
 VALUE_KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
-"""Numbers on the wire: the high half of the `aux` byte in a sparse header."""
+"""Number of each value format in payloads: the high half of the `aux` byte in the header of a sparse payload."""
 
 VALUES_BLOCK = 256
-"""Entries per scale."""
+"""Number of entries that share one scale."""
 
 SCALED = ("int8", "int4")
 MOST_SCALE: dict[str, np.floating[Any]] = {"int8": kernels.MOST_SCALE, "int4": np.finfo(np.float32).max / np.float32(8)}
-"""The largest scale: any integer of the kind times it is finite."""
+"""Largest scale of each format for which every quantized integer times the scale is finite."""
 
 
 def scales_nbytes(kind: str, count: int) -> int:
@@ -36,12 +36,13 @@ def scales_nbytes(kind: str, count: int) -> int:
 
 
 def values_nbytes(kind: str, count: int) -> int:
-    """Exact size in bytes: the scales, if any, then the entries."""
+    """Returns the exact size in bytes of `count` values: the scales, if any, then the entries."""
     return scales_nbytes(kind, count) + (VALUE_BITS[kind] * count + 7) // 8
 
 
 def encode_values(kind: str, body: Out, val: torch.Tensor, error: torch.Tensor, *, saturate: bool) -> bool:
-    """Encodes val; error = val - decoded val. False if a value became infinite; `saturate` clamps, and error has the rest."""
+    """Writes `val` to `body`, and val minus the decoded value to `error`. Returns False if a value became infinite. `saturate`:
+    clamps such values instead; `error` is then the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
         error.zero_()
@@ -64,22 +65,22 @@ def check_values(kind: str, body: Buffer, count: int) -> None:
     if kind not in SCALED:
         return
     if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
-        raise CorruptPayload(f"{kind} values with a scale that is negative, not finite or too large")
+        raise CorruptPayload(f"{kind} values contain a scale that is negative, not finite or too large")
     if kind == "int4" and count % 2 and int(body[-1]) >> 4:
-        raise CorruptPayload("int4 values with padding that is not zero")
+        raise CorruptPayload("int4 values have nonzero padding")
 
 
 def split_values(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
-    """Splits a body into the checked bytes of `count` values and the bytes after them."""
+    """Splits a body into the bytes of `count` values, which are checked, and the bytes after them."""
     middle = values_nbytes(kind, count)
     if body.nbytes < middle:
-        raise CorruptPayload(f"{codec} payload with {body.nbytes} bytes of body, {count} values take {middle}")
+        raise CorruptPayload(f"{codec} payload has a body of {body.nbytes} bytes, but {count} values need {middle}")
     check_values(kind, body[:middle], count)
     return body[:middle], body[middle:]
 
 
 def decode_values(kind: str, body: Buffer, count: int) -> torch.Tensor:
-    """The values of a checked body. Raises CorruptPayload if one is not finite."""
+    """Decodes the values of a checked body. Raises CorruptPayload if a value is not finite."""
     val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
     if not count:
         return val
@@ -91,7 +92,7 @@ def decode_values(kind: str, body: Buffer, count: int) -> torch.Tensor:
     else:
         {"fp32": kernels.copy_f32, "fp16": kernels.f16_to_f32, "bf16": kernels.bf16_to_f32}[kind](val, body)
         if not kernels.all_finite(val):
-            raise CorruptPayload("sparse payload with a value that is not finite")
+            raise CorruptPayload("sparse payload contains a value that is not finite")
     return val
 
 
@@ -99,11 +100,12 @@ ELIAS_FANO, BITMAP, BLOCKS = 0, 1, 2
 
 
 LEAST_FOR_BLOCKS = 16
-"""Fewer positions than this gain too little from blocks to be worth counting them."""
+"""Minimum number of positions for which the encoding as blocks is tried. With fewer it saves too little to be worth the
+computation."""
 
 
 def elias_fano_nbytes(n: int, k: int) -> int:
-    """Exact size in bytes for k >= 1 positions below n."""
+    """Returns the exact size in bytes of the Elias-Fano encoding of k >= 1 positions below n."""
     low = max(0, (n // k).bit_length() - 1)
     return (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8
 
@@ -117,12 +119,14 @@ _DECODERS = {ELIAS_FANO: kernels.ef_decode, BITMAP: kernels.bitmap_decode, BLOCK
 
 
 def positions_bound(n: int, cap: int) -> int:
-    """The most bytes for up to cap positions. The size grows with the count, except for the rounding of its two parts."""
+    """Returns the maximum size in bytes of up to `cap` positions below n. The size grows with the count, except for the
+    rounding of its two parts."""
     return 0 if n == 0 else min(elias_fano_nbytes(n, cap) + 2, bitmap_nbytes(n))
 
 
 def encode_positions(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
-    """Returns (kind, bytes written). No positions take no bytes."""
+    """Writes positions below n in the smallest encoding. Returns the number of the encoding and the bytes written; no positions
+    use no bytes."""
     k = idx.numel()
     if k == 0:
         return ELIAS_FANO, 0
@@ -135,10 +139,11 @@ def encode_positions(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
 
 
 def decode_positions(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
-    """int32 positions, strictly increasing and below n. Raises CorruptPayload otherwise."""
+    """Decodes k positions as int32, strictly increasing and below n. Raises CorruptPayload if the bytes do not encode such
+    positions."""
     idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
     if kind not in _DECODERS:
-        raise CorruptPayload(f"payload with positions of kind {kind}, this side knows {', '.join(map(str, _DECODERS))}")
+        raise CorruptPayload(f"payload has positions in unknown encoding {kind}, known: {', '.join(map(str, _DECODERS))}")
     if kind != BLOCKS:
         expect("bytes of positions", body.nbytes, _NBYTES[kind](n, k) if k else 0)
     if k or body.nbytes:

@@ -1,7 +1,8 @@
-"""The kernels of the default codecs in numpy, for installations without a compiler: slow, with the bytes of the native kernels.
+"""Kernels of the default codecs in numpy, for installations without a compiler. They are slow and produce the bytes of the
+native kernels.
 
-They serve identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and arguments are those of
-commlayer._core; native/include/commlayer.h specifies each kernel. Arrays are float32 or int32 on the host.
+They serve identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and arguments equal those of
+commlayer._core; native/include/commlayer.h specifies each kernel. Arrays are float32 or int32 in CPU memory.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ FAMILIES = ("identity", "fp16", "bf16", "int8", "int4", "topk", "error_feedback"
 
 F32, U32, I32, U16, U8 = np.float32, np.uint32, np.int32, np.uint16, np.uint8
 SMALLEST = F32(2.0**-126)
-"""Below this a scale is no normal number: the block counts as zeros."""
+"""Smallest normal float32. A block with a smaller scale is sent as zeros."""
 MOST_SCALE = F32(np.finfo(F32).max / 128)
 INT4_LEVELS, INT4_MOST16 = 7, 0x7F7F - (3 << 7)
 NIBBLE_MOST = F32(np.finfo(F32).max / 8)
 RUN = 16
-"""Positions per block of the encoding as blocks."""
+"""Number of positions per block, for the encoding of positions as blocks."""
 
 Array = npt.NDArray[Any]
 
@@ -35,12 +36,13 @@ def __getattr__(name: str) -> Any:
 
 
 def refusal(what: str) -> InvalidInput:
-    return InvalidInput("E-CODEC-BACKEND", f"{what} needs the native core, which is not installed; without it codecs are "
-                        f"{', '.join(FAMILIES)}. Install a C++ compiler and commlayer again")
+    return InvalidInput("E-CODEC-BACKEND", f"{what} needs the native core, which is not installed. Without it only these "
+                                           f"codecs are available: {', '.join(FAMILIES)}. Install a C++ compiler and reinstall "
+                                           "commlayer")
 
 
 def _view(memory: Any, dtype: Any) -> Array:
-    """The whole memory of an array, a tensor or a buffer as numbers of `dtype`, without a copy."""
+    """Returns the memory of an array, a tensor or a buffer as a flat array of `dtype`, without a copy."""
     array = memory.numpy() if hasattr(memory, "numpy") else np.frombuffer(memory, U8)
     return array.reshape(-1).view(dtype)
 
@@ -51,7 +53,7 @@ def _total(x: Any, residual: Any) -> Array:
 
 
 def _wide(bits: Array) -> Array:
-    """bfloat16 bits as float32."""
+    """Converts bfloat16 bits to float32."""
     return (bits.astype(U32) << 16).view(F32)
 
 
@@ -107,7 +109,7 @@ def bf16_to_f32(dst: Any, src: Any) -> None:
 
 
 def _rows(v: Array, block: int) -> Array:
-    """Blocks as rows; the last one is padded with zeros, which change no largest magnitude."""
+    """Returns blocks of `v` as rows. The last row is padded with zeros, which do not change its largest magnitude."""
     rows = np.zeros((-(-v.size // block), block), v.dtype)
     rows.reshape(-1)[: v.size] = v
     return rows
@@ -119,10 +121,11 @@ def _largest(rows: Array) -> Array:
 
 
 def _encode(x: Any, residual: Any, block: int, code: Callable[[Array], Array]) -> bool:
-    """`code` takes the blocks as rows, writes the payload and returns the decoded payload.
+    """Compresses x + residual with `code`, which receives the blocks as rows, writes the payload and returns the decompressed
+    blocks. Returns whether x + residual is finite.
 
-    Where x + residual is not finite, the residual takes its finite part; before the first block that is not finite, it takes
-    the rounding error plus the decoded values, as the native kernels do.
+    If it is not, the residual becomes the finite part of x + residual. In blocks before the first non-finite one, it becomes
+    the rounding error plus the decoded values. The native kernels do the same.
     """
     v = _total(x, residual)
     finite = np.isfinite(v)
@@ -173,7 +176,7 @@ def int8_decode(acc: Any, q: Any, scale: Any, block: int, assign: bool = False) 
 
 
 def _pack(q: Any, levels: Array) -> None:
-    """Two's complement in 4 bits, the even element in the low half of a byte."""
+    """Packs integers as two's complement of 4 bits, with the even element in the low half of a byte."""
     packed = _view(q, U8)
     codes = np.zeros(2 * packed.size, U8)
     codes[: levels.size] = levels.view(U8) & 15
@@ -233,7 +236,7 @@ def nibbles_decode(out: Any, q: Any, scale: Any, block: int) -> None:
 
 
 def _magnitudes(x: Array) -> Array:
-    """Magnitudes as integers: the same order, with NaN above infinity."""
+    """Returns magnitudes as integers of the same order, with NaN above infinity."""
     return (x.view(U32) & 0x7FFFFFFF).astype(np.int64)
 
 
@@ -295,7 +298,7 @@ def scatter_add_int8(acc: Any, idx: Any, q: Any, scale: Any, block: int) -> None
 def _scatter(acc: Any, idx: Any, values: Array) -> None:
     where = _positions(idx)
     if not _increasing(where, _view(acc, F32).size):
-        raise CorruptPayload(f"scatter_add: positions do not increase below {_view(acc, F32).size}")
+        raise CorruptPayload(f"scatter_add: positions must increase and be below {_view(acc, F32).size}")
     with np.errstate(over="ignore", invalid="ignore"):
         _view(acc, F32)[where] += values
 
@@ -312,7 +315,7 @@ def _increasing(where: Array, n: int) -> bool:
 
 
 def _corrupt(k: int, n: int) -> CorruptPayload:
-    return CorruptPayload(f"positions: bytes are not {k} positions below {n}")
+    return CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
 
 
 def _low_bits(n: int, k: int) -> int:
@@ -387,7 +390,8 @@ def bitmap_decode(idx: Any, n: int, src: Any) -> None:
 
 
 def _numbers(n: int, count: int) -> tuple[int, bool, int]:
-    """(blocks below n, whether a bitmap encodes their numbers rather than Elias-Fano, bytes of that encoding)."""
+    """Returns the number of blocks below n, whether a bitmap encodes the block numbers (or else Elias-Fano), and the size of
+    that encoding in bytes."""
     blocks = -(-n // RUN)
     sparse, dense = _ef_nbytes(blocks, count), (blocks + 7) // 8
     return blocks, dense <= sparse, min(sparse, dense)

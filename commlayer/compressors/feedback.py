@@ -1,13 +1,13 @@
 """Error feedback, momentum, and residuals that a later plan inherits.
 
-Error feedback: what a codec does not send stays in a residual and is added to the next step. Conservation: sent + residual =
-input + old residual, for workers and for servers. A codec of one round may offer `start_fed(x, residual, state, out)`, which
-does this in its own pass. A test compares it with the general method below.
+Error feedback: the part of its input that a codec does not send stays in a residual and is added to the input of the next step.
+Sent + new residual = input + old residual, on workers and servers. A codec of one round may offer `start_fed(x, residual,
+state, out)`, which does this in its own pass. A test compares it with the general method below.
 
 Momentum before compression: the codec keeps the velocity, in the residual's units. Set the optimizer's own momentum to 0.
 
-A residual is stored under the key `residual`, at any depth of a state. When the plan changes, residuals become values on
-elements of tensors. A worker adds an inherited residual to the next gradients of the same elements, whatever their new path
+A residual is stored under the key `residual`, at any depth of a state. When the plan changes, residuals are converted to values
+on elements of tensors. A worker adds an inherited residual to the next gradients of the same elements, whatever their new path
 and codec. So no residual is sent, and none is lost.
 """
 
@@ -47,16 +47,16 @@ else:
 
 @runtime_checkable
 class Fed(Protocol):
-    """A codec that encodes x + residual and updates the residual in one pass."""
+    """A codec that compresses x + residual and updates the residual in one pass."""
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int: ...
 
 
 @runtime_checkable
 class ReportsSent(Protocol):
-    """A codec of several rounds that can compute, after its last payload, which part of x this worker sent.
+    """A codec of several rounds that can compute, after its last payload, which part of its input this worker has sent.
 
-    That part is zero where x or a result was not finite: all later payloads of the step are then flagged.
+    That part is zero if the input or a result was not finite, because all later payloads of the step are then flagged.
     """
 
     def sent(self, state: State, out: torch.Tensor) -> None: ...
@@ -64,21 +64,22 @@ class ReportsSent(Protocol):
 
 @runtime_checkable
 class Limited(Protocol):
-    """A codec that flags finite numbers above `most`. Error feedback clamps them to `most`, and the residual keeps the rest."""
+    """A codec that flags its payload if a finite number exceeds `most`. Error feedback clamps such numbers to `most`, and the
+    residual keeps the rest."""
 
     @property
     def most(self) -> float: ...
 
 
 class ErrorFeedback(CodecWrapper, frozen=True):
-    """Wraps a codec; payloads are those of the inner codec.
+    """Adds error feedback to a codec; the payloads are those of the inner codec.
 
     State: the float32 residual, the inner state, and under `_sent` the last payload as a view of the caller's memory. The
     caller leaves that memory unchanged until the next `start` (`emit`) or `undo` (`undo_server`). Between the rounds of a step
-    `_sent` is empty, since nothing has been sent yet. A server's state also points to the last accumulator, which must stay
+    `_sent` is empty, since nothing has been sent yet. A server's state also refers to the last accumulator, which must stay
     unchanged until `undo_server` or the next `add`.
 
-    Undo is arithmetic, not a saved copy: residual + sent - x, exact to a rounding of x.
+    Undo computes the old residual as residual + sent - x, which is exact up to rounding, instead of keeping a copy.
     """
 
     name: ClassVar[str] = "error_feedback"
@@ -86,10 +87,10 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     keeps: ClassVar[bool] = True
 
     lr_correction: bool = False
-    """Whether x is in units of the update, gradient times learning rate: see `in_updates`."""
+    """Whether the input is in units of weight updates, gradient times learning rate: see `in_updates`."""
 
     def __str__(self) -> str:
-        # Absent means off: plans from before this option are spelled so.
+        # Omitted if false, since older plans without this option must keep their spelling.
         return spell(self) if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
@@ -105,7 +106,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return {"inner": self.inner.init_server(spec)}
 
     def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        state["_sent"] = None  # the last payload was applied: if this step fails from now on, undo must not take that one back
+        state["_sent"] = None  # the last payload was applied, so undo must not roll it back if this step fails
         _check(self.name, "x", x, state)
         nbytes = self._start(x, state, out)
         state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
@@ -161,7 +162,8 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
     def _lossy_emit(self) -> bool:
-        """A server returns a SUM unchanged. It encodes a GATHER again and keeps the encoding error in its residual."""
+        """Returns whether the server compresses its sum again, and so has a residual: for GATHER. A server sends the sum of a
+        SUM round unchanged."""
         return self.rounds == (Round.GATHER,)
 
     def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
@@ -172,7 +174,7 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         torch.add(x, residual, out=v)
         if not kernels.all_finite(v):
             kernels.absorb(residual, x)
-            return int(self.inner.start(v, inner, out))  # the payload is flagged; start still advances the inner step counters
+            return int(self.inner.start(v, inner, out))  # flagged; start still increments inner step counters
         residual.copy_(v)
         nbytes = int(self.inner.start(v, inner, out))
         if len(self.rounds) > 1:
@@ -188,22 +190,23 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
 
 def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
-    """Wraps a codec of one round, or a codec of several rounds that has `sent()`.
+    """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`.
 
     With `lr_correction`, each part of a residual keeps the learning rate of its own step (Zheng et al. 2019), on workers and
     servers.
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, allowed is a codec that is not error_feedback itself")
+                           f"error_feedback: inner must be a codec other than error_feedback, got {inner}")
     check_outermost("error_feedback", inner)
     if inner.keeps:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: {inner} keeps back itself what it does not send; error_feedback goes inside it")
+                           f"error_feedback: {inner} already keeps a residual or velocity; put error_feedback inside it "
+                           "instead")
     if len(inner.rounds) > 1 and not isinstance(inner, ReportsSent):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: {inner} has {len(inner.rounds)} rounds and no sent(), so its residual is not "
-                           "known")
+                           f"error_feedback: {inner} has {len(inner.rounds)} rounds but no method sent(), which is needed to "
+                           "compute the residual")
     check_arguments("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 
@@ -213,7 +216,7 @@ def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
 
 
 def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
-    """Ends an undo. If all elements are undone, `back` is the residual itself."""
+    """Ends an undo. `back`: the change of the residual, or the new residual itself if all elements are undone."""
     if elements is None:
         state["_sent"] = None
     else:
@@ -221,19 +224,20 @@ def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
 
 
 def add_ranges(into: torch.Tensor, values: torch.Tensor, elements: Ranges) -> None:
-    """into += values on the elements of `elements`."""
+    """Adds `values` to `into` on these elements only."""
     for start, stop in ranges(elements, into.numel()):
         into[start:stop] += values[start:stop]
 
 
 def before_emit(codec: Codec, acc: Any, state: State) -> None:
-    """Before a server encodes: passes the accumulator to a codec that needs more than the sum, such as BudgetedTopK."""
+    """Passes the accumulator to a codec that needs more than the sum, such as BudgetedTopK. A server calls it before it
+    compresses the sum."""
     if prepare := getattr(codec, "before_emit", None):
         prepare(acc, state)
 
 
 def wrap(codec: Codec) -> Codec:
-    """The codec that a plan runs: error feedback around a biased codec, any other codec unchanged."""
+    """Returns the codec that a plan uses: with error feedback if the codec is biased, otherwise unchanged."""
     if isinstance(codec, CodecWrapper) and codec.feedback_inside:
         wrapped: Codec = msgspec.structs.replace(codec, inner=wrap(codec.inner))
         return wrapped
@@ -241,7 +245,8 @@ def wrap(codec: Codec) -> Codec:
 
 
 def in_updates(codec: Any) -> bool:
-    """Whether x must be gradient times learning rate, and the sum be divided by that rate again.
+    """Returns whether the codec's input must be gradient times learning rate, so that its sum must be divided by that rate
+    again.
 
     In these units every residual keeps its learning rate, also on servers, and a change of the rate needs no message.
     """
@@ -254,7 +259,8 @@ MOST = kernels.MOST["fp32"]
 
 
 class Momentum(CodecWrapper, frozen=True):
-    """Sends velocity = beta * velocity + x. A non-finite x is passed on, to be flagged, and leaves the velocity unchanged."""
+    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so
+    that it is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
     feedback_inside: ClassVar[bool] = True
@@ -280,7 +286,7 @@ class Momentum(CodecWrapper, frozen=True):
 
 
 def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Tensor:
-    """velocity = beta * velocity + x, kept finite."""
+    """Computes velocity = beta * velocity + x in place. Infinite elements are clamped to the largest finite number."""
     velocity.mul_(beta).add_(x)
     if not kernels.all_finite(velocity):
         velocity.clamp_(-MOST, MOST)
@@ -288,20 +294,20 @@ def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Te
 
 
 def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, elements: Ranges = None) -> None:
-    """The reverse of `accelerate`. Its rounding error grows by 1 / beta and shrinks by beta in the next step."""
+    """Undoes `accelerate` on these elements. The rounding error grows by 1 / beta and shrinks by beta in the next step."""
     for start, stop in ranges(elements, velocity.numel()):
         part = velocity[start:stop]
         part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
 
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
-    """Momentum before any codec. A plan adds error feedback inside it where the codec needs that."""
+    """Adds momentum before any codec. A plan adds error feedback to the inner codec if that codec needs it."""
     check_arguments("momentum", beta=beta)
     return Momentum(check_codec("momentum", inner), float(beta))
 
 
 class ResidualSlice(NamedTuple):
-    """Residual values on elements [start, stop) of a tensor."""
+    """Residual values for the elements [start, stop) of the tensor with number `tensor`."""
 
     tensor: int
     start: int
@@ -313,7 +319,8 @@ class ResidualSlice(NamedTuple):
 
 
 def residual_of(state: State, numel: int) -> torch.Tensor | None:
-    """The residual of all elements, concatenated where a wrapper keeps it in parts. None if the codec keeps none."""
+    """Returns the residual of all elements, concatenated if a wrapper keeps it in parts. None if the codec keeps no
+    residual."""
     parts = list(_residuals(state))
     if not parts or sum(p.numel() for p in parts) != numel:
         return None
@@ -329,7 +336,7 @@ def _residuals(state: State) -> Iterator[torch.Tensor]:
 
 
 def split_by_tensor(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[ResidualSlice]:
-    """Maps values on a bucket's elements from `start` on to elements of the tensors in its slices."""
+    """Converts values on a bucket's elements from `start` on to values on elements of the tensors in the bucket's slices."""
     at = 0
     for s in slices:
         low, high = max(start, at), min(start + values.numel(), at + s.numel)
@@ -339,7 +346,7 @@ def split_by_tensor(slices: Sequence[Slice], start: int, values: torch.Tensor) -
 
 
 def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
-    """The elements of the slices whose bits are set in `word`."""
+    """Returns the elements of the slices whose bits are set in `word`."""
     if word == (1 << len(slices)) - 1:
         return None
     edges = [0, *accumulate(s.numel for s in slices)]
@@ -347,7 +354,8 @@ def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
 
 
 def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> torch.Tensor | None:
-    """The part of the inherited residuals that falls on a bucket of these slices, or None."""
+    """Returns the inherited residuals of the elements of a bucket with these slices, 0 where there are none; None if there are
+    none at all."""
     total: torch.Tensor | None = None
     at = 0
     for s in slices:

@@ -1,11 +1,13 @@
-"""Global budget and warm-up: sparse codecs whose number of entries is set before each step (a plan's `ratio_over`, `warmup`).
+"""Global budget and warm-up: sparse codecs whose number of entries is set before each step (`ratio_over` and `warmup` of a
+plan).
 
-Plans create BudgetedTopK; it has no spelling. On a worker, the code that knows all buckets of a step calls `set_entries`. A
-server derives the number itself: it sends as many entries as its members sent on average. So downloads follow uploads.
+Plans create BudgetedTopK; it has no name in plans. On a worker, the code that knows all buckets of a step calls `set_entries`.
+A server computes the number itself: it sends as many entries as its members sent on average. So downloads have the size of
+uploads.
 
 share_budget() divides a plan's entries among its buckets as if one threshold selected from all of them. The last payload of
-each bucket estimates how many of its entries lie above a nearby threshold: its count times (its least magnitude / threshold) to
-the power of its slope.
+each bucket predicts how many of its entries are above a nearby threshold. The prediction is the payload's count times (its
+least magnitude / threshold) to the power of its slope.
 
 Warm-up: the ratio falls from 25 % to the plan's ratio over the first steps.
 """
@@ -37,35 +39,36 @@ BUDGET_LIMITS: Mapping[str, tuple[float, float]] = {
     "available": (0, payload.MAX_NUMEL),
     "least": (0.0, HUGE),
 }
-"""Limits of the numbers in a state. `slope` has the limits of selection.STATE_LIMITS."""
+"""Allowed range of each number in a state. `slope` has the range in selection.STATE_LIMITS."""
 
 MAX_SHARE = 8
-"""A bucket gets at most MAX_SHARE times its own share of a plan's entries, and at least 1 / MAX_SHARE of it."""
+"""A bucket gets at most MAX_SHARE times, and at least 1 / MAX_SHARE times, the entries that its own ratio would give."""
 
 DIGITS = 6
-"""Decimals of a slope. Devices add in different orders, but all must demand the same number of entries."""
+"""Number of decimals of a slope. Devices add in different orders, but all must compute the same number of entries."""
 
 UNKNOWN = -1
-"""`sent` if there is no last payload or it was flagged."""
+"""Value of `sent` if there is no last payload or it was flagged as not finite."""
 
 
 class BudgetedTopK(CodecWrapper, frozen=True):
-    """State: `entries`, the entries of the next payload, and the inner state, whose memory is allocated again when `entries`
-    changes.
+    """Wraps a sparse codec so that the number of entries in its payload can change in every step.
 
-    A worker also keeps facts of its last payload: `sent` (entries), the `least` magnitude, and `slope`, how steeply counts fall
-    above it. `available` is the number of entries that can be sent, if the payload held all that are not zero.
+    State: `entries`, the entries of the next payload, and the inner state, whose memory is reallocated when `entries` changes.
+    A worker's state also describes its last payload. `sent` is its number of entries, and `least` its smallest magnitude.
+    `slope` is how steeply counts fall above that magnitude. `available` is the number of entries that can be sent if the
+    payload had all that are not zero.
     """
 
     name: ClassVar[str] = "budgeted_topk"
 
     max_ratio: float
-    """The largest ratio that can be requested."""
+    """Largest ratio that can be requested."""
     mean_ratio: float
-    """The mean of the members' own ratios. A server with another ratio keeps the proportion to it."""
+    """Mean of the members' own ratios. A server with another ratio keeps the proportion to this mean."""
     warmup_steps: int = 0
     shared: bool = False
-    """Whether its entries are shared with other buckets."""
+    """Whether this bucket's entries are part of a budget that several buckets share."""
 
     def __str__(self) -> str:
         return str(self.inner)
@@ -82,14 +85,15 @@ class BudgetedTopK(CodecWrapper, frozen=True):
                 "_spec": spec}
 
     def set_entries(self, state: State, entries: int) -> None:
-        """Sets the entries from the next step on. A tracked threshold moves to where that many entries should pass."""
+        """Sets the number of entries from the next step on. A tracked threshold is changed so that about this many entries
+        should exceed it."""
         before, inner = state["entries"], state["inner"]
         if inner["threshold"] and entries != before:
             inner["threshold"] = clamp_threshold(inner["threshold"] * (before / entries) ** (1 / inner["slope"]))
         state["entries"] = entries
 
     def demand(self, state: State, ratio: float) -> Demand:
-        """The request of this bucket, whose own ratio is now `ratio`."""
+        """Returns the demand of this bucket for the next step. `ratio`: the bucket's own ratio in that step."""
         spec, sent = state["_spec"], state["sent"]
         plain = self._count(spec, ratio)
         fewest, most = max(1, plain // MAX_SHARE), self._count(spec, min(self.max_ratio, MAX_SHARE * ratio))
@@ -101,7 +105,7 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """See feedback.Fed."""
+        """Writes the payload of x + residual in one pass; see feedback.Fed."""
         self._resize(state, x)
         nbytes = int(state["_codec"].start_fed(x, residual, state["inner"], out))
         if self.shared and "sent" in state:
@@ -129,7 +133,7 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return self.start(acc["sum"], state, out)
 
     def before_emit(self, acc: Any, state: State) -> None:
-        """Before an emit: sets the entries to the members' average. See feedback.before_emit."""
+        """Sets the number of entries to the members' average, before an emit. See feedback.before_emit."""
         total, members = acc.get("members", (0, 0))
         if members:
             share = self.inner.ratio / self.mean_ratio
@@ -151,12 +155,12 @@ class BudgetedTopK(CodecWrapper, frozen=True):
             return
         magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
         least = magnitudes.min()
-        rise = float((magnitudes / least).double().log().mean())  # Hill's estimate of a tail's exponent is its inverse
+        rise = float((magnitudes / least).double().log().mean())  # the inverse of Hill's estimate of a tail's exponent
         slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
         state["least"], state["slope"] = float(least), round(slope, DIGITS)
 
     def _at(self, entries: int, spec: Spec) -> Any:
-        """The inner codec at the ratio at which it sends `entries` entries of the bucket."""
+        """Returns the inner codec with the ratio at which it sends `entries` entries of the bucket."""
         return msgspec.structs.replace(self.inner, ratio=min(1.0, max(entries - 0.5, 0.5) / max(spec.numel, 1)))
 
     def _count(self, spec: Spec, ratio: float) -> int:
@@ -164,9 +168,10 @@ class BudgetedTopK(CodecWrapper, frozen=True):
 
 
 def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: bool) -> Any:
-    """Wraps the core of a codec in BudgetedTopK, inside the same wrappers, if its entries can vary.
+    """Wraps the innermost codec in BudgetedTopK if its number of entries can vary. Wrappers around it stay.
 
-    `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio.
+    `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio. `steps`: length of the
+    warm-up. `shared`: whether buckets share a budget.
     """
     if isinstance(codec, CodecWrapper):
         return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
@@ -180,18 +185,18 @@ def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: boo
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
 MOST_CHANGE = 2.0
-"""The largest factor by which a bucket's entries change in one step: the estimate holds only near the last threshold."""
+"""Largest factor by which a bucket's entries change in one step. The prediction holds only near the last threshold."""
 
 HALVINGS = 30
-"""Bisection steps over the range of thresholds."""
+"""Number of bisection steps over the range of thresholds."""
 
 
 ROUNDING = 1e-6
-"""Rounding error of a count that passes through a logarithm and back."""
+"""Bound of the rounding error of a count after a logarithm and an exponential."""
 
 
 class Tail(NamedTuple):
-    """Magnitudes in one payload: entries sent, the least magnitude, and the exponent of the tail."""
+    """The magnitudes in one payload: number of entries sent, the least magnitude, and the exponent of the tail."""
 
     sent: float
     least: float
@@ -199,22 +204,24 @@ class Tail(NamedTuple):
 
 
 EMPTY_TAIL = Tail(1e-9, 1.0, 1.0)
-"""The tail of a bucket that sent nothing, since 0 has no logarithm."""
+"""Tail of a bucket that sent nothing, since 0 has no logarithm."""
 
 
 class Demand(NamedTuple):
-    """One bucket: its entries now, and the fewest, the unshared and the most entries for its next payload."""
+    """One bucket's demand: its present number of entries, and for its next payload the fewest, the number by its own ratio
+    (`plain`), and the most."""
 
     now: int
     fewest: int
     plain: int
     most: int
     tail: Tail | None
-    """None if unknown: the bucket keeps its part. A bucket that sent nothing, since all was zero, gets the fewest."""
+    """Tail of the last payload. None if unknown: the bucket then keeps its share. A bucket that sent nothing because all was
+    zero gets the fewest entries."""
 
 
 def share_budget(demands: Sequence[Demand]) -> list[int]:
-    """Entries for each bucket; their total equals the total of the unshared ones. Deterministic.
+    """Returns the number of entries for each bucket. Their total equals the total of the buckets' own ratios. Deterministic.
 
     >>> calm, wild = Tail(100, 0.1, 3.0), Tail(100, 10.0, 3.0)
     >>> share_budget([Demand(100, 12, 100, 800, calm), Demand(100, 12, 100, 800, wild)])
@@ -241,7 +248,8 @@ def share_budget(demands: Sequence[Demand]) -> list[int]:
 
 
 def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
-    """Rounds and keeps the total: the rest goes to the largest remainders first, then to buckets below their limit."""
+    """Rounds to integers with the given total. The rest is given to the largest remainders first, then to buckets below their
+    limit."""
     counts = np.floor(wanted + ROUNDING).astype(int)
     order = np.argsort(counts - wanted, kind="stable")
     fewest, most = np.array([demand.fewest for demand in demands]), np.array([demand.most for demand in demands])
@@ -256,16 +264,18 @@ def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
 
 
 FIRST_RATIO = 0.25
-"""The ratio of the first step."""
+"""Ratio of the first step of a warm-up."""
 
 
 def stages_of(ratio: float) -> int:
-    """Stages before the last one, which has the ratio itself. 0 if the ratio is not below FIRST_RATIO."""
+    """Returns the number of warm-up stages before the last one, which has the ratio itself. 0 if the ratio is not below
+    FIRST_RATIO."""
     return max(0, math.ceil(math.log2(FIRST_RATIO / ratio)))
 
 
 def ratio_of(ratio: float, stage: int) -> float:
-    """
+    """Returns the ratio in a stage of a warm-up that ends at `ratio`.
+
     >>> [round(ratio_of(0.02, stage), 3) for stage in range(stages_of(0.02) + 1)]
     [0.25, 0.133, 0.071, 0.038, 0.02]
     """
@@ -274,5 +284,5 @@ def ratio_of(ratio: float, stage: int) -> float:
 
 
 def ratio_at(ratio: float, steps: int, step: int) -> float:
-    """The ratio in a step of a warm-up over `steps` steps; 0 steps mean no warm-up."""
+    """Returns the ratio in step `step` of a warm-up over `steps` steps; 0 steps: no warm-up."""
     return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio

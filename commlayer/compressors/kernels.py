@@ -1,8 +1,8 @@
-"""The kernels of codecs, and the choice of their backend.
+"""Kernels of codecs, and the choice of their backend.
 
-The backend is native if it is built, else fallback.py; for tensors on a CUDA device it is the kernels in cuda/.
-Tensors are float32, contiguous and one-dimensional. Payload bytes are memoryviews of any alignment, or uint8 tensors on the
-device of the other tensors. All backends produce the same bytes. native/include/commlayer.h specifies each kernel.
+The backend is native if it is built, otherwise fallback.py; tensors on a CUDA device use the kernels in cuda/. Tensors are
+float32, contiguous and one-dimensional. Payload bytes are memoryviews of any alignment, or uint8 tensors on the device of the
+other tensors. All backends produce the same bytes. native/include/commlayer.h specifies each kernel.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ else:
     from commlayer.compressors import tensors as torch
 
 MOST_SCALE = np.finfo(np.float32).max / np.float32(128)
-"""The largest scale: any int8 times it is finite."""
+"""Largest scale for which every int8 number times the scale is finite."""
 
 MOST = {
     "fp16": float(np.finfo(np.float16).max),
     "bf16": float(np.uint32(0x7F7F << 16).view(np.float32)),
     "fp32": float(np.finfo(np.float32).max),
 }
-"""The largest finite number of each format."""
+"""Largest finite number of each format."""
 
 
 @functools.cache
 def _device() -> ModuleType:
-    """The kernels for CUDA. Loads torch."""
+    """Returns the kernels for CUDA. Loads torch."""
     return importlib.import_module("commlayer.compressors.device.kernels")
 
 
@@ -52,29 +52,29 @@ _chosen: list[ModuleType] = [native.core or fallback]
 def choose(backend: str) -> None:
     """Sets the backend of this process: "fallback", "native", or "auto" for the fastest available."""
     if backend not in ("auto", *BACKENDS):
-        raise InvalidInput("E-CODEC-BACKEND", f"backend {backend!r}: available are {', '.join(BACKENDS)}")
+        raise InvalidInput("E-CODEC-BACKEND", f"backend: got {backend!r}, available: {', '.join(BACKENDS)}")
     _chosen[0] = (native.core or fallback) if backend == "auto" else BACKENDS[backend]
 
 
 def check_family(family: str) -> None:
-    """Raises for a family of codecs that the backend has no kernels for."""
+    """Raises InvalidInput if the backend has no kernels for this family of codecs."""
     if _chosen[0] is fallback and family not in fallback.FAMILIES:
         raise fallback.refusal(f"codec {family}")
 
 
 GRAIN = 1 << 18
-"""Fewest elements per thread: starting a thread costs some 20 us."""
+"""Minimum number of elements per thread, since starting a thread takes about 20 us."""
 
 
 def threads(count: int) -> None:
-    """Lets up to `count` threads share a native call on a large bucket. Results do not depend on the count."""
+    """Lets up to `count` threads share a native call on a large bucket. Results do not depend on the number of threads."""
     if native.core is not None:
         native.core.threads(count, GRAIN)
 
 
 @contextlib.contextmanager
 def use(backend: ModuleType) -> Iterator[None]:
-    """Sets the backend inside a with block. For tests and measurements."""
+    """Context manager that sets the backend. For tests and measurements."""
     before, _chosen[0] = _chosen[0], backend
     try:
         yield
@@ -83,7 +83,7 @@ def use(backend: ModuleType) -> Iterator[None]:
 
 
 def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
-    """The backend for x, or for x and a payload."""
+    """Returns the backend for x, or for x and a payload."""
     if not tensors.real:
         return _chosen[0]
     on_device = _device().serves(x.device) if payload is None else isinstance(payload, torch.Tensor)
@@ -91,7 +91,7 @@ def _of(x: torch.Tensor, payload: Buffer | None = None) -> ModuleType:
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
-    """Whether all of x, or of x + residual, is finite."""
+    """Returns whether all elements of x, or of x + residual, are finite."""
     return bool(_of(x).all_finite(x, residual))
 
 
@@ -108,12 +108,12 @@ def add_bf16(acc: torch.Tensor, x: Buffer) -> None:
 
 
 def f32_to_f16(dst: Buffer, src: torch.Tensor) -> bool:
-    """Whether all results are finite."""
+    """Casts to float16. Returns whether all results are finite."""
     return bool(_of(src, dst).f32_to_f16(dst, src))
 
 
 def f32_to_bf16(dst: Buffer, src: torch.Tensor) -> bool:
-    """Whether all results are finite."""
+    """Casts to bfloat16. Returns whether all results are finite."""
     return bool(_of(src, dst).f32_to_bf16(dst, src))
 
 
@@ -126,7 +126,8 @@ def bf16_to_f32(dst: torch.Tensor, src: Buffer) -> None:
 
 
 def int8_encode(quanta: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """Encodes x + residual; the residual keeps the rounding error. False if not finite: residual then takes the finite part."""
+    """Quantizes x + residual; the residual becomes the rounding error. Returns False if x + residual is not finite: the
+    residual then becomes its finite part."""
     return bool(_of(x, quanta).int8_encode(quanta, scales, x, residual, block))
 
 
@@ -145,7 +146,8 @@ def linear_encode(
     euclidean: bool,
     random: tuple[int, int] | None,
 ) -> bool:
-    """As int8_encode. `random` is the key and the step of the random words for rounding; None rounds to the nearest."""
+    """Quantizes like int8_encode, with `bits` per element. `euclidean`: scales are from Euclidean norms instead of maxima.
+    `random`: key and step of the random numbers for stochastic rounding; None: rounds to the nearest level."""
     key, step = random or (0, 0)
     return bool(_of(x, codes).linear_encode(codes, scales, x, residual, block, bits, euclidean, random is not None, key, step))
 
@@ -155,7 +157,7 @@ def linear_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, 
 
 
 def onebit_encode(codes: Buffer, scales: Buffer, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    """As int8_encode."""
+    """Quantizes x + residual to signs and mean magnitudes, like int8_encode."""
     return bool(_of(x, codes).onebit_encode(codes, scales, x, residual, block))
 
 
@@ -166,7 +168,8 @@ def onebit_decode(acc: torch.Tensor, codes: Buffer, scales: Buffer, block: int, 
 def select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: float, start: int, idx: torch.Tensor, val: torch.Tensor
 ) -> tuple[int, int, bool]:
-    """(entries selected, entries that reached the threshold but did not fit, whether all of g + residual is finite)."""
+    """Selects entries of g + residual with at least this magnitude into `idx` and `val`. Returns (entries selected, entries
+    that did not fit, whether all of g + residual is finite)."""
     count, overflow, finite = _of(g).select(g, residual, threshold, start, idx, val)
     return int(count), int(overflow), bool(finite)
 
@@ -176,12 +179,12 @@ def sample_abs(g: torch.Tensor, residual: torch.Tensor | None, offset: int, out:
 
 
 def scatter_add(acc: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    """`idx` must come from `select` or from a decode, which checks it."""
+    """Adds values at positions. `idx` must come from `select` or from a decode, which checks positions."""
     _of(acc).scatter_add(acc, idx, val)
 
 
 def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, quanta: Buffer, scales: Buffer, block: int) -> None:
-    """As scatter_add, with values scale * q."""
+    """Adds values scale * quanta at positions, like scatter_add."""
     _of(acc, quanta).scatter_add_int8(acc, idx, quanta, scales, block)
 
 
@@ -190,7 +193,7 @@ def ef_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
-    """Raises CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
+    """Decodes positions from Elias-Fano. Raises CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
     _of(idx, src).ef_decode(idx, n, src)
 
 
@@ -199,7 +202,7 @@ def bitmap_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
 
 
 def bitmap_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
-    """As ef_decode."""
+    """Decodes positions from a bitmap. Raises CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
     _of(idx, src).bitmap_decode(idx, n, src)
 
 
@@ -212,7 +215,7 @@ def blocks_encode(out: Buffer, idx: torch.Tensor, n: int) -> int:
 
 
 def blocks_decode(idx: torch.Tensor, n: int, src: Buffer) -> None:
-    """As ef_decode."""
+    """Decodes positions from blocks. Raises CorruptPayload for bytes that are not exactly idx.numel() positions below n."""
     _of(idx, src).blocks_decode(idx, n, src)
 
 
@@ -234,7 +237,8 @@ def trim(
     start: int,
     scratch: torch.Tensor,
 ) -> int:
-    """Keeps entries at the front of idx and val and returns their number. The residual gets the rest of `count`."""
+    """Keeps the `keep` largest of `count` entries, at the front of idx and val, and returns their number. The others are added
+    to the residual."""
     return int(_of(val).trim(residual, n, idx, val, count, keep, start, scratch))
 
 
@@ -247,7 +251,8 @@ def select_runs(
     ids: torch.Tensor,
     scores: torch.Tensor,
 ) -> tuple[int, int, bool]:
-    """As select, by runs. Their elements stay in the residual until scatter_runs writes what rounding keeps of them."""
+    """Selects like `select`, but runs of neighboring elements instead of single ones. Their elements stay in the residual until
+    scatter_runs writes their rounding errors."""
     count, overflow, finite = _chosen[0].select_runs(g, residual, run, threshold, start, ids, scores)
     return int(count), int(overflow), bool(finite)
 
@@ -273,12 +278,12 @@ def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
 
 
 def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    """val = src[idx]."""
+    """Copies elements: val = src[idx]."""
     _of(src).take(src, idx, val)
 
 
 def nibbles_encode(q: Buffer, scales: Buffer, x: torch.Tensor, rest: torch.Tensor, block: int) -> bool:
-    """Encodes x with 4 bits per entry; rest = x - decoded x. False if x is not finite."""
+    """Quantizes x with 4 bits per entry; `rest` becomes x - decoded x. Returns False if x is not finite."""
     return bool(_of(x, q).nibbles_encode(q, scales, x, rest, block))
 
 
@@ -287,12 +292,12 @@ def nibbles_decode(out: torch.Tensor, q: Buffer, scales: Buffer, block: int) -> 
 
 
 def outer(out: torch.Tensor, p: torch.Tensor, q: torch.Tensor, rank: int) -> None:
-    """out = p' q for p (rank x m) and q (rank x n), with the same bits on every machine."""
+    """Computes out = p' q for p (rank x m) and q (rank x n), with the same bits on every machine."""
     _chosen[0].outer(out, p, q, rank)
 
 
 def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
-    """dst = the floats in src, whatever its alignment."""
+    """Copies the float32 numbers in the bytes `src` to `dst`, whatever the alignment of `src`."""
     if isinstance(src, torch.Tensor):
         dst.copy_(src.view(torch.float32))
     else:
@@ -300,7 +305,7 @@ def copy_f32(dst: torch.Tensor, src: Buffer) -> None:
 
 
 def store_f32(dst: Buffer, src: torch.Tensor) -> None:
-    """Writes the floats of src as bytes. Does nothing if they already lie there."""
+    """Writes the float32 numbers of `src` as bytes. Does nothing if `dst` is the memory of `src`."""
     if isinstance(dst, torch.Tensor):
         dst.view(torch.float32).copy_(src)
     else:
@@ -310,7 +315,7 @@ def store_f32(dst: Buffer, src: torch.Tensor) -> None:
 
 
 def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
-    """The largest of the unsigned numbers in src, or 0 if there are none."""
+    """Returns the largest of the unsigned numbers in `src`; 0 if there are none."""
     if isinstance(src, torch.Tensor):
         return int(_device().largest(src, np.dtype(dtype).itemsize))
     numbers = np.frombuffer(src, dtype)
@@ -318,12 +323,12 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
 
 
 def octets(src: Buffer) -> npt.NDArray[np.uint8]:
-    """The bytes on the host. For few bytes: on a device the call waits."""
+    """Copies the bytes to host memory. Only for few bytes, since the call waits for the device."""
     return src.cpu().numpy() if isinstance(src, torch.Tensor) else np.frombuffer(src, np.uint8)
 
 
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
-    """Whether every float32 scale in src is from 0 to `most`."""
+    """Returns whether every float32 scale in `src` is from 0 to `most`."""
     if isinstance(src, torch.Tensor):
         return bool(_device().within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
@@ -331,6 +336,7 @@ def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
 
 
 def absorb(residual: torch.Tensor, x: torch.Tensor) -> None:
-    """residual += x where the sum is finite; elsewhere residual is unchanged. Slow: only for input with non-finite elements."""
+    """Adds x to the residual where the sum is finite; elsewhere the residual is unchanged. Slow, so only for input with
+    non-finite elements."""
     v = residual + x
     torch.where(torch.isfinite(v), v, residual, out=residual)

@@ -1,7 +1,7 @@
-"""A numpy stand-in for the part of torch that a server's codecs use, so that a server runs without torch.
+"""A numpy replacement for the part of torch that a server's codecs use, so that a server runs without torch.
 
-Names, arguments and bits are those of torch, for host memory only. Codec functions that only workers call are not supported.
-Codecs import this module through tensors.py, as `torch`.
+Names, arguments and results (bit for bit) are those of torch, for host memory only. Codec functions that only workers call are
+not supported. Codecs import this module through tensors.py, as `torch`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Device(NamedTuple):
 
 
 class Tensor(np.ndarray[Any, np.dtype[Any]]):
-    """A numpy array with torch's methods. For a single dtype, numpy's arithmetic and slices equal torch's."""
+    """A numpy array with torch's methods. If all operands have one dtype, numpy's arithmetic and slices equal torch's."""
 
     device: Any = Device("cpu")
 
@@ -143,5 +143,5 @@ def where(condition: Tensor, x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:
-    """A cast for type checkers: numpy functions return a Tensor when their input is one."""
+    """Casts the type for type checkers: numpy functions return a Tensor when their input is a Tensor."""
     return cast(Tensor, array)

@@ -1,7 +1,7 @@
-"""Writes and reads the payload header.
+"""Writes and reads the header of payloads.
 
-Sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32.
-See docs/reference/wire.md.
+The header has sixteen bytes, little endian: codec u8, version u8, flags u8, aux u8, numel u32, count u32, seed u32. See
+docs/reference/wire.md.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ else:
 
 # Union, since `|` would load torch.
 Out: TypeAlias = Union[memoryview, "torch.Tensor"]
-"""Payload memory to write, owned by the caller: host memory, or uint8 on a device."""
+"""Payload memory to write, owned by the caller: a memoryview of host memory, or a uint8 tensor on a device."""
 
 Buffer: TypeAlias = Out | bytes | bytearray
 """Payload bytes to read."""
 
 VERSION = 1
 NONFINITE = 1
-"""Flag: the input was not finite. There is no body."""
+"""Flag of a payload whose input was not finite. Such a payload has no body."""
 
 MAX_NUMEL = 0xFFFFFFFF
 
@@ -42,20 +42,21 @@ CODEC_IDS = {
     "randomk": 12,
     "powersgd": 13,
 }
-"""Ids of the codecs on the wire: never reused (8, 9, 14, 15 and 16 are retired). 240-255 are free for experiments and tests."""
+"""Numbers of the codecs on the wire. Numbers are never reused (8, 9, 14, 15 and 16 are retired). 240-255 are free for
+experiments and tests."""
 
 _LAYOUT = struct.Struct("<BBBBIII")
 HEADER_NBYTES = _LAYOUT.size
 
 
 class Head(NamedTuple):
-    """A checked header and the body that follows it."""
+    """A checked payload header, and the body that follows it."""
 
     flagged: bool
     aux: int
-    """A byte that each codec defines."""
+    """A byte whose meaning each codec defines."""
     entries: int
-    """Entries in the body; numel for dense codecs."""
+    """Number of entries in the body; for dense codecs the number of elements."""
     seed: int
     body: Out
 
@@ -70,15 +71,15 @@ def write(out: Out, codec: int, numel: int, count: int, aux: int = 0, seed: int 
 
 
 def write_flagged(out: Out, codec: int, numel: int) -> int:
-    """Writes a whole payload for non-finite input; returns its size."""
+    """Writes the complete payload for input that is not finite, and returns its size."""
     _put(out, codec, VERSION, NONFINITE, 0, numel, 0, 0)
     return HEADER_NBYTES
 
 
 def on_host(memory: Out) -> memoryview:
-    """Host memory, for codecs without device kernels: these never run on a device."""
+    """Returns the memory itself if it is host memory, otherwise raises InvalidInput. For codecs that have no device kernels."""
     if isinstance(memory, torch.Tensor):
-        raise InvalidInput("E-CODEC-INPUT", f"payload memory on {memory.device}, allowed for this codec is host memory")
+        raise InvalidInput("E-CODEC-INPUT", f"this codec runs only on the CPU, but its payload memory is on {memory.device}")
     return memory
 
 
@@ -90,7 +91,7 @@ def _put(out: Out, *fields: int) -> None:
 
 
 def _split(payload: Buffer) -> tuple[memoryview, Out]:
-    """The header's bytes on the host, and the body in its own memory. Either may be too short."""
+    """Splits a payload into the header's bytes, in host memory, and the body in its own memory. Either may be too short."""
     if isinstance(payload, torch.Tensor):
         return payload[:HEADER_NBYTES].cpu().numpy().data, payload[HEADER_NBYTES:]
     view = memoryview(payload)
@@ -99,27 +100,28 @@ def _split(payload: Buffer) -> tuple[memoryview, Out]:
 
 
 def read(payload: Buffer, codec: int, numel: int) -> Head:
-    """Reads and checks the header. CorruptPayload names what was received and what was expected."""
+    """Reads and checks the header. Raises CorruptPayload, which names what was received and what was expected."""
     header, body = _split(payload)
     if header.nbytes < HEADER_NBYTES:
-        raise CorruptPayload(f"payload of {header.nbytes} bytes, the header alone takes {HEADER_NBYTES}")
+        raise CorruptPayload(f"payload of {header.nbytes} bytes is shorter than its header of {HEADER_NBYTES} bytes")
     got, version, flags, aux, got_numel, count, seed = _LAYOUT.unpack_from(header)
     if got != codec:
-        raise CorruptPayload(f"payload coded by {codec_name(got)}, expected {codec_name(codec)}")
+        raise CorruptPayload(f"payload was compressed by {codec_name(got)}, expected {codec_name(codec)}")
     if version != VERSION:
-        raise CorruptPayload(f"payload of version {version}, this side speaks version {VERSION}")
+        raise CorruptPayload(f"payload has version {version}, but this process supports only version {VERSION}")
     if flags & ~NONFINITE:
-        raise CorruptPayload(f"payload with flags {flags:#04x}, this side knows {NONFINITE:#04x}")
+        raise CorruptPayload(f"payload has flags {flags:#04x}, but this process knows only {NONFINITE:#04x}")
     if got_numel != numel:
-        raise CorruptPayload(f"payload of {got_numel} elements, the bucket has {numel}")
+        raise CorruptPayload(f"payload has {got_numel} elements, but the bucket has {numel}")
     if count > numel:
-        raise CorruptPayload(f"payload with {count} entries, the bucket has {numel} elements")
+        raise CorruptPayload(f"payload has {count} entries, but the bucket has only {numel} elements")
     if flags & NONFINITE and (body.nbytes or aux or count or seed):
-        raise CorruptPayload(f"non-finite payload with {body.nbytes} bytes of body, aux {aux}, count {count}, expected none")
+        raise CorruptPayload(f"payload is flagged as not finite, so its body, aux and count must be empty; got {body.nbytes} "
+                             f"bytes of body, aux {aux}, count {count}")
     return Head(bool(flags & NONFINITE), aux, count, seed, body)
 
 
 def expect(what: str, got: int, wanted: int) -> None:
-    """Raises CorruptPayload with both numbers unless they are equal."""
+    """Raises CorruptPayload with both numbers if they differ. `what`: name of the number."""
     if got != wanted:
-        raise CorruptPayload(f"payload with {what} {got}, expected {wanted}")
+        raise CorruptPayload(f"payload has {what} {got}, expected {wanted}")

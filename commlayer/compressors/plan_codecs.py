@@ -1,8 +1,8 @@
-"""Codecs as plans name them.
+"""Creates codecs from their names in plans.
 
-parse() builds a codec from its spelling, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server
-and another for results to workers. runs_on() says whether a codec has kernels for a device, and reader_of() whether its
-results can be read as entries. is_summable() and is_separable() say how payloads can be summed without a server.
+parse() creates a codec from its name, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server and
+another for results to workers. runs_on() says whether a codec has kernels for a device. reader_of() says whether its results
+can be read as entries. is_summable() and is_separable() say how payloads can be summed without a server.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ log = logging.getLogger("commlayer")
 WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
 READ_AS_WRAPPED = (BudgetedTopK, ErrorFeedback, Momentum)
 _reported: set[str] = set()
-"""Errors of launchers that were logged."""
+"""Texts of launcher errors that have been logged, so that each is logged once."""
 
 
 class TwoWay(msgspec.Struct, frozen=True):
-    """Workers send `up` payloads; the server sends the sum as a `down` payload. Each side keeps its own residual."""
+    """Workers send payloads of codec `up`; the server sends the sum as a payload of codec `down`. Each end keeps its own
+    residual."""
 
     name: ClassVar[str] = "two_way"
     rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
@@ -98,26 +99,28 @@ class TwoWay(msgspec.Struct, frozen=True):
 
 
 def two_way(up: Codec, down: Codec) -> TwoWay:
-    """Both codecs have one round and sum in dense float32, as most do. topk(ratio=1.0) down sends the merged sparse sum."""
+    """Creates a codec with different compression of payloads to the server (`up`) and of results (`down`). Both codecs must
+    have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`, the server sends all nonzero entries
+    of the sum."""
     if not _sums(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"two_way: up is {up}, allowed is a codec of one round that sums in dense float32")
+                           f"two_way: up must be a codec of one round with a dense float32 sum, got {up}")
     if not is_download_codec(down):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"two_way: down is {down}, allowed is a codec of one round that sums in dense float32, with "
-                           "error_feedback around it or without")
+                           "two_way: down must be a codec of one round with a dense float32 sum, with or without "
+                           f"error_feedback, got {down}")
     return TwoWay(up, down)
 
 
 def is_download_codec(codec: Codec) -> bool:
-    """Whether the codec can serve as `down`."""
+    """Returns whether the codec can be used as `down` of two_way."""
     return isinstance(_bare(codec), OneRound) and _sums(codec)
 
 
 def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
-    """The codec of a plan's bucket, or with `node` the codec that this node encodes with.
+    """Returns the codec of a plan's bucket; with `node`, the codec that this node compresses with.
 
-    Without `plan`, the plan's settings for all buckets (ratio_over, warmup) are left out. Sizes are then those that the plan
+    Without `plan`, settings of the plan for all buckets (ratio_over, warmup) are ignored. Sizes are then those that the plan
     states.
     """
     codec = wrap(parse(bucket.codec))
@@ -135,7 +138,7 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
 def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
     """Wraps the codec in BudgetedTopK if the plan varies entries by step and a server sums.
 
-    Collectives reserve the largest size in every step and send it, so they gain nothing.
+    Collectives reserve the largest size in every step and send it, so they would gain nothing.
     """
     if bucket.path != "service":
         alone: Codec = codec
@@ -151,30 +154,31 @@ def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
 
 
 def _sums(codec: Codec) -> bool:
-    """Whether the codec's accumulator is the dense sum of the payloads. Random-k sums values alone."""
+    """Returns whether the codec's accumulator is the dense sum of the payloads. Random-k sums only the values."""
     if isinstance(codec, CodecWrapper):
         return _sums(codec.inner)
     return isinstance(codec, Identity) or (isinstance(codec, OneRound) and codec.rounds == (Round.GATHER,))
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
-    """Raises unless the server, which uses the bucket's codec, can read the payloads of this node's codec."""
+    """Raises InvalidInput unless the server, which uses the bucket's codec, can read the payloads of this node's codec."""
     if _read(server) != _read(node):
         raise InvalidInput("E-PLAN-BY-NODE",
-                           f"bucket {bucket.id}: by_node has {node}, which a server of {server} does not read; only their "
-                           "ratios may differ")
+                           f"bucket {bucket.id}: by_node has {node}, whose payloads a server with {server} cannot read; only "
+                           "the ratios may differ")
     if node.keeps != server.keeps:
         raise InvalidInput("E-PLAN-BY-NODE",
-                           f"bucket {bucket.id}: by_node has {node} beside {server}, of which one keeps back what it does not "
-                           "send and one does not; put error_feedback around both or around none")
+                           f"bucket {bucket.id}: by_node has {node} and the bucket's codec is {server}, but only one of them "
+                           "keeps a residual; use error_feedback for both or for neither")
     if node.bound(bucket.spec) > server.bound(bucket.spec):
         raise InvalidInput("E-PLAN-BY-NODE",
-                           f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of {server}, the "
-                           "bucket's codec; that must be the largest")
+                           f"bucket {bucket.id}: by_node has {node}, whose payloads are larger than those of the bucket's "
+                           f"codec {server}; the bucket's codec must have the largest payloads")
 
 
 def _read(codec: Any) -> Any:
-    """The parts of a codec that a server must know: all but ratios, how entries are selected, and residuals of workers."""
+    """Returns the parts of a codec that a server must know: everything except ratios, how entries are selected, and residuals
+    of workers."""
     if isinstance(codec, Momentum | ErrorFeedback) and not in_updates(codec):
         return _read(codec.inner)
     if isinstance(codec, msgspec.Struct):
@@ -206,18 +210,19 @@ FACTORIES: Mapping[str, Callable[..., Codec]] = {
 
 
 def parse(text: str) -> Codec:
-    """The codec that `text` spells, such as "error_feedback(topk(ratio=0.01, values='int8'))"."""
+    """Creates the codec with this name in plans, for example "error_feedback(topk(ratio=0.01, values='int8'))"."""
     return build(parse_spec(text))
 
 
 def build(name: CodecSpec) -> Codec:
-    """InvalidInput for nestings that cannot work: the factories of the codecs check them."""
+    """Creates the codec of a parsed name. Raises InvalidInput for nestings that cannot work; the factories of the codecs check
+    that."""
     arguments = {argument: build(value) if isinstance(value, CodecSpec) else value for argument, value in name.arguments}
     return FACTORIES[name.family](**arguments)
 
 
 def runs_on(codec: Codec, device: torch.device) -> bool:
-    """Whether a worker can run `codec` on the device: the codec has kernels, and this machine can launch them."""
+    """Returns whether a worker can run the codec on the device: the codec has kernels, and this machine can launch them."""
     if not isinstance(_bare(codec), WITH_KERNELS):
         return False
     from commlayer.gpu.launch import launcher  # loads torch
@@ -227,45 +232,46 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
     except ValueError as error:
         if str(error) not in _reported:
             _reported.add(str(error))
-            log.warning("%s; coding on the host", without_code(error))
+            log.warning("%s; gradients are compressed on the CPU instead", without_code(error))
         return False
     return True
 
 
 @runtime_checkable
 class Reads(Protocol):
-    """A codec whose results are entries."""
+    """A codec whose results consist of entries (positions and values)."""
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The increasing positions (uint32 stored as int32) and values that `decode` would write; all other elements are 0.
+        """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
+        are 0.
 
-        None if the result is flagged. CorruptPayload as from `decode`.
+        Returns None if the result is flagged as not finite. Raises CorruptPayload like `decode`.
         """
         ...
 
 
 def result_codec(codec: Any) -> Any:
-    """The inner codec that reads the results of `codec`."""
+    """Returns the inner codec that reads the results of `codec`."""
     while isinstance(codec, (*READ_AS_WRAPPED, TwoWay)):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
     return codec
 
 
 def reader_of(codec: Any) -> Reads | None:
-    """The codec that reads results as entries, or None if results are not entries."""
+    """Returns the codec that reads results as entries; None if results are not entries."""
     inner = result_codec(codec)
     return inner if isinstance(inner, Reads) else None
 
 
 def is_summable(codec: Codec) -> bool:
-    """Whether an all-reduce can combine accumulators of single payloads elementwise, so that `emit` sends their sum."""
+    """Returns whether accumulators of single payloads can be summed by an all-reduce, after which `emit` sends their sum."""
     return all(r is not Round.GATHER for r in codec.rounds)
 
 
 def is_separable(codec: Codec) -> bool:
-    """Whether each payload can be decoded alone and added to a dense sum.
+    """Returns whether each payload can be decompressed separately and added to a dense sum.
 
-    This excludes codecs of several rounds, and random-k, whose accumulators hold values alone.
+    This excludes codecs of several rounds, and random-k, whose accumulators contain only values.
     """
     inner: Any = codec
     while isinstance(inner, CodecWrapper):
@@ -287,12 +293,12 @@ class ReducedAccumulator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that each member contributes."""
+        """Number of bytes that each member contributes."""
         return int(self.values.nbytes + self.facts.nbytes)
 
     def merge(self) -> None:
-        """Updates the accumulator after both all-reduces. All members raise CorruptPayload if payloads cannot be added."""
+        """Updates the accumulator after both all-reduces. If payloads cannot be added, raises CorruptPayload on all members."""
         flagged, *seeds = self.facts.tolist()
         self._acc["flagged"][0] = bool(flagged)
         if not flagged and seeds and seeds[0] != -seeds[1]:
-            raise CorruptPayload("members drew with different seeds, so their payloads hold different entries")
+            raise CorruptPayload("members used different seeds, so their payloads have entries at different positions")

@@ -1,7 +1,8 @@
-"""Chunking: splits large bodies into several frames and reassembles them.
+"""Chunking: splits large message bodies into several frames (parts) and reassembles them.
 
-A body is sent in parts so that a more urgent frame can go between them. Such a frame is always more urgent than all
-unfinished bodies, so the unfinished bodies form a stack and each part belongs to its top.
+A body is sent in parts so that a more urgent message can be sent between two of them. A message that interrupts another is
+always more urgent than all unfinished bodies. The unfinished bodies therefore form a stack, and each part that arrives belongs
+to the top of the stack.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from commlayer.transport.protocol import Flag, Header
 
 MAX_PARTS = 0xFFFF
 OVERHEAD_NBYTES = 512
-"""Charged for each unfinished body in addition to its size."""
+"""Bytes that each unfinished body counts in addition to its size."""
 
 
 def split_parts(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
-    """Parts of equal size, at most part_nbytes unless that needs more than MOST_PARTS; only the last may be smaller."""
+    """Splits a body of `nbytes` into parts, returned as pairs (start, stop). A part has at most `part_nbytes`, or more if
+    MAX_PARTS would be exceeded. All parts have equal size except the last, which may be smaller."""
     parts = min(MAX_PARTS, max(1, -(-nbytes // part_nbytes)))
     size = max(1, -(-nbytes // parts))
     return [(start, min(start + size, nbytes)) for start in range(0, max(nbytes, 1), size)]
@@ -32,11 +34,12 @@ class _Body:
 
 
 class Assembly:
-    """Reassembles the bodies of one connection. `place` returns the memory for each frame before its body is read; `whole`
-    takes each frame after its check."""
+    """Reassembles the bodies of one connection. `place` returns the memory for each frame before the frame's body is read;
+    `whole` is called with each frame after its checksum was verified."""
 
     def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[], int], kept: Callable[[], int]) -> None:
-        """`max_nbytes` limits one body; `kept` limits all unfinished bodies together."""
+        """`take` allocates memory. `max_nbytes` returns the limit of one body; `kept` returns the limit of all unfinished
+        bodies together."""
         self._take, self._max_nbytes, self._kept = take, max_nbytes, kept
         self._stack: list[_Body] = []
         self._held = 0
@@ -53,25 +56,26 @@ class Assembly:
             self._begin(header, nbytes)
         body = self._stack[-1] if self._stack else None
         if body is None or header.part != body.next or header._replace(part=0) != body.header:
-            raise _breach(header, "is not what follows of the body under way")
+            raise _breach(header, "does not continue the unfinished body on top of the stack")
         last = header.part + 1 == header.parts
         if not (0 < nbytes <= body.part_nbytes if last else nbytes == body.part_nbytes):
-            raise _breach(header, f"has {nbytes} bytes, the first one {body.part_nbytes}")
+            raise _breach(header, f"has {nbytes} bytes, but the first part has {body.part_nbytes}")
         return body.room[body.filled : body.filled + nbytes]
 
     def _begin(self, header: Header, nbytes: int) -> None:
         if self._stack and (header.step, header.order) >= _rank(self._stack[-1].header):
-            raise _breach(header, "is not more urgent than the body under way")
+            raise _breach(header, "is not more urgent than the unfinished body that it interrupts")
         total = header.parts * nbytes
         if nbytes == 0 or total - nbytes >= self._max_nbytes():
-            raise _breach(header, f"of {nbytes} bytes announces a body of more than {self._max_nbytes()}, or an empty one")
+            raise _breach(header, f"of {nbytes} bytes starts a body that is empty or larger than {self._max_nbytes()} bytes")
         if self._held + total + OVERHEAD_NBYTES > self._kept():
-            raise _breach(header, f"begins more bodies than the {self._kept()} bytes that are allowed under way")
+            raise _breach(header, f"starts a body that makes all unfinished bodies together exceed {self._kept()} bytes")
         self._held += total + OVERHEAD_NBYTES
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
-        """The frame itself, or the body that it completes, as its sender passed it; None while parts are missing."""
+        """Adds a checked frame. Returns the complete message that it finishes, as its sender passed it; None while parts are
+        missing."""
         if frame.header.parts == 1:
             return self._as_given(frame)
         body = self._stack[-1]
@@ -102,7 +106,10 @@ def _breach(header: Header, what: str) -> CorruptFrame:
     return CorruptFrame(f"part {header.part} of {header.parts} {what}", step=header.step, bucket=header.bucket)
 
 
-# ---- Leaves zero chunks out of bodies before sending, and restores them.
+# ---- Leaves zero chunks out of bodies before sending, and restores them after receiving. The short form is the body's size
+# (u32), a bitmap with one bit per chunk (lowest bit first), and the nonzero chunks in order. The last chunk may be shorter. See
+# docs/reference/wire.md, "Zero chunks". numpy is imported at the first body that is large enough: the coordinator, which starts
+# during attach(), must not load it.
 #
 # The short form is the body's size (u32), a bitmap with one bit per chunk (lowest bit first), and the nonzero chunks in order.
 # The last chunk may be shorter. See docs/reference/wire.md, "Zero chunks".
@@ -110,22 +117,22 @@ def _breach(header: Header, what: str) -> CorruptFrame:
 # Imports numpy at the first body that is large enough: the coordinator, which starts during attach(), must not load it.
 
 CHUNK_NBYTES = 32
-"""16 halves: an embedding row has several chunks. The bitmap is 1/256 of the body."""
+"""Size of a chunk: 16 float16 numbers, so an embedding row has several chunks. The bitmap has 1/256 of the body's size."""
 MIN_NBYTES = 4 << 10
-"""Smaller bodies fit in few packets, so that leaving zeros out gains little."""
+"""Smallest body that is examined. Smaller bodies fit in few packets, so leaving out zeros gains little."""
 MAX_NBYTES = 0xFFFFFFFF
 SAMPLES = 64
-"""Chunks in the sample. The whole body is examined only if half of the sample is zero."""
+"""Number of chunks in the sample. The complete body is examined only if at least half of the sample is zero."""
 
 FIRST_SAMPLES = 8
-"""Chunks examined before that without numpy, whose calls cost more: nearly all bodies have no zero chunk."""
+"""Number of chunks that are examined first, without numpy, whose calls cost more. Nearly all bodies have no zero chunk."""
 
 _ZEROS = bytes(CHUNK_NBYTES)
 _SIZE = struct.Struct("<I")
 
 
 def drop_zeros(body: memoryview) -> bytes | None:
-    """The body without its zero chunks, or None if that would exceed three quarters of it."""
+    """Returns the body without its zero chunks, or None if the result would exceed three quarters of the body."""
     nbytes = len(body)
     if not MIN_NBYTES <= nbytes <= MAX_NBYTES:
         return None
@@ -154,30 +161,31 @@ def drop_zeros(body: memoryview) -> bytes | None:
 
 
 def restore_zeros(body: memoryview, max_nbytes: int, allocate: Callable[[int], memoryview]) -> memoryview:
-    """The whole body, in memory from `allocate`. Raises CorruptFrame before it allocates.
+    """Returns the complete body, in memory from `allocate`. Raises CorruptFrame, before it allocates, if the short form is
+    invalid.
 
-    A chunk named in the bitmap may still be zero: senders need not find all zeros.
+    A chunk that the bitmap marks as nonzero may be zero, because senders need not find all zeros.
     """
     if len(body) < _SIZE.size:
-        raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, the size alone {_SIZE.size}")
+        raise CorruptFrame(f"a body without zero chunks has {len(body)} bytes, but its size field alone needs {_SIZE.size}")
     (nbytes,) = _SIZE.unpack(body[: _SIZE.size])
     if not 0 < nbytes <= max_nbytes:
-        raise CorruptFrame(f"a body without its zeros is of {nbytes} bytes, allowed 1 to {max_nbytes}")
+        raise CorruptFrame(f"a body without zero chunks names a size of {nbytes} bytes, allowed 1 to {max_nbytes}")
     full, rest = divmod(nbytes, CHUNK_NBYTES)
     count = full + bool(rest)
     start = _SIZE.size + -(-count // 8)
     if len(body) < start:
-        raise CorruptFrame(f"a body without its zeros ends after {len(body)} bytes, within the bitmap of {count} chunks")
+        raise CorruptFrame(f"a body without zero chunks ends after {len(body)} bytes, within the bitmap of {count} chunks")
     import numpy as np
 
     bits = np.unpackbits(np.frombuffer(body[_SIZE.size : start], np.uint8), bitorder="little").view(np.bool_)
     if bits[count:].any():
-        raise CorruptFrame(f"a body without its zeros names chunks behind the {count} that it has")
+        raise CorruptFrame(f"a body without zero chunks has bits in its bitmap after the last of {count} chunks")
     nonzero = np.count_nonzero(bits[:full])
     stop = start + nonzero * CHUNK_NBYTES
     expected = stop + (rest if rest and bits[full] else 0)
     if len(body) != expected:
-        raise CorruptFrame(f"a body without its zeros has {len(body)} bytes, by its bitmap {expected}")
+        raise CorruptFrame(f"a body without zero chunks has {len(body)} bytes, but its bitmap requires {expected}")
     restored = allocate(nbytes)
     np.frombuffer(restored, np.uint8)[:] = 0  # the memory may have been used before
     chunk = f"V{CHUNK_NBYTES}"

@@ -30,14 +30,16 @@ from commlayer.transport.protocol import (
 )
 
 INLINE_NBYTES = 64 << 10
-"""On an idle connection, the caller's thread writes bodies up to this size, until it would block."""
+"""Largest body that the caller's thread writes itself on an idle connection. The rest is left to the sender thread when writing
+would block."""
 _LAST = 1 << 32
-"""Sorts after every step, so that BYE goes out last."""
+"""Sorts after every step, so BYE is sent last."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
 _sockets: set[socket.socket] = set()
-"""All open sockets. A forked child (DataLoader worker) closes its copies; otherwise a dead trainer would seem connected."""
+"""All open sockets. A forked child (DataLoader worker) closes its copies; otherwise a dead training process would seem
+connected."""
 
 
 def track(sock: socket.socket) -> socket.socket:
@@ -52,7 +54,7 @@ def close_channel(channel: ByteChannel) -> None:
 
 
 def tune_socket(sock: socket.socket, keepalive_s: int, user_timeout_s: float) -> None:
-    """Disables Nagle's algorithm and lets the kernel end silent connections: see `Settings` in endpoint.py."""
+    """Disables Nagle's algorithm and lets the kernel close silent connections: see `Settings` in endpoint.py."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, keepalive_s)
@@ -72,7 +74,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _on_one_machine(sock: ByteChannel) -> bool:
-    """Whether both ends are on one machine, so that no link is shared. False if unknown."""
+    """Returns whether both ends are on one machine, so that no link is used. False if unknown."""
     if not isinstance(sock, socket.socket):
         return False
     try:
@@ -82,7 +84,7 @@ def _on_one_machine(sock: ByteChannel) -> bool:
 
 
 class _Outgoing:
-    """A frame that is queued or partly sent. A large frame is sent in parts, after `cut` has set the size of a part."""
+    """A frame that is queued or partly sent. A large frame is sent in several parts, whose size `cut` sets."""
 
     def __init__(self, operation: Operation, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
@@ -98,7 +100,7 @@ class _Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the body as sent, possibly without its zeros."""
+        """Size of the body as sent, after zero chunks were left out."""
         return len(self._body)
 
     @property
@@ -106,7 +108,8 @@ class _Outgoing:
         return self._next == len(self._parts)
 
     def cut(self, part_nbytes: int) -> None:
-        """Called before every part; only the call before the first part has an effect."""
+        """Splits the body into parts of at most this size. It is called before every part; only the call before the first part
+        has an effect."""
         if self._next == 0 and self._left is None:
             self._parts = split_parts(len(self._body), part_nbytes)
 
@@ -115,7 +118,7 @@ class _Outgoing:
         return stop - start
 
     def write(self, sock: ByteChannel, flags: int) -> bool:
-        """Makes one system call. Returns whether the current part is complete."""
+        """Makes one system call. Returns whether the current part has been sent completely."""
         if self._left is None:
             self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
@@ -138,22 +141,25 @@ class _Outgoing:
 
 
 _Item = tuple[int, int, int, _Outgoing]
-"""A frame after its sort keys: step, order, sequence number."""
+"""A queued frame after its sort keys: step, order, sequence number."""
 
 
 class Connection:
-    """A connection whose handshake is done. start() starts its threads; `ended` is called once, when the connection is over."""
+    """A connection whose handshake is complete. start() starts its threads; `ended` is called once, when the connection has
+    ended."""
 
     def __init__(
         self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
         session: bytes = b"", *, resumes: bool = False,
     ) -> None:
-        """`session` is the one in the hello. With `resumes` the peer may reconnect, so pending receives survive a break."""
+        """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: the
+        peer may reconnect, so pending receives survive a lost connection."""
         self.peer, self.session = peer, session
         self.broken = False
-        """Whether the connection was lost without a BYE, abort or close(), and may be re-established."""
+        """Whether the connection was lost without a BYE, abort or close(), so it may be re-established."""
         self.by_peer = False
-        """Whether the peer's machine ended it, so that the peer's process may have died. Always False for a gRPC stream."""
+        """Whether the peer's machine closed the connection, so the peer's process may have died. Always False for a gRPC
+        stream."""
         self._tells_ends = reports_peer_close(sock)
         self._resumes = resumes
         self.certified = peer_certificate(sock)
@@ -168,8 +174,8 @@ class Connection:
         self._queue: list[_Item] = []
         self._seq = 0
         self._busy = False  # a thread is writing a frame
-        self._rest: _Item | None = None  # a frame that a caller's thread began and the sender thread must finish
-        self._users = 2  # threads that may be in a system call on the socket; the last one closes it
+        self._rest: _Item | None = None  # a frame that a caller's thread began to write and the sender thread must finish
+        self._users = 2  # threads that may be in a system call on the socket; the last one closes the socket
         self._over: CommError | None = None
         name = peer_name(peer)
         self._threads = [
@@ -255,7 +261,8 @@ class Connection:
             pass
 
     def _hold_s(self) -> float:
-        """How long the most urgent frame should wait until earlier bytes have drained. Called under the lock."""
+        """Returns how long the most urgent frame should wait until earlier bytes have left the kernel's buffer. Call it with
+        the lock held."""
         if self._credit is None or self._queue[0][-1].nbytes <= flow_control.MIN_PART_NBYTES:
             return 0.0
         if (now := time.monotonic()) >= self._credit.due_s:
@@ -265,7 +272,7 @@ class Connection:
                 if self._paced is not None:
                     pacer, sock = self._paced
                     pacer.bound(sock, self._credit.nbytes_s)
-            except (OSError, struct.error):  # the kernel does not report it: then no frame is delayed
+            except (OSError, struct.error):  # the kernel does not report these numbers, so frames are no longer delayed
                 self._credit = None
                 return 0.0
         return self._credit.wait_s(flow_control.waiting_nbytes(self._sock))
@@ -320,7 +327,7 @@ class Connection:
         except OSError as error:
             self.end(self._lost(error), broken=True)
         except Exception as error:
-            self.end(CommError(f"its receiver failed here: {error!r}", peer=peer_name(self.peer)))
+            self.end(CommError(f"the receive thread of this process failed: {error!r}", peer=peer_name(self.peer)))
             raise
         finally:
             self._leave()
@@ -330,9 +337,9 @@ class Connection:
         if self._over is not None:
             raise self._over  # buffered frames must not mix with a new connection of this peer
         if kind == Kind.BYE:
-            raise PeerEnded("closed its end")
+            raise PeerEnded("closed its connection in order")
         if kind in _ONCE:
-            raise CorruptFrame(f"{Kind(kind).name} in the middle of a connection")
+            raise CorruptFrame(f"sent a {Kind(kind).name} frame after the handshake")
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
@@ -341,11 +348,12 @@ class Connection:
 
     @property
     def over(self) -> CommError | None:
-        """The error that ended the connection, or None."""
+        """The error that ended the connection; None while it is open."""
         return self._over
 
     def end(self, reason: CommError, *, broken: bool = False) -> None:
-        """Ends the connection. All operations in progress with this peer fail with `reason`; later calls have no effect."""
+        """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: the connection may be
+        re-established, so receives stay posted if `resumes`. Later calls have no effect."""
         with self._work:
             if self._over is not None:
                 return
@@ -355,7 +363,7 @@ class Connection:
             self._work.notify_all()
         if not self.broken:
             self._mailbox.end(reason, self.peer)
-        self._ended(self)  # after the mailbox: now the peer may reconnect
+        self._ended(self)  # called after the mailbox has ended the peer, so the peer may reconnect
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes both threads from their system calls
         except OSError:
@@ -374,7 +382,7 @@ class Connection:
             close_channel(self._sock)
 
     def join(self, deadline: float) -> bool:
-        """Whether both threads have ended by `deadline` (time.monotonic())."""
+        """Waits until `deadline` (time.monotonic()) for both threads to end. Returns whether they have ended."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))

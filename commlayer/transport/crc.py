@@ -1,6 +1,7 @@
 """CRC-32C (Castagnoli): the native implementation, or a portable one if there is no native core.
 
-The portable one imports numpy at the first long input: the coordinator, which starts during attach(), must not load numpy.
+The portable implementation imports numpy at the first long input: the coordinator, which starts during attach(), must not load
+numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from commlayer import native
 
 POLYNOMIAL = 0x82F63B78
 LANE_NBYTES = 256
-"""The portable version advances all lanes of this length at once; shorter data goes byte by byte."""
+"""Bytes per lane. The portable implementation processes all lanes of long data at once; short data is processed byte by
+byte."""
 MIN_LANES = 32
 
 
@@ -31,7 +33,7 @@ _TABLE = _byte_table()
 
 @functools.cache
 def _lane_shift() -> list[list[int]]:
-    """The register after one lane of zeros, as four tables, one for each byte of the register."""
+    """Returns four tables, one for each byte of the CRC register, with the register after one lane of zero bytes."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)
@@ -43,7 +45,8 @@ def _lane_shift() -> list[list[int]]:
 
 
 def _walk_lanes(register: int, data: memoryview) -> int:
-    """`data` is a whole number of lanes. The CRC is linear: the CRC of a lane begun at 0 is XORed with the shifted register."""
+    """Updates the CRC register with `data`, a multiple of LANE_NBYTES. The CRC is linear, so a lane's CRC from 0 is XORed with
+    the shifted register."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)
@@ -58,7 +61,7 @@ def _walk_lanes(register: int, data: memoryview) -> int:
 
 
 def portable(data: Any, crc: int = 0) -> int:
-    """CRC-32C of `data`, continuing from `crc`."""
+    """Returns the CRC-32C of `data`, continuing from `crc`, without the native core."""
     view = memoryview(data).cast("B")
     register = crc ^ 0xFFFFFFFF
     lanes = len(view) // LANE_NBYTES

@@ -33,18 +33,22 @@ from commlayer.transport.protocol import (
 
 Address = tuple[str, int]
 FORMER_END_S = 0.5
-"""How long a new connection waits until the peer's former connection has ended; its end may still be in transit."""
+"""Seconds for which a new connection waits until the peer's previous connection has ended. The end of that connection may still
+be in transit."""
 MAX_CONNECTIONS_EACH = 1024
-"""Connections per certificate, each of a different worker: all machines of a cluster may share one certificate."""
+"""Maximum number of connections per certificate, each of a different worker. All machines of a cluster may share one
+certificate."""
 KEEPALIVE_S = 10
-"""After this silence the kernel probes the peer's machine; three unanswered probes end the connection."""
+"""Seconds of silence after which the kernel probes the peer's machine. Three unanswered probes end the connection."""
 HANDSHAKE_S = 10.0
 REVOCATION_CHECK_S = 1.0
-"""Interval between reads of the revocation list. A revoked connection ends within twice this time."""
+"""Seconds between two reads of the revocation list. A connection with a revoked certificate is closed within twice this
+time."""
 Refusal = Callable[[str, str], None]
 Broken = Callable[[int, CommError], None]
 Open = Callable[[float], ByteChannel]
-"""Opens a channel before the given deadline, or raises CommError; the caller adds the peer's name."""
+"""A function that opens a channel before the given deadline, or raises CommError. Its caller adds the peer's name to the
+error."""
 
 
 def log_refusal(where: str, why: str) -> None:
@@ -54,34 +58,34 @@ def log_refusal(where: str, why: str) -> None:
 
 class Settings(NamedTuple):
     max_nbytes: int = framing.DEFAULT_MAX_NBYTES
-    """Largest body accepted from a peer."""
+    """Largest body accepted from a peer, in bytes."""
     max_kept_nbytes: int = mailbox.DEFAULT_MAX_KEPT_NBYTES
-    """Most bytes that one peer may send before any receive for them is posted."""
+    """Maximum bytes that one peer may send before a receive for them is posted."""
     buffer_nbytes: int = 0
-    """Size of each socket's send and receive buffers. 0 leaves it to the kernel, which tunes it to the link."""
+    """Size of each socket's send and receive buffers. 0: the kernel tunes the size to the link."""
     user_timeout_s: float = 0.0
-    """As TCP_USER_TIMEOUT, where the system has it. The kernel ends the connection if data stays unacknowledged, or the
-    peer's window stays closed, for this long. 0 leaves it to the kernel. A peer whose threads wait for the GIL closes its
-    window, so a short value would declare it dead."""
+    """TCP_USER_TIMEOUT in seconds, where the system supports it; 0: the kernel's default. The kernel ends a connection if data
+    stays unacknowledged, or the peer's window stays closed, for this long. A peer whose threads wait for the GIL closes its
+    window, so with a short timeout such a peer is declared dead."""
     secret: str = ""
-    """The job's secret. A peer that cannot prove the same secret is refused, in both directions."""
+    """The job's secret. A peer that cannot prove the same secret is refused; both ends check this."""
     keys: Keys | None = None
-    """If set, all connections use mutual TLS; otherwise they are plain text."""
+    """This node's keys. If set, all connections use mutual TLS; otherwise they are plaintext."""
     refused: Refusal = log_refusal
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
-    """How long a dialer may take to authenticate; shorter when many dial at once."""
+    """Seconds that a dialer may take to authenticate. Less when many dial at once, because slow ones are evicted."""
     flush_s: float = 3.0
-    """How long close() may take to send queued frames."""
+    """Seconds that close() may take to send queued frames."""
     resume: bool = False
     """Whether a broken connection may be re-established: see Transport."""
 
 
 class StreamTransport:
-    """A Transport. `hello` identifies this end. It may be replaced, for example when a plan arrives, but its rank stays.
-    `admit` checks each dialer's hello; by default the job, protocol and plan must equal those of `hello`.
+    """A Transport over byte streams. `hello` identifies this end; it may be replaced, for example when a plan arrives, but its
+    rank stays. `admit` checks each dialer's hello. By default the job, protocol and plan must equal those of `hello`.
 
-    Bodies of received messages lie in buffers of `pool`. Receivers that give the buffers back save page faults.
+    The bodies of received messages are in buffers of `pool`. Receivers that return the buffers avoid page faults.
     """
 
     def __init__(
@@ -100,13 +104,14 @@ class StreamTransport:
         # A TLS handshake takes one more round trip.
         self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S if settings.keys else EVICT_AFTER_S)
         self._closed = threading.Event()
-        self._missed: set[int] = set()  # peers whose machine ended the connection and that have not reconnected
-        self._barred: dict[bytes, str] = {}  # sessions ended by this end, and why
+        self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
+        self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
         self.broken: Broken = lambda *_: None
-        """Called for a connection that broke and may be re-established, on the thread that noticed it."""
+        """Called with the peer and the error when a connection breaks that may be re-established. Runs in the thread that
+        detected it."""
         self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
-        """Name of the certificate that a dialer under that rank must show; an empty string allows any."""
+        """Returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
 
     @property
     def rank(self) -> int:
@@ -120,7 +125,7 @@ class StreamTransport:
     # ---- connecting
 
     def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Starts accepting connections. Returns the bound address; with port 0 the system chooses the port."""
+        """Starts to accept connections. Returns the bound address; with port 0 the system chooses the port."""
         sock = track(open_listener(host, port))
         with self._lock:
             self._listeners.append(sock)
@@ -130,12 +135,12 @@ class StreamTransport:
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        """Connects to `peer` at `address`. The peer's first reply must arrive before `answer_by`. On return messages can
-        flow. Raises Refused with the peer's reason."""
+        """Connects to `peer` at `address`; after it returns, messages can be sent. The peer's first reply must arrive before
+        `answer_by`. Raises Refused with the peer's reason."""
         self.dial_over(lambda until: self._connect_tcp(peer_name(peer), address, until), peer, deadline, answer_by)
 
     def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
-        """Like `dial`, over a channel that `opened` opens."""
+        """Connects to `peer` over a channel that `opened` opens. Otherwise like `dial`."""
         self._reserve(peer)
         sock = None
         try:
@@ -161,11 +166,11 @@ class StreamTransport:
         try:
             sock = track(socket.create_connection(address, max(0.001, deadline - begin)))
         except TimeoutError:
-            raise DeadlineExceeded(f"{host}:{port} no answer within {deadline - begin:.1f} s: check the address, "
-                                   "that it runs, and firewalls", peer=who) from None
+            raise DeadlineExceeded(f"{host}:{port} did not answer within {deadline - begin:.1f} s: check "
+                                   "the address, that a server runs there, and firewalls", peer=who) from None
         except OSError as error:
-            raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): {error.strerror}: check the "
-                           "address and that it runs there", peer=who) from None
+            raise PeerLost(f"cannot reach {host}:{port} (deadline {deadline - begin:.1f} s): "
+                           f"{error.strerror}: check the address and that a server runs there", peer=who) from None
         try:
             self._tune(sock)
             return self._wrap_tls(sock, deadline, f"{who} at {host}:{port}")
@@ -174,7 +179,7 @@ class StreamTransport:
             raise
 
     def take(self, channel: ByteChannel, where: str) -> bool:
-        """Runs the handshake of an incoming channel, on its own thread. Returns False if too many handshakes are pending."""
+        """Runs the handshake of an incoming channel, in a new thread. Returns False if too many handshakes are pending."""
         if not self._handshakes.try_add(channel):
             return False
         self._start_revocation_check()
@@ -184,7 +189,7 @@ class StreamTransport:
     def _reserve(self, peer: int) -> None:
         with self._lock:
             if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_END_S):
-                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(peer)} is connected already")
+                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(peer)} is already connected")
             self._taken.add(peer)
 
     def _accept_loop(self, listener: socket.socket) -> None:
@@ -252,33 +257,34 @@ class StreamTransport:
             full = sum(c.certified == certified for c in self._connections.values()) >= MAX_CONNECTIONS_EACH
         if certified is None or not full:
             return ""
-        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) has {MAX_CONNECTIONS_EACH} data connections already")
+        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) already has {MAX_CONNECTIONS_EACH} data "
+                                      "connections, the maximum")
 
     def _refusal(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)
         if not reason and name != (its := self.named(hello.rank) or name):
-            reason = coded("E-RANK", f"shows the certificate of {name}, but {peer_name(hello.rank)} has joined with that "
-                           f"of {its}")
+            reason = coded("E-RANK", f"uses the certificate of {name}, but {peer_name(hello.rank)} joined the job with the "
+                                     f"certificate of {its}")
         with self._lock:
             if not reason and hello.session in self._barred:
                 reason = f"was dropped: {self._barred[hello.session]}"
             former = None if reason else self._connections.get(hello.rank)
         if former is not None and self._settings.resume and hello.session and former.session == hello.session:
-            former.end(PeerLost("reconnected on another connection", peer=peer_name(hello.rank)), broken=True)
+            former.end(PeerLost("replaced by a newer connection of the same process", peer=peer_name(hello.rank)), broken=True)
         with self._lock:
             if not reason and not self._lock.wait_for(lambda: hello.rank not in self._taken, FORMER_END_S):
                 reason = RetryLater(coded("E-RANK",
-                                          f"{peer_name(hello.rank)} is connected already: give each process its own rank "
-                                     "or end the old one"))
+                                          f"{peer_name(hello.rank)} is already connected: give each process its own rank, or "
+                                          "end the old process"))
             if not reason and hello.rank == self.rank:
-                reason = coded("E-RANK", f"{peer_name(self.rank)} is this end itself: give each process its own rank")
+                reason = coded("E-RANK", f"{peer_name(self.rank)} is this process itself: give each process its own rank")
             if not reason:
                 self._taken.add(hello.rank)
                 self._mailbox.admit(hello.rank)  # before the welcome: after it the dialer counts as connected
         return reason
 
     def _wrap_tls(self, sock: socket.socket, deadline: float, who: str) -> socket.socket:
-        """Wraps the dialer's end in TLS if keys are set."""
+        """Wraps the dialer's socket in TLS if keys are set; otherwise returns the socket itself."""
         if self._settings.keys is None:
             return sock
         secured = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=False)
@@ -292,7 +298,7 @@ class StreamTransport:
         return secured
 
     def _start_revocation_check(self) -> None:
-        """Starts the check for revoked certificates, once, when the first connection may come in."""
+        """Starts the thread that checks for revoked certificates, once, before the first connection is accepted."""
         with self._lock:
             running, self._checks_revocations = self._checks_revocations, True
         if not running and self._settings.keys is not None:
@@ -330,7 +336,7 @@ class StreamTransport:
             self._connections[peer] = connection
             self._missed.discard(peer)
             connection.start()  # under the lock: close() must find only started threads to join
-        if (aborted := self._mailbox.failure(peer)) is not None:  # since the handshake admitted it
+        if (aborted := self._mailbox.failure(peer)) is not None:  # aborted after the handshake had admitted the peer
             connection.end(aborted)
 
     def _ended(self, connection: Connection) -> None:
@@ -348,16 +354,17 @@ class StreamTransport:
             self.broken(connection.peer, over)
 
     def missed(self) -> tuple[str, ...]:
-        """Peers whose machine ended their connection without a BYE, and that have not reconnected."""
+        """Returns the names of peers whose machine closed their connection without a BYE, and that have not reconnected."""
         with self._lock:
             return tuple(peer_name(peer) for peer in sorted(self._missed))
 
     def limit_kept(self, nbytes: int) -> None:
-        """Sets Settings.max_kept_nbytes when the largest legitimate amount is known."""
+        """Sets Settings.max_kept_nbytes, after the largest legitimate amount is known."""
         self._mailbox.max_kept_nbytes = nbytes
 
     def pace(self, bps: float) -> None:
-        """Sets the known upload rate of this end's link (0: unknown). Connections that send large bodies share it."""
+        """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. Connections that send large bodies share
+        the rate."""
         self._pacer.follow(bps)
 
     # ---- Transport
@@ -365,7 +372,8 @@ class StreamTransport:
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
         if len(body) > self._settings.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
-                               f"a body of {len(body)} bytes for {peer_name(peer)}, allowed {self._settings.max_nbytes}")
+                               f"message to {peer_name(peer)}: its body has {len(body)} bytes, allowed "
+                               f"{self._settings.max_nbytes}")
         operation = mailbox.sending(peer, header)
         with self._lock:
             connection = self._connections.get(peer)
@@ -382,7 +390,7 @@ class StreamTransport:
         return mailbox.wait(handle, deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Closes the connections too: the peers read "connection closed"."""
+        """Fails the operations of one peer, or of all, and closes their connections. The peers see a lost connection."""
         self._mailbox.abort(reason, peer)
         with self._lock:
             dropped = [c for c in self._connections.values() if peer in (None, c.peer)]
@@ -416,7 +424,7 @@ class StreamTransport:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """Port 0 lets the system choose one. Raises InvalidInput with a remedy."""
+    """Opens a listening socket; port 0 lets the system choose. Raises InvalidInput with a remedy."""
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(where[:2], family=family, backlog=128)
@@ -425,7 +433,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def interrupt_accept(listener: socket.socket) -> None:
-    """Makes the thread blocked in accept() return."""
+    """Makes a thread that is blocked in accept() on this socket return."""
     try:
         listener.shutdown(socket.SHUT_RDWR)
     except OSError:
@@ -436,22 +444,23 @@ def _remedy(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "the port is in use: stop the process that holds it, choose another port, or 0 for any free one"
     if error.errno == errno.EADDRNOTAVAIL:
-        return "the address is not of this machine: bind one that is, or 0.0.0.0 for all"
+        return "this machine does not have the address: use one of its addresses, or 0.0.0.0 for all"
     if error.errno == errno.EACCES:
         return "not allowed: choose a port above 1023"
     return error.strerror or str(error)
 
 
-# ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused.
+# ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused. The receiver of a
+# message may return its body with BufferPool.give; not returning it only costs speed.
 #
 # The owner of a message may return its body with Pool.give; not returning it only costs speed.
 
 MIN_NBYTES = 64 << 10
-"""The allocator is faster for smaller buffers."""
+"""Smallest buffer that is pooled. For smaller ones the allocator is faster."""
 
 
 class BufferPool:
-    """Buffers by size class, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
+    """Reusable buffers in size classes, eight classes per power of two. Free buffers are kept up to `cap_nbytes` in total."""
 
     def __init__(self, cap_nbytes: int = 256 << 20) -> None:
         self._lock = threading.Lock()
@@ -470,7 +479,8 @@ class BufferPool:
         return memoryview(bytearray(size) if buffer is None else buffer)[:nbytes]
 
     def give(self, body: memoryview) -> None:
-        """Takes back a body from take(). No array or tensor may still use it; this view raises ValueError from now on."""
+        """Returns a body from take() to the pool. No array or tensor may still use it; the memoryview raises ValueError from
+        now on."""
         buffer = body.obj
         body.release()
         if not isinstance(buffer, bytearray) or len(buffer) < MIN_NBYTES or size_class(len(buffer)) != len(buffer):
@@ -482,6 +492,6 @@ class BufferPool:
 
 
 def size_class(nbytes: int) -> int:
-    """The smallest m * 2**e >= nbytes with 8 <= m < 16, so that at most an eighth is wasted."""
+    """Returns the smallest m * 2**e >= nbytes with 8 <= m < 16. At most an eighth of such a buffer is unused."""
     step = 1 << max(0, nbytes.bit_length() - 4)
     return -(-nbytes // step) * step

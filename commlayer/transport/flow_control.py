@@ -1,6 +1,6 @@
-"""Flow control of a connection: limits bytes in flight to slightly above rate times round trip.
+"""Flow control of a connection: limits the bytes in flight to slightly more than rate times round trip.
 
-Bytes handed to the kernel cannot be overtaken by more urgent frames. A long queue at the link also delays all other
+More urgent frames cannot overtake bytes that were handed to the kernel. A long queue at the link also delays all other
 connections, including heartbeats.
 """
 
@@ -19,42 +19,43 @@ from typing import NamedTuple, Protocol, cast
 from commlayer.transport.protocol import ByteChannel
 
 PART_S = 0.004
-"""The link sends one part in about this time, which is therefore the longest wait of an urgent frame."""
+"""Seconds in which the link should send one part of a body. This is therefore about the longest wait of an urgent frame."""
 MIN_PART_NBYTES, FIRST_PART_NBYTES, MAX_PART_NBYTES = 8 << 10, 64 << 10, 4 << 20
-"""Size of a part: minimum, initial, maximum."""
+"""Size of a part of a large body, in bytes: minimum, initial, maximum."""
 WINDOW_S = 0.05
-"""Interval between readings of tcp_info; at least two round trips."""
+"""Shortest interval between two readings of tcp_info, in seconds. The interval is at least two round trips."""
 WINDOWS = 16
-"""The rate is the highest of this many readings."""
+"""The estimated rate is the highest of this many last readings."""
 GROWTH, SETTLE_READINGS = 1.25, 3
-"""There is no limit while the rate grows. Growth has ended after SETTLE_READINGS readings without a factor of GROWTH."""
+"""There is no limit while the rate grows: until SETTLE_READINGS readings in a row are below GROWTH times the highest rate."""
 QUEUE_S, MAX_QUEUE_S = 0.01, 0.1
-"""Queue beyond the rate-delay product, in seconds: minimum and maximum. It grows for a sender thread that wakes late."""
+"""Bytes in flight beyond the rate-delay product, in seconds at the estimated rate: minimum and maximum. The number grows if the
+sender wakes too late."""
 QUEUE_SHARE = 1 / 3
-"""Minimum queue as a share of the round trip, so that a link that has become faster is noticed."""
+"""Minimum queue as a share of the round trip, large enough to detect that the link has become faster."""
 LATER, EARLIER = 1.5, 0.995
-"""Factors of the queue after the sender came too late, and after it had to wait."""
+"""Factors on the queue length: after the sender woke too late and the link was idle, and after the sender had to wait."""
 
 _INFO = struct.Struct("=148xI8xQ")
 """Fields of tcp_info: shortest round trip in microseconds, delivery rate in bytes per second."""
 
 
 class LinkSample(NamedTuple):
-    """The kernel's measurements of a connection."""
+    """Measurements of a connection, by the kernel for TCP and by the stream for gRPC."""
 
     rate: float
     """Bytes per second delivered while data was waiting; a sender that pauses does not lower it."""
     round_trip_s: float
-    """The shortest round trip."""
+    """The shortest round trip so far, in seconds; 0 if unknown."""
 
 
 class Credit:
-    """The credit of one connection. The caller passes the time and the kernel's measurements."""
+    """Limit of one connection's bytes in flight (its credit). Pure: the caller passes the time and the measurements."""
 
     def __init__(self) -> None:
         self.part_nbytes = FIRST_PART_NBYTES
         self.due_s = 0.0
-        """Earliest time at which a new `update` is useful."""
+        """Earliest time (time.monotonic()) at which a new `update` is useful."""
         self._rates: deque[float] = deque(maxlen=WINDOWS)
         self._best, self._without = 0.0, 0
         self._round_trip_s = 0.0
@@ -77,18 +78,18 @@ class Credit:
 
     @property
     def nbytes(self) -> float:
-        """Limit of the bytes in flight; 0 means no limit yet."""
+        """Limit of the bytes in flight; 0: no limit yet, because the rate is still growing."""
         room_s = self._round_trip_s + max(self._queue_s, QUEUE_SHARE * self._round_trip_s)
         return max(2 * self.part_nbytes, self._best * room_s) if self.settled else 0.0
 
     @property
     def nbytes_s(self) -> float:
-        """The rate that this limit allows; 0 means no limit yet."""
+        """The rate in bytes per second that this limit allows; 0: no limit yet."""
         return self.nbytes / self._round_trip_s if self._round_trip_s else 0.0
 
     def wait_s(self, waiting_nbytes: int) -> float:
-        """How long the next part should wait with this many bytes in flight. The part may exceed the limit: otherwise large
-        parts would hold the rate below the link's."""
+        """Returns how long the next part should wait with this many bytes in flight. The part itself may exceed the limit;
+        otherwise large parts would hold the rate below the link's."""
         if not self.settled or not self._best:
             return 0.0
         over = waiting_nbytes - self.nbytes
@@ -99,15 +100,15 @@ class Credit:
         return max(0.0, over / self._best)
 
     def idle(self) -> None:
-        """Records that nothing was waiting to be sent: an idle link is then not a late sender."""
+        """Records that no frame was waiting to be sent, so an idle link does not mean that the sender woke too late."""
         self._full = False
 
 
 SUPPORTED = sys.platform == "linux"
 TCP_NOTSENT_LOWAT = 25
-"""A Linux constant without a name in Python before 3.12."""
+"""Linux socket option, which has no name in Python before 3.12."""
 UNSENT_PARTS = 4
-"""Parts that the kernel may hold unsent while there is no limit on bytes in flight."""
+"""Number of parts that the kernel may buffer unsent, also while there is no limit on bytes in flight."""
 
 
 def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
@@ -116,7 +117,7 @@ def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
 
 
 class MeasuredChannel(Protocol):
-    """A channel that measures its own rate."""
+    """A channel that measures its own rate, because the kernel cannot."""
 
     def seen(self) -> LinkSample: ...
 
@@ -129,7 +130,8 @@ def sample_link(sock: ByteChannel) -> LinkSample:
 
 
 def waiting_nbytes(sock: ByteChannel) -> int:
-    """Bytes in the kernel or in flight; 0 for a closed connection, and for channels with their own flow control."""
+    """Returns the bytes in the kernel's send buffer or in flight; 0 for a closed connection, or if the channel has its own flow
+    control."""
     if not isinstance(sock, socket.socket):
         return 0
     try:
@@ -147,23 +149,24 @@ def waiting_nbytes(sock: ByteChannel) -> int:
 # data, so BBR kept that factor. Over 100 Mb/s and 150 ms its bursts lost a quarter of the rate in a third of all runs.
 
 BUSY_NBYTES = 16 << 10
-"""Bytes in the kernel or in flight above which a connection counts as busy; any queue holds less."""
+"""Bytes in the kernel or in flight above which a connection counts as busy and gets a share of the link."""
 SLACK = 1.1
-"""Rates are measured over about a second: a few losses are better than a link that is never filled."""
+"""Factor by which paced connections together exceed the link's measured rate. Rates are measured over about a second. Few
+losses are better than an idle link."""
 SO_MAX_PACING_RATE = 47
-"""A Linux constant without a name in Python."""
+"""Linux socket option, which has no name in Python."""
 UNLIMITED, MIN_RATE, MAX_RATE = -1, 1 << 12, 2**31 - 1
-"""Bytes per second, as the kernel takes them; 0 would stop a connection."""
+"""Pacing rates in bytes per second, as the kernel accepts them; 0 would stop a connection."""
 SLOW_BPS = 20e6
-"""On slower links connections switch away from BBR. Every ten seconds BBR probes for the shortest round trip; a burst here
-lasts few round trips, over which BBR forgets the rate and takes seconds to recover."""
+"""Link rate in bit/s below which connections switch away from BBR. Every ten seconds BBR probes for the shortest round trip. On
+a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to recover."""
 BBR, INSTEAD_OF_BBR = (b"bbr",), (b"cubic", b"reno")
-"""Congestion controls, as the kernel spells them; of INSTEAD_OF_BBR the first that this process may use."""
+"""Names of congestion controls in the kernel. The first of INSTEAD_OF_BBR that this process may use replaces BBR."""
 NAME_NBYTES = 16
 
 
 class Pacer:
-    """Paces the connections of one transport. Does nothing before `follow` sets a rate."""
+    """Sets the kernel's pacing rate of a transport's connections, which share the link. No share is set before `follow`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -174,20 +177,20 @@ class Pacer:
         self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
 
     def follow(self, bps: float) -> None:
-        """Sets the link's rate; 0 means unknown."""
+        """Sets the link's measured rate in bit/s; 0: unknown, so no share of the link is set."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
             for sock in list(self._shares):
                 self._lift(sock)
 
     def sends(self, sock: socket.socket) -> None:
-        """Called before a frame is sent."""
+        """Call before a frame is sent: on a slow link, switches the connection away from BBR."""
         if 0.0 < self._bps < SLOW_BPS and sock not in self._off_bbr:
             self._off_bbr.add(sock)
             _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
-        """Called before a large frame is sent: divides the link among the busy connections."""
+        """Call before a large frame is sent: divides the link's rate equally among the busy connections."""
         if not self._bps:
             return
         with self._lock:
@@ -199,14 +202,15 @@ class Pacer:
                 self._apply(one)
 
     def bound(self, sock: socket.socket, nbytes_s: float) -> None:
-        """Sets the rate that the connection's credit allows; 0 means no limit."""
+        """Sets the rate in bytes per second that the connection's credit allows; 0: no limit."""
         if sys.platform == "linux":
             with self._lock:
                 self._bounds[sock] = _bytes_s(nbytes_s) if nbytes_s else UNLIMITED
                 self._apply(sock)
 
     def lift(self, sock: socket.socket) -> None:
-        """Ends the link's share of a connection: it sends a probe that measures the link, or it is over."""
+        """Removes a connection's share of the link's rate: before a probe that measures the link, and when the connection has
+        ended."""
         if sock in self._shares:
             with self._lock:
                 self._lift(sock)
@@ -232,7 +236,7 @@ def _bytes_s(rate: float) -> int:
 
 
 def _leave_bbr(sock: socket.socket) -> None:
-    """Switches the connection from BBR permanently."""
+    """Switches the connection from BBR to another congestion control, permanently."""
     for name in INSTEAD_OF_BBR:
         try:
             if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, NAME_NBYTES).rstrip(b"\0") not in BBR:

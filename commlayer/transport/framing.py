@@ -16,7 +16,8 @@ MAGIC = b"CML2"
 VERSION = 8
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
-"""Size of one read into the staging buffer. Small frames need one system call; at most this much of a large body is copied."""
+"""Bytes of one read into the staging buffer. Small frames need one system call. Of a large body, at most this many bytes are
+copied."""
 
 _LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
 _CRC = struct.Struct("<I")
@@ -60,7 +61,7 @@ TRANSITIONS: dict[tuple[ReaderState, FrameEvent], ReaderState] = {
     (ReaderState.BODY, FrameEvent.WHOLE): ReaderState.HEADER,
     (ReaderState.BODY, FrameEvent.FAULT): ReaderState.ERROR,
 }
-"""All transitions; other combinations cannot occur. ERROR has none."""
+"""All transitions of the reader's state; other combinations cannot occur. No transition leaves ERROR."""
 
 
 class Frame(NamedTuple):
@@ -69,12 +70,12 @@ class Frame(NamedTuple):
 
 
 def encode(header: Header, body_nbytes: int, crc: int) -> bytes:
-    """Returns the header bytes for a body of that size and CRC-32C (0 if the body is empty)."""
+    """Returns the header's bytes for a body of that size and CRC-32C (0 if the body is empty)."""
     return seal(pack(header, body_nbytes), crc)
 
 
 def pack(header: Header, body_nbytes: int) -> bytes:
-    """Like `encode`, without checksums. Raises InvalidInput if a number does not fit its field."""
+    """Returns the header's bytes without their checksums. Raises InvalidInput if a number does not fit its field."""
     h = header
     try:
         fixed = _LAYOUT.pack(
@@ -93,21 +94,23 @@ def seal(packed: bytes, crc: int) -> bytes:
 
 
 def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
-    """Decodes HEADER_NBYTES bytes to header, body size and CRC. Raises CorruptFrame. `begun`: not the first frame."""
+    """Decodes HEADER_NBYTES bytes to header, body size and the body's CRC. Raises CorruptFrame. `begun`: the connection has
+    already received a valid frame, so wrong bytes mean damage, not another protocol."""
     _check_magic(data, begun=begun)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")
     (_, version, kind, flags, round_, generation, step, bucket, part, parts, sender, order,
      codec, reserved, used, undone, weight, total, nbytes, crc, _) = _LAYOUT.unpack(data)
     if version != VERSION:
-        raise CorruptFrame(f"frame version {version}, here {VERSION}: install the same commlayer on all machines",
+        raise CorruptFrame(f"got frame version {version}, but this process uses version {VERSION}: install the same commlayer "
+                           "version on all machines",
                                code="E-VERSION")
     if kind not in _KINDS:
-        raise CorruptFrame(f"unknown kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
+        raise CorruptFrame(f"got unknown frame kind {kind}, allowed {min(_KINDS)} to {max(_KINDS)}")
     if flags & ~Flag.ALL or any(reserved) or part >= parts:
-        raise CorruptFrame(f"flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
+        raise CorruptFrame(f"got an invalid frame header: flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
     if flags & Flag.WITHOUT_ZEROS and kind not in MAY_LACK_ZEROS:
-        raise CorruptFrame(f"{KIND_NAMES[kind]} without its zeros, allowed in {_MAY_LACK_ZEROS} alone")
+        raise CorruptFrame(f"got a {KIND_NAMES[kind]} frame without zero chunks, which only {_MAY_LACK_ZEROS} frames may use")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
     header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used, total,
@@ -132,7 +135,8 @@ def allocate_bytes(nbytes: int) -> memoryview:
 
 
 class Reader:
-    """Bytes in, frames out. The transport reads into wanted(), calls filled(n), then next() until it returns None.
+    """Decodes a byte stream to frames. The transport writes received bytes into wanted(), calls filled(n), then next() until it
+    returns None.
 
     Large bodies are read directly into memory from `allocate`, except for their beginning. feed() does all three steps for
     bytes in memory. After an error a Reader stays in ERROR and raises the same error again.
@@ -141,7 +145,7 @@ class Reader:
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
-        """Returns the memory for a body. May raise CorruptFrame before any memory is allocated."""
+        """Returns the memory for the body of a frame. May raise CorruptFrame before it allocates memory."""
         self.state = ReaderState.HEADER
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # the filled and unused part of the staging buffer
@@ -153,24 +157,25 @@ class Reader:
 
     @property
     def between(self) -> bool:
-        """Whether the bytes so far end with a complete frame, so that the connection may close here."""
+        """Whether the bytes so far end with a complete frame, so the connection may be closed now."""
         return self.state is ReaderState.HEADER and self._start == self._stop
 
     def wanted(self) -> memoryview:
-        """Where to write the next bytes. Not empty if next() has returned None."""
+        """Returns the memory to write the next bytes to. It is not empty if next() has returned None."""
         if self.state is ReaderState.BODY:
             return self._body[self._got :]
         return self._staging[self._stop :]
 
     def filled(self, nbytes: int) -> None:
-        """The transport wrote this many bytes at the beginning of wanted()."""
+        """Records that the transport wrote this many bytes at the beginning of wanted()."""
         if self.state is ReaderState.BODY:
             self._take(self._body[self._got : self._got + nbytes])
         else:
             self._stop += nbytes
 
     def next(self) -> Frame | None:
-        """A complete frame, or None if bytes are missing. After CorruptFrame every later call raises it again."""
+        """Returns the next complete frame, or None if bytes are missing. After CorruptFrame every later call raises the same
+        error."""
         try:
             return _STEPS[self.state](self)
         except CorruptFrame as error:
@@ -180,7 +185,7 @@ class Reader:
             raise
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Returns all frames that these bytes complete."""
+        """Adds these bytes and returns all frames that they complete."""
         rest, frames = memoryview(data), []
         while True:
             while (frame := self.next()) is not None:
@@ -201,7 +206,7 @@ class Reader:
         if have < HEADER_NBYTES:
             if have >= len(MAGIC):  # another protocol may send less than a header and close
                 _check_magic(self._staging[self._start : self._stop], begun=self._begun)
-            if self._start:  # moves to the front: the rest of the buffer must hold a whole header
+            if self._start:  # moves the rest to the front, so the buffer has space for a complete header
                 self._staging[:have] = bytes(self._staging[self._start : self._stop])
                 self._start, self._stop = 0, have
             return None

@@ -1,7 +1,7 @@
-"""A gRPC stream as a byte channel, for networks that pass only HTTP/2.
+"""A gRPC stream as a byte channel, for networks that allow only HTTP/2.
 
-At each end at most one message waits in addition to gRPC's own. Beyond that, HTTP/2 flow control blocks the writer until
-the reader reads. Client and server use the same code, since a call and a context have the same methods.
+At each end at most one message is buffered in addition to gRPC's own buffers. Beyond that, HTTP/2 flow control blocks the
+writer until the reader reads. Client and server use the same code, since gRPC's call and context objects have the same methods.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
 MESSAGE_NBYTES = 256 << 10
-"""Largest message. Other calls to the same port have the same limit."""
+"""Largest message of a stream. Other calls to the same port have the same limit."""
 FRAME_OPTION = ("grpc.http2.max_frame_size", 2 * MESSAGE_NBYTES)
-"""For both ends: each message is one HTTP/2 frame. With the default of 16 KiB the throughput was two thirds."""
+"""gRPC option for both ends that makes each message one HTTP/2 frame. With the default of 16 KiB the throughput was a third
+lower."""
 IDLE_S = 20.0
-"""After this silence an empty message is sent, because proxies end streams that are silent for a minute."""
+"""Seconds of silence after which an empty message is sent, because proxies close streams that are silent for a minute."""
 ENDED = "the gRPC stream has ended"
 
 
 class GrpcStream:
-    """A ByteChannel. `channel` and `peer` are as in TlsSocket. Cannot be used after a TimeoutError."""
+    """A gRPC stream as a ByteChannel. `channel`: bytes that bind a proof to this stream; `peer`: the other end's certificate,
+    or None. The stream cannot be used after a TimeoutError."""
 
     tells_ends = False
-    """False: gRPC ends a call in the same way for a cut link, a proxy's timeout and a killed process."""
+    """Whether an end of stream shows that the peer's machine closed it. False, since gRPC ends a call in the same way for a
+    broken link, a proxy's timeout and a killed process."""
 
     def __init__(
         self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[Any]],
         finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"",
         peer: PeerCertificate | None = None,
     ) -> None:
-        """Called on the loop, as are `finish`, which ends the writing side, and `cancel`, which ends the call."""
+        """Must be called on the event loop. `finish` ends the writing side, `cancel` ends the call; both run on the loop."""
         self.channel, self.peer = channel, peer
         self._read, self._write, self._finish, self._cancel = read, write, finish, cancel
         self._loop = asyncio.get_running_loop()
@@ -54,7 +57,7 @@ class GrpcStream:
         self._changed = threading.Condition()
         self._over = False
         self._limit_s: float | None = None
-        # Incoming: the rest of the current message, the next message, and whether the stream has ended.
+        # Incoming: the rest of the current message, the next message, and whether the stream has ended
         self._rest, self._ahead = memoryview(b""), b""
         self._reading = self._ended = False
         # Outgoing: pieces of the next message, and whether the writing side ends after them.
@@ -71,7 +74,7 @@ class GrpcStream:
         self._limit_s = value
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        """Like a socket, it reads 0 bytes if the peer is gone."""
+        """Reads like a socket: blocks until at least one byte has arrived; returns 0 if the stream has ended."""
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
@@ -83,7 +86,7 @@ class GrpcStream:
         return n
 
     def _next(self) -> bytes:
-        """The next message; empty at end of stream."""
+        """Returns the next message; b"" at the end of the stream."""
         with self._changed:
             if not (self._reading or self._ahead):
                 self._request_read()
@@ -96,7 +99,7 @@ class GrpcStream:
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, /) -> int:
         with self._changed:
             if flags & socket.MSG_DONTWAIT and self._nbytes >= MESSAGE_NBYTES:
-                raise BlockingIOError(errno.EAGAIN, "a whole message waits to go out")
+                raise BlockingIOError(errno.EAGAIN, "a complete message is waiting to be sent")
             self._wait(lambda: self._nbytes < MESSAGE_NBYTES or self._broken is not None)
             if self._broken is not None or self._over or self._finishing:
                 raise self._broken or BrokenPipeError(errno.EPIPE, ENDED)
@@ -107,7 +110,7 @@ class GrpcStream:
         return len(piece)
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
-        """On return gRPC has accepted all bytes, so that an end of stream comes after them."""
+        """Sends all bytes. When it returns gRPC has accepted them, so an end of stream is sent after them."""
         rest = memoryview(data)
         while rest:
             rest = rest[self.sendmsg([rest], (), flags) :]
@@ -140,7 +143,8 @@ class GrpcStream:
     # ---- replaces the kernel's tcp_info of a socket
 
     def seen(self) -> LinkSample:
-        """The rate is bytes accepted by gRPC per second of writing. The round trip is unknown."""
+        """Returns the measured rate since the previous call: bytes accepted by gRPC per second of writing. The round trip is
+        unknown (0)."""
         with self._changed:
             if self._wrote_in_s > 0:
                 self._rate = self._wrote_nbytes / self._wrote_in_s
@@ -155,7 +159,7 @@ class GrpcStream:
         task.add_done_callback(self._tasks.discard)
 
     def _release(self) -> None:
-        """Releases the call and its connection, also if a reference to the stream remains."""
+        """Releases the call and its connection, even if a reference to the stream remains."""
         self._silence.cancel()
         self._cancel()
         self._read = self._finish = self._write = self._cancel = _raise_ended
@@ -229,7 +233,8 @@ async def _raise_ended(*_: Any) -> None:
 
 
 def _joined(buffers: Any, nbytes: int) -> bytes:
-    """The first `nbytes` of the buffers. gRPC needs bytes: this is the only copy on the sending side."""
+    """Copies the first `nbytes` of the buffers to one bytes object, as gRPC needs. This is the only copy on the sending
+    side."""
     pieces, room = [], nbytes
     for one in buffers:
         piece = memoryview(one).cast("B")[:room]
@@ -241,7 +246,8 @@ def _joined(buffers: Any, nbytes: int) -> bytes:
 # ---- The two ends of a stream: the server's handler and the client's dial.
 
 class TlsCredentials(NamedTuple):
-    """In PEM: CA, this node's certificate and its key. `name`: the name in every coordinator's certificate."""
+    """TLS credentials of a gRPC client, in PEM: CA, this node's certificate and its key. `name`: a name that every
+    coordinator's certificate contains."""
 
     ca: str
     certificate: str
@@ -252,39 +258,43 @@ class TlsCredentials(NamedTuple):
 def open_channel(
     address: str, options: list[tuple[str, Any]], credentials: TlsCredentials | None, *, on_loop: bool = False,
 ) -> Any:
-    """Opens a gRPC channel, with TLS if there are keys. `on_loop`: a grpc.aio channel on the running loop."""
+    """Opens a gRPC channel, with TLS if there are credentials. `on_loop`: a grpc.aio channel on the running event loop."""
     kind: Any = grpc.aio if on_loop else grpc
     if credentials is None:
         return kind.insecure_channel(address, options=options)
     ca, certificate, key = (part.encode() for part in credentials[:3])
-    # Certificates name nodes, not addresses, so the two need not agree.
+    # Certificates name nodes instead of addresses, so the address is not compared with the certificate.
     options = [*options, ("grpc.ssl_target_name_override", credentials.name)]
     return kind.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate), options=options)
 
 
 SERVICE, METHOD = "commlayer.Data", "Frames"
 ACCEPTED = ("commlayer-frames", "1")
-"""The server's initial metadata. A client that writes before it would not receive the reason of a refusal."""
+"""Initial metadata with which a server accepts a stream. A client must wait for it before it writes, or it would not receive
+the reason of a refusal."""
 OPTIONS = [
     FRAME_OPTION,
     ("grpc.max_receive_message_length", MESSAGE_NBYTES), ("grpc.max_send_message_length", MESSAGE_NBYTES),
     ("grpc.keepalive_time_ms", 20_000), ("grpc.keepalive_timeout_ms", 20_000), ("grpc.http2.max_pings_without_data", 0),
-    # Otherwise it would share the connection of the control calls to the same address, and delay them.
+    # Otherwise the stream would share the connection of the control calls to the same address, and delay those calls.
     ("grpc.use_local_subchannel_pool", 1),
 ]
-"""Options of a client's channel."""
+"""gRPC options of a client's channel for streams."""
 RETRY_S = 0.1
-"""Pause after RESOURCE_EXHAUSTED: pending handshakes end soon."""
+"""Seconds to wait after RESOURCE_EXHAUSTED before dialing again, since pending handshakes end soon."""
 AcceptStream = Callable[[GrpcStream, str], bool]
-"""Accepts a stream that was opened from an address. Returns False if too many are pending; LookupError if none are accepted."""
+"""Accepts a stream that was opened from an address. Returns False if too many handshakes are pending. Raises LookupError if the
+process accepts no streams."""
 
 _dialed: set[tuple[str, int]] = set()
-"""Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of their sockets; gRPC
-does not expose them, so the child finds them by address. Otherwise peers would see a dead trainer as connected."""
+"""Addresses that this process has dialed. A forked child (a DataLoader worker) closes its copies of these connections' sockets.
+gRPC does not expose the sockets, so the child finds them by address. Otherwise a dead training process would seem connected to
+its peers."""
 
 
 def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | None]) -> grpc.GenericRpcHandler:
-    """The server's handler. `certified` maps gRPC's peer name to a certificate, or raises PermissionError if one is missing."""
+    """Returns the server's handler of streams. `certified` maps gRPC's peer name to a certificate; it raises PermissionError if
+    the port requires one and the peer has none."""
 
     async def frames(_: Any, context: Any) -> None:
         name = context.peer()
@@ -320,7 +330,8 @@ def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | Non
 
 
 def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, channel: bytes = b"") -> GrpcStream:
-    """Dials over the grpc.aio channel that `opened` returns. Raises PeerLost or DeadlineExceeded with the address."""
+    """Opens a stream over the grpc.aio channel that `opened` returns. Raises Refused, PeerLost or DeadlineExceeded with the
+    address."""
     begin, where = time.monotonic(), f"{host}:{port} over gRPC"
 
     async def made() -> GrpcStream:
@@ -331,7 +342,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
                 await call.wait_for_connection()
                 if ACCEPTED not in ((key, value) for key, value in await call.initial_metadata()):
                     await call.read()  # raises the server's reason
-                    raise Refused(f"{where} answers, but is no commlayer server: check the address", code="E-ADDRESS")
+                    raise Refused(f"{where} answers, but is not a commlayer server: check the address", code="E-ADDRESS")
         except BaseException:
             call.cancel()
             await link.close()
@@ -354,8 +365,8 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
         except TimeoutError:
             # A reason from the server is more useful than the timeout of a later attempt.
             raise refusal or DeadlineExceeded(
-                f"{where} no answer within {deadline - begin:.1f} s: check the address, that it runs, and "
-                "firewalls") from None
+                f"{where} did not answer within {deadline - begin:.1f} s: check the address, that a server runs "
+                "there, and firewalls") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + RETRY_S > deadline:
@@ -365,15 +376,16 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
 
 def _refusal(error: Any, where: str) -> CommError:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return Refused("accepts no gRPC streams there: check the address, and the setting carrier on its machine",
+        return Refused("the server at this address accepts no gRPC streams: check the address, and the setting carrier on its "
+                       "machine",
                        code="E-ADDRESS")
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return Refused(f"refuses the stream: {one_line(error.details())}")
-    return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that it runs there")
+        return Refused(f"refused the stream: {one_line(error.details())}")
+    return PeerLost(f"cannot reach {where}: {one_line(error.details())}: check the address and that a server runs there")
 
 
 def _close_copies() -> None:
-    """Runs in a forked child, where gRPC is not used: its fork support is off."""
+    """Closes copies of the parent's sockets in a forked child, where gRPC is not used."""
     for name in os.listdir("/proc/self/fd") if _dialed and os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError, ValueError):
             copy = socket.socket(fileno=int(name))
@@ -391,7 +403,8 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-# ---- The process's event loop for gRPC servers and streams, on its own thread.
+# ---- The process's event loop for gRPC servers and streams, on a separate thread. There is a single loop, because grpc.aio
+# wakes all loops for the events of each.
 #
 # There is a single loop: grpc.aio wakes every loop it knows for the events of each.
 
@@ -410,7 +423,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run_on_loop(what: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
-    """Runs a coroutine and returns its result. Must not be called on the loop itself."""
+    """Runs a coroutine on the event loop and returns its result. Must not be called on the loop itself."""
     return asyncio.run_coroutine_threadsafe(what, event_loop()).result(timeout_s)
 
 

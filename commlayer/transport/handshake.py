@@ -1,8 +1,8 @@
 """Connection handshake: four frames that identify the dialer, prove the job's secret to both ends, and admit or refuse.
 
-HELLO and CHALLENGE carry random nonces. PROOF and WELCOME carry proofs over both nonces, which need the secret. A recorded
-handshake is therefore useless on another connection. Nothing about the job is revealed before the proof.
-The number of pending handshakes is limited, so that silent or slow dialers cannot keep others out.
+HELLO and CHALLENGE contain random nonces. PROOF and WELCOME contain proofs over both nonces, which only an end with the secret
+can compute. A recorded handshake is therefore useless on another connection. Nothing about the job is revealed before the
+dialer's proof is verified. The number of pending handshakes is limited, so silent or slow dialers cannot block others.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
 from commlayer.transport.secret import bound, make_proof, new_nonce, verify, wrong_secret
 
 MAX_NBYTES = 4096
-"""Limit of a handshake frame: an unauthenticated peer cannot cause a larger allocation."""
+"""Largest handshake frame. An unauthenticated peer cannot cause a larger allocation."""
 
 
 class Hello(Record, frozen=True):
-    """The dialer's description of itself."""
+    """HELLO: identifies the dialer and the job that it belongs to."""
 
     job: str
     rank: int
     plan: str = ""
-    """Digest of the plan that the dialer follows; empty if it has none yet."""
+    """Digest of the plan that the dialer uses; "" if it has none yet."""
     version: str = ""
-    """Version of the package, for the message of a refusal."""
+    """Version of the dialer's package, for the text of a refusal."""
     protocol: int = framing.VERSION
     nonce: bytes = b""
-    """Random for each connection."""
+    """Random bytes, different for each connection."""
     session: bytes = b""
-    """Random for each process; stays the same when a process reconnects. Empty if it never will."""
+    """Random bytes that identify the dialer's process, equal when it reconnects; b"" if it never reconnects."""
 
 
 class Challenge(Record, frozen=True):
-    """The acceptor's nonce."""
+    """CHALLENGE: the acceptor's nonce."""
 
     nonce: bytes
 
 
 class Proof(Record, frozen=True):
-    """The dialer's proof."""
+    """PROOF: the dialer's proof that it knows the secret."""
 
     proof: bytes
 
 
 class Welcome(Record, frozen=True):
-    """The acceptor's answer. `error` is empty, or the reason of a refusal in one line."""
+    """WELCOME: the acceptor's answer. `error`: the reason of a refusal in one line; "" if the dialer is admitted."""
 
     rank: int
     error: str = ""
     proof: bytes = b""
-    """The acceptor's proof; empty if the dialer has not proved the secret."""
+    """The acceptor's proof that it knows the secret; b"" if the dialer has not proved the secret."""
     later: bool = False
-    """Whether the reason is temporary, so that dialing again may succeed."""
+    """Whether the reason is temporary, so dialing again may succeed."""
 
 
 NOT_AUTHENTICATED = "does not prove that it knows the job's secret"
 
 
 class RetryLater(str):
-    """A temporary reason returned by an Admit."""
+    """A temporary reason for a refusal, returned by a function of type Admit."""
 
 
 class AuthenticatedDialer(NamedTuple):
-    """A dialer that has proved the secret, and this end's proof for it."""
+    """A dialer that has proved the secret, and this end's proof for that dialer."""
 
     hello: Hello
     proof: bytes
@@ -86,16 +86,18 @@ T = TypeVar("T", bound=Record)
 
 
 def same_job(mine: Hello) -> Admit:
-    """Admits dialers of the same job and protocol, and of the same plan if both have one. Reveals no digest of this end."""
+    """Returns a function that admits dialers of the same job and protocol, and of the same plan if both ends have one. Its
+    reasons reveal no digest of this end."""
 
     def admit(theirs: Hello) -> str:
         if theirs.protocol != mine.protocol:
-            return coded("E-VERSION", f"speaks protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), here "
-                         f"{mine.protocol} (commlayer {mine.version or '?'}): install the same version on all machines")
+            return coded("E-VERSION", f"uses protocol {theirs.protocol} (commlayer {one_line(theirs.version) or '?'}), but "
+                                      f"this process uses {mine.protocol} (commlayer {mine.version or '?'}): install the same "
+                                      "version on all machines")
         if theirs.job != mine.job:
-            return coded("E-RANKS-DIFFER", "is in another job: start all with the same model and job id")
+            return coded("E-RANKS-DIFFER", "belongs to another job: start all processes with the same model and job id")
         if theirs.plan and mine.plan and theirs.plan != mine.plan:
-            return coded("E-RANKS-DIFFER", "follows another plan: start all with the same plan")
+            return coded("E-RANKS-DIFFER", "uses a different plan: start all processes with the same plan")
         return ""
 
     return admit
@@ -105,8 +107,9 @@ def dial_handshake(
     sock: ByteChannel, reader: Reader, mine: Hello, secret: str, peer: int, deadline: float, channel: bytes = b"",
     answer_by: float = math.inf,
 ) -> None:
-    """The dialer's side. Raises Refused with the acceptor's reason. `channel` binds the proof to this channel. `answer_by`
-    limits the wait for the CHALLENGE; the WELCOME may take longer, since it may wait for a plan."""
+    """Runs the dialer's side of the handshake. Raises Refused with the acceptor's reason. `channel` binds the proof to this
+    channel. `answer_by` limits the wait for the CHALLENGE. The WELCOME may take longer, since the acceptor may wait for a
+    plan."""
     who = peer_name(peer)
     mine = msgspec.structs.replace(mine, nonce=new_nonce())
     hello_bytes = msgspec.msgpack.encode(mine)
@@ -118,7 +121,7 @@ def dial_handshake(
     if welcome.error == NOT_AUTHENTICATED:
         raise Refused(wrong_secret(secret), peer=who, code="E-SECRET")
     if not verify(welcome.proof, secret, b"accept", theirs, hello_bytes, *bound(channel)):
-        raise Refused(f"{NOT_AUTHENTICATED}, so it is not of this job: check the address", peer=who, code="E-ADDRESS")
+        raise Refused(f"{NOT_AUTHENTICATED}, so it does not belong to this job: check the address", peer=who, code="E-ADDRESS")
     if welcome.error:
         raise (NotYet if welcome.later else Refused)(welcome.error, peer=who)
     if welcome.rank != peer:
@@ -128,12 +131,12 @@ def dial_handshake(
 def accept_handshake(
     sock: ByteChannel, reader: Reader, rank: int, secret: str, who: str, deadline: float, channel: bytes = b"",
 ) -> AuthenticatedDialer:
-    """The acceptor's side; the caller then calls `send_welcome`. A dialer without the secret is refused and this raises
-    Refused."""
+    """Runs the acceptor's side of the handshake; the caller then calls `send_welcome`. If the dialer does not know the secret,
+    sends a refusal and raises Refused."""
     frame = _read(sock, reader, Kind.HELLO, who, deadline)
     hello_bytes, hello = bytes(frame.body), _decode(frame, Hello, who)
     if not 0 <= hello.rank <= 0xFFFF:
-        raise CorruptFrame(f"peer number {hello.rank}, allowed 0 to 65535", peer=who)
+        raise CorruptFrame(f"got peer number {hello.rank}, allowed 0 to 65535", peer=who)
     mine = new_nonce()
     _write(sock, Kind.CHALLENGE, rank, Challenge(mine), who, deadline)
     answer = _decode(_read(sock, reader, Kind.PROOF, who, deadline), Proof, who).proof
@@ -154,9 +157,9 @@ def _write(sock: ByteChannel, kind: Kind, rank: int, record: Record, who: str, d
         _wait_until(sock, deadline)
         sock.sendall(head + body)
     except TimeoutError:
-        raise DeadlineExceeded(f"{kind.name} not accepted before the deadline", peer=who) from None
+        raise DeadlineExceeded(f"did not receive {kind.name} before the deadline of the handshake", peer=who) from None
     except OSError as error:
-        raise PeerLost(f"connection lost in the handshake: {error.strerror}", peer=who) from None
+        raise PeerLost(f"connection lost during the handshake: {error.strerror}", peer=who) from None
 
 
 def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: float) -> Frame:
@@ -166,19 +169,19 @@ def _read(sock: ByteChannel, reader: Reader, kind: Kind, who: str, deadline: flo
             _wait_until(sock, deadline)
             n = sock.recv_into(reader.wanted())
             if n == 0:
-                raise PeerLost("connection closed in the handshake", peer=who) if received else Unsaid()
+                raise PeerLost("connection closed during the handshake", peer=who) if received else Unsaid()
             received = True
             reader.filled(n)
     except TimeoutError:
-        raise DeadlineExceeded(f"no {kind.name} before the deadline", peer=who) from None
+        raise DeadlineExceeded(f"sent no {kind.name} before the deadline of the handshake", peer=who) from None
     except OSError as error:
         if not received:
             raise Unsaid() from None
-        raise PeerLost(f"connection lost in the handshake: {error.strerror}", peer=who) from None
+        raise PeerLost(f"connection lost during the handshake: {error.strerror}", peer=who) from None
     except (CorruptFrame, Refused) as error:
         raise error.located(peer=who) from None
     if frame.header.kind != kind:
-        raise CorruptFrame(f"begins with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
+        raise CorruptFrame(f"started the handshake with {Kind(frame.header.kind).name}, expected {kind.name}", peer=who)
     return frame
 
 
@@ -194,21 +197,21 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
     try:
         return msgspec.msgpack.decode(frame.body, type=kind)
     except MALFORMED as error:
-        raise CorruptFrame(f"{kind.__name__.lower()} is malformed: {one_line(error)}", peer=who) from None
+        raise CorruptFrame(f"sent a malformed {kind.__name__.upper()}: {one_line(error)}", peer=who) from None
 
 
 MAX_PENDING = 64
-"""Concurrent handshakes; more wait in the kernel's backlog."""
+"""Maximum number of concurrent handshakes. Further connections wait in the kernel's backlog."""
 EVICT_AFTER_S = 0.5
-"""When the limit is reached, handshakes older than this are evicted: a normal one needs two round trips."""
+"""Seconds after which a handshake may be evicted when the limit is reached. A normal handshake needs two round trips."""
 
 
 class SilentConnection(str):
-    """The reason for a dropped connection that sent nothing and showed no credential, as a port scan or health check does."""
+    """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
 
 
 class PendingHandshakes:
-    """The pending handshakes. Thread-safe."""
+    """The handshakes that have not finished yet, whose number is limited. Thread-safe."""
 
     def __init__(self, most: int = MAX_PENDING, evict_after_s: float = EVICT_AFTER_S) -> None:
         self._most, self._evict_after_s = most, evict_after_s
@@ -217,7 +220,8 @@ class PendingHandshakes:
         self._closed = False
 
     def acquire(self) -> bool:
-        """Waits until another connection may enter, evicting the oldest if it has exceeded its time. False once closed."""
+        """Waits until another handshake may start, evicting the oldest if it takes longer than allowed. Returns False after
+        close()."""
         with self._work:
             while len(self._pending) >= self._most and not self._closed:
                 first, since = next(iter(self._pending.items()))
@@ -230,7 +234,8 @@ class PendingHandshakes:
             return not self._closed
 
     def try_add(self, sock: ByteChannel) -> bool:
-        """Like `acquire` and `add` without waiting; False if there is no room."""
+        """Adds a handshake without waiting, evicting the oldest if it takes longer than allowed. Returns False if there is no
+        space."""
         with self._work:
             if len(self._pending) >= self._most:
                 first, since = next(iter(self._pending.items()))
@@ -253,12 +258,13 @@ class PendingHandshakes:
             self._work.notify_all()
 
     def drop_reason(self, sock: ByteChannel, error: Exception) -> str:
-        """The reason for a failed handshake. A connection evicted for its silence is no Probe, because this end closed it."""
+        """Returns the reason for a failed handshake. The reason is a SilentConnection if the peer closed its connection without
+        sending anything, but not if this end evicted it."""
         with self._work:
             return SilentConnection(error.what) if isinstance(error, Unsaid) and sock in self._pending else str(error)
 
     def close(self) -> None:
-        """Ends all pending handshakes."""
+        """Ends all pending handshakes; later ones are not accepted."""
         with self._work:
             self._closed = True
             for sock in self._pending:
@@ -268,7 +274,7 @@ class PendingHandshakes:
 
 
 def _wake(sock: ByteChannel) -> None:
-    """Ends the blocking call of its thread, which then closes it."""
+    """Ends the blocking call of the handshake's thread, which then closes the socket."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -1,6 +1,6 @@
 """A node's folder of keys: reads its certificate, CA and revocation list, and builds TLS contexts.
 
-`commlayer keys` makes the folder; docs/how-to/keys.md explains each file.
+`commlayer keys` creates the folder; docs/how-to/keys.md explains each file.
 """
 
 from __future__ import annotations
@@ -24,55 +24,58 @@ log = logging.getLogger("commlayer")
 
 CA, CERTIFICATE, KEY, REVOKED, TOKEN = "ca.pem", "node.pem", "node.key", "crl.pem", KEYS_TOKEN
 SERVICE = "commlayer"
-"""A name in the certificates of all nodes that accept connections: addresses decide which node is reached."""
+"""A name in the certificates of all nodes that accept connections. Addresses, not names, determine which node is reached."""
 PROTOCOLS = "commlayer-data", "h2"
-"""ALPN names of the two kinds of connection, so that one is never taken for the other."""
-COPY_AGAIN = "copy it again from the folder where `commlayer keys` made it"
+"""ALPN names of the two kinds of connection (data, control), so neither end mistakes one kind for the other."""
+COPY_AGAIN = "copy it again from the folder where `commlayer keys` created it"
 Stamp = tuple[int, int, int]
 
 
 class PeerCertificate(NamedTuple):
-    """The owner of a certificate."""
+    """The node that a certificate belongs to. `fingerprint`: SHA-256 of the certificate."""
 
     name: str
     serial: int
     fingerprint: bytes
     dials_only: bool = False
-    """Whether the certificate is valid for dialers only, so that a server cannot use it."""
+    """Whether the certificate is valid only for dialers, so a server cannot use it."""
 
 
 class RevocationList(NamedTuple):
-    """A revocation list that this CA signed."""
+    """A revocation list that the job's CA has signed."""
 
     data: bytes
     number: int
-    """Grows with each list of the CA."""
+    """Sequence number, which grows with each list of the CA."""
     serials: frozenset[int]
 
 
 class Keys:
-    """The keys of one node. The revocation list is read again when its file has changed. Everything else is read once, so
-    that contexts and fingerprint belong to one certificate even if files in the folder are replaced."""
+    """The keys of one node.
+
+    The revocation list is read again when its file has changed. Everything else is read only once. The TLS contexts and the
+    fingerprint therefore belong to one certificate, even if files in the folder are replaced.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises RecordError, in one line, if the folder cannot be used."""
+        """Reads the folder. Raises RecordError, in one line, if the folder cannot be used."""
         self.folder = Path(folder)
         self._lock = threading.Lock()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.dials_only = False
-        """Whether this node's certificate is valid for dialers only, so that it cannot be a server."""
+        """Whether this node's certificate is valid only for dialers, so this process cannot be a server."""
         self.own = self._read_own()
         self._stamp = _stamp(self.folder / REVOKED)
         try:
             self._revocations = self._list()
         except (OSError, ValueError) as error:
             raise RecordError("E-KEYS",
-                              f"keys: {self.folder / REVOKED} is no list of revoked certificates that {CA} signed ({error}): "
+                              f"keys: {self.folder / REVOKED} is not a revocation list that {CA} signed ({error}): "
                               f"{COPY_AGAIN}") from None
-        # Made now, so that files that do not match are reported before the first connection.
+        # Created now, so that files that do not match are reported before the first connection.
         self._contexts = self._make_contexts(self._revocations)
         if (self.folder / KEY).stat().st_mode & 0o077:
-            log.warning("keys: other users of this machine may read %s: chmod 600 it", self.folder / KEY)
+            log.warning("keys: other users of this machine can read %s: run chmod 600 on it", self.folder / KEY)
 
     def _read(self, name: str) -> bytes:
         path = self.folder / name
@@ -80,9 +83,9 @@ class Keys:
             return path.read_bytes()
         except OSError as error:
             if (self.folder / "nodes").is_dir():
-                remedy = f"this is the folder of the CA, a node's is one of {self.folder / 'nodes'}/*"
+                remedy = f"this is the folder of the CA; the folder of a node is one of {self.folder / 'nodes'}/*"
             else:
-                remedy = "`commlayer keys init` and `commlayer keys add NAME` make a folder for each node"
+                remedy = "create a folder for each node with `commlayer keys init` and `commlayer keys add NAME`"
             raise RecordError("E-KEYS", f"keys: {path} cannot be read: {error.strerror}; {remedy}") from None
 
     def _read_own(self) -> PeerCertificate:
@@ -95,20 +98,21 @@ class Keys:
                 mine = x509.load_pem_x509_certificate(data)
             except ValueError:
                 raise RecordError("E-KEYS",
-                                  f"keys: {path} is no certificate: it is damaged, or another file; {COPY_AGAIN}") from None
+                                  f"keys: {path} is not a certificate: it is damaged, or another file; {COPY_AGAIN}") from None
         name = str(mine.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
         now = datetime.datetime.now(datetime.UTC)
         if not mine.not_valid_before_utc <= now <= mine.not_valid_after_utc:
-            raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {name} in {self.folder} is good from "
-                              f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, and this machine's "
-                              f"clock shows {_day(now)}: correct the clock, or make a new one with `commlayer keys add {name} "
-                              "--again`")
+            raise RecordError("E-CERTIFICATE-DATE", f"keys: the certificate of {name} in {self.folder} is valid from "
+                                                    f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, "
+                                                    f"but this machine's clock shows {_day(now)}: correct the clock, or create "
+                                                    f"a new certificate with `commlayer keys add {name} --again`")
         own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
         self.dials_only = own.dials_only
         return own
 
     def revoked(self) -> frozenset[int]:
-        """Serial numbers. A list that is damaged, older than the current one or of another CA is ignored with a warning."""
+        """Returns the serial numbers of revoked certificates. A list that is damaged, older than the current one or of another
+        CA is ignored with a warning."""
         path = self.folder / REVOKED
         with self._lock:
             stamp = _stamp(path)
@@ -117,28 +121,29 @@ class Keys:
                     listed = self._list()
                     if listed.number < self._revocations.number:
                         raise InvalidInput("E-KEYS",
-                                           f"it is list {listed.number} of the CA, and list {self._revocations.number} is "
-                                           "known")
+                                           f"it is list {listed.number} of the CA, older than list {self._revocations.number}, "
+                                           "which is in use")
                     self._contexts, self._revocations = self._make_contexts(listed), listed
                 except (OSError, ValueError) as error:
-                    log.warning("keys: %s was not read: %s; the former list stays valid", path, without_code(error))
+                    log.warning("keys: %s was not loaded: %s; the previous list stays in use", path, without_code(error))
                 self._stamp = stamp
             return self._revocations.serials
 
     @property
     def list_number(self) -> int:
-        """Number of the active list: see RevocationList."""
+        """Sequence number of the revocation list in use: see RevocationList."""
         with self._lock:
             return self._revocations.number
 
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
-        """A TLS 1.3 context that requires a certificate of this CA that has not been revoked, at both ends."""
+        """Returns a TLS 1.3 context that requires a certificate of the job's CA, not revoked, at both ends. `protocol`: one of
+        PROTOCOLS."""
         self.revoked()
         with self._lock:
             return self._contexts[server, protocol]
 
     def _list(self) -> RevocationList:
-        """Reads the list from its file. Raises OSError or ValueError if it is invalid."""
+        """Reads the revocation list from its file. Raises OSError or ValueError if the list is invalid."""
         from cryptography import x509
 
         data = (self.folder / REVOKED).read_bytes()
@@ -149,7 +154,7 @@ class Keys:
                 raise InvalidInput("E-KEYS", "it is not signed by the job's CA")
             number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
             return RevocationList(data, number, frozenset(one.serial_number for one in crl))
-        except Exception as error:  # any error of the parser: threads that read the list must go on
+        except Exception as error:  # the parser raises many types of errors, and the calling threads must continue
             raise InvalidInput("E-KEYS", str(error) or type(error).__name__) from None
 
     def _make_contexts(self, listed: RevocationList) -> dict[tuple[bool, str], ssl.SSLContext]:
@@ -170,15 +175,16 @@ class Keys:
                 context.load_verify_locations(trust)
                 context.load_cert_chain(certificate, key)
         except (ssl.SSLError, OSError) as error:
-            raise RecordError("E-KEYS", f"keys: {self.folder} holds files that do not match, or a damaged {KEY} "
-                              f"({error.strerror or error}): copy the folder again from where `commlayer keys` made "
-                              "it") from None
+            raise RecordError("E-KEYS", f"keys: {self.folder} contains files that do not match, or a damaged {KEY} "
+                                        f"({error.strerror or error}): copy the folder again from where `commlayer "
+                                        "keys` created it") from None
         return context
 
 
 @contextlib.contextmanager
 def _file(data: bytes) -> Iterator[str]:
-    """A path to these bytes, because OpenSSL only loads files; in memory where the system supports it."""
+    """Context manager that gives a file path to these bytes, because OpenSSL loads only files. The file is in memory where the
+    system supports that."""
     with open(os.memfd_create("keys"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -197,7 +203,7 @@ def certificate_of(der: bytes, name: str, serial: int) -> PeerCertificate:
 
 
 def of_peer(tls: ssl.SSLObject) -> PeerCertificate:
-    """The certificate of the other end, already verified."""
+    """Returns the certificate of the other end, which OpenSSL has already verified."""
     der = tls.getpeercert(binary_form=True)
     fields: Any = tls.getpeercert()
     assert der is not None

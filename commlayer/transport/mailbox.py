@@ -15,13 +15,14 @@ log = logging.getLogger("commlayer")
 
 DEFAULT_MAX_KEPT_NBYTES = 4 << 30
 KEPT_OVERHEAD_NBYTES = 512
-"""Charged for each kept message in addition to its body, so that a flood of empty messages also reaches the limit."""
+"""Bytes that each stored message counts in addition to its body, so a flood of empty messages also reaches the limit."""
 
 _NO_BODY = memoryview(b"")
 
 
 class Operation:
-    """The only Handle class. It ends once, by complete() or fail(); later calls have no effect."""
+    """A send or receive in progress, the only class of Handle. It ends once, by complete() or fail(); later calls have no
+    effect."""
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 
@@ -44,7 +45,8 @@ class Operation:
             # otherwise each raise adds frames to the traceback, which keep their locals alive
             raise self._error.with_traceback(None)
         if self._message is None:
-            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still under way: wait for it first")
+            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still in progress: wait for it "
+                                                  "first")
         return self._message
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
@@ -76,7 +78,7 @@ class Operation:
             if self._event is None and self._callbacks is not None:
                 self._event = threading.Event()
         if self._event is not None and not self._event.wait(max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceeded(f"{self._what} not done before the deadline", peer=_name(self.peer),
+            raise DeadlineExceeded(f"{self._what} did not complete before the deadline", peer=_name(self.peer),
                                    step=self.step, bucket=self.bucket)
         return self.message()
 
@@ -104,9 +106,9 @@ def follow(operation: Operation, handle: Handle) -> None:
 
 
 def wait(handle: Handle, deadline: float) -> Message:
-    """Transport.wait for every transport. Ctrl-C interrupts it on the main thread."""
+    """Waits for the operation, for all transports: see Transport.wait. Ctrl-C interrupts a wait in the main thread."""
     if not isinstance(handle, Operation):
-        raise TypeError(f"wait for {handle!r}: give it what send or recv returned")
+        raise TypeError(f"wait: got {handle!r}, allowed: what send or recv returned")
     return handle.wait(deadline)
 
 
@@ -118,11 +120,13 @@ def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
     try:
         callback(operation)
     except Exception:
-        log.exception("a callback failed; callbacks must not raise; the link with %s continues", _name(operation.peer))
+        log.exception("a callback of a transport operation raised an error (callbacks must not raise); "
+                      "the connection to %s continues", _name(operation.peer))
 
 
 def clear_traceback(error: CommError) -> CommError:
-    """Clears the traceback and context of an error that is kept: its frames would keep bodies and connections alive."""
+    """Clears the traceback and context of an error that is stored for later. Their frames would keep message bodies and
+    connections in memory."""
     error.__traceback__ = error.__context__ = None
     return error
 
@@ -130,7 +134,7 @@ def clear_traceback(error: CommError) -> CommError:
 class Mailbox:
     """Matches received messages with receives. Thread-safe.
 
-    First in, first out: an arrival goes to the oldest matching receive, a receive takes the oldest matching arrival.
+    First in, first out: a message completes the oldest matching receive, and a receive returns the oldest matching message.
     """
 
     def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
@@ -145,7 +149,7 @@ class Mailbox:
         self._generation = 0
 
     def failure(self, peer: int | None) -> CommError | None:
-        """The error that ended this peer, or all peers."""
+        """Returns the error that ended this peer, or all peers; None if there is none."""
         return self._failed.get(None) or self._failed.get(peer)
 
     def recv(self, peer: int | None, match: Key | None) -> Operation:
@@ -165,7 +169,7 @@ class Mailbox:
         return operation
 
     def deliver(self, message: Message) -> None:
-        """Accepts a checked message. Raises CorruptFrame if its sender exceeds the limit on unrequested bytes."""
+        """Delivers a checked message. Raises CorruptFrame if its sender exceeds the limit of bytes without a posted receive."""
         peer, k = message.peer, key(message.header)
         with self._lock:
             if self.failure(peer) is not None or message.header.generation < self._generation:
@@ -177,7 +181,8 @@ class Mailbox:
         operation.complete(message)
 
     def end(self, reason: CommError, peer: int) -> None:
-        """Ends a peer. Messages that have arrived can still be received; other receives fail. The first reason stays."""
+        """Ends a peer: receives fail with `reason`, but messages that have already arrived can still be received. If the peer
+        has ended before, its first reason is kept."""
         with self._lock:
             reason = self._failed.setdefault(peer, clear_traceback(reason))
             operations = self._unpost(peer)
@@ -185,7 +190,7 @@ class Mailbox:
             operation.fail(reason)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Like `end`, for one peer or for all, and drops the messages that have arrived."""
+        """Ends one peer, or all, like `end`, and drops the messages that have arrived."""
         with self._lock:
             reason = self._failed.setdefault(peer, clear_traceback(reason))
             for seq in [s for s, m in self._kept.items() if peer is None or m.peer == peer]:
@@ -195,7 +200,7 @@ class Mailbox:
             operation.fail(reason)
 
     def end_generations(self, reason: CommError, generation: int) -> None:
-        """Fails receives of earlier generations and drops their messages, also those that arrive later."""
+        """Fails receives of generations before `generation`, and drops their messages, including those that arrive later."""
         with self._lock:
             self._generation = generation
             places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]
@@ -228,7 +233,8 @@ class Mailbox:
         peer, charge = message.peer, len(message.body) + KEPT_OVERHEAD_NBYTES
         total = self._kept_nbytes.get(peer, 0) + charge
         if total > self.max_kept_nbytes:
-            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes without a posted receive", peer=peer_name(peer))
+            raise CorruptFrame(f"sent more than {self.max_kept_nbytes} bytes for which no receive is "
+                               "posted", peer=peer_name(peer))
         self._kept_nbytes[peer] = total
         self._seq += 1
         self._kept[self._seq] = message
@@ -244,7 +250,8 @@ class Mailbox:
         return None
 
     def _forget(self, seq: int) -> Message:
-        """Removes a kept message. It must be the oldest of its peer and key, unless the caller removes all of them."""
+        """Removes and returns a stored message. It must be the oldest of its peer and key, unless the caller removes all of
+        them."""
         message = self._kept.pop(seq)
         place = (message.peer, key(message.header))
         queue = self._index[place]

@@ -1,4 +1,4 @@
-"""Finds this machine's own address and interface towards another host, and an identity of the machine."""
+"""Finds this machine's own address and interface on the route to another host, and an identity of the machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FAR = ("203.0.113.1", "2001:db8::1")
-"""Documentation addresses that no host has: the route to them is the default route."""
+"""Documentation addresses that no host has, so the route to them is the default route."""
 PORT = 9
 SIOCGIFADDR = 0x8915
 
 
 def address_to(host: str) -> str:
-    """This machine's address on the route to `host`; empty if there is no route. Sends nothing.
+    """Returns this machine's address on the route to `host`; "" if there is no route. Sends nothing.
 
-    The first address that is not loopback counts: many systems resolve a machine's own name to 127.0.1.1.
+    If `host` resolves to several addresses, the first route that is not loopback counts. Many systems resolve a machine's own
+    name to 127.0.1.1.
     """
     first = ""
     with contextlib.suppress(OSError):
@@ -35,12 +36,12 @@ def address_to(host: str) -> str:
 
 
 def default_address() -> str:
-    """This machine's address on the default route."""
+    """Returns this machine's address on the default route; "" if there is no such route."""
     return next((address for far in FAR if (address := address_to(far))), "")
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has the address; empty if unknown."""
+    """Returns the name of the network interface that has the address; "" if unknown."""
     if ":" in address:
         wanted = ipaddress.ip_address(address.partition("%")[0]).exploded.replace(":", "")
         with contextlib.suppress(OSError):
@@ -58,7 +59,8 @@ def interface_of(address: str) -> str:
 
 
 def interface_towards(hosts: Iterable[str]) -> str:
-    """The network interface used to reach the first of these hosts that is on another machine; empty if there is none."""
+    """Returns the network interface on the route to the first of these hosts that is on another machine; "" if there is
+    none."""
     for host in hosts:
         address = address_to(host)
         local = not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
@@ -69,7 +71,8 @@ def interface_towards(hosts: Iterable[str]) -> str:
 
 
 def machine() -> str:
-    """An identity that is equal only for processes that share a network stack. Host names at different sites may coincide."""
+    """Returns an identity that is equal only for processes that share a network stack. Host names at different sites may be
+    equal."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

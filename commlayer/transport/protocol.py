@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 
 SERVER_BASE = 0x8000
-"""Peers are 16-bit numbers: a worker is its rank, summation server i is SERVER_BASE + i."""
+"""First peer number of servers. Peers are 16-bit numbers: a worker's is its rank, that of summation server i is SERVER_BASE +
+i."""
 
 
 def peer_name(peer: int) -> str:
-    """The peer's name in errors and logs."""
+    """Returns the peer's name in errors and logs, for example "worker 3" or "server 0"."""
     return f"server {peer - SERVER_BASE}" if peer >= SERVER_BASE else f"worker {peer}"
 
 
 class Kind(enum.IntEnum):
-    """Kind of a frame. The receiver drops a peer that sends an unknown number."""
+    """Kind of a frame. A receiver drops a peer that sends an unknown number."""
 
     HELLO = 1  # first frame of a connection: job, versions, plan hash (msgpack body)
     WELCOME = 2  # the acceptor's answer: msgpack body, with an empty error or the reason of a refusal
@@ -45,7 +46,8 @@ class Kind(enum.IntEnum):
 
 
 class Flag:
-    """Bits of Header.flags. Plain integers: they are tested for every frame, and `&` of an enum costs microseconds."""
+    """Bits of Header.flags. They are plain integers, since they are tested for every frame, and `&` of an enum costs
+    microseconds."""
 
     NONE = 0
     AGAIN = 1  # RESULT without body: encode round 0 again, for the weight of all workers in the header. PUSH: encoded again
@@ -60,15 +62,17 @@ ANSWERED_BY: dict[int, Kind] = {
     Kind.PUSH: Kind.RESULT, Kind.STATE_GET: Kind.STATE, Kind.STATE: Kind.STATE_OK, Kind.PROBE: Kind.PROBE_OK,
     Kind.PLAN: Kind.PLAN_OK,
 }
-"""The answer to each kind of request. Other kinds have no answer."""
+"""Maps each kind of request to the kind of its answer. Other kinds have no answer."""
 MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
-"""Gradients of embeddings and experts have zero chunks. Probes must keep their size."""
+"""Kinds whose bodies are sent without zero chunks. Gradients of embeddings and experts have zero chunks; probes must keep their
+size."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
-"""Requests with a sequence number in `used`, from 1 for each worker and server, so that repeats are recognized; 0: none."""
+"""Kinds of requests that have a sequence number in `used`, so that repeats are recognized. Numbers start at 1 for each worker
+and server; 0: no number."""
 
 
 class Header(NamedTuple):
-    """The fixed part of a frame. docs/reference/wire.md gives the bytes; only framing.py reads and writes them."""
+    """The fixed part of a frame. docs/reference/wire.md defines its bytes; only framing.py reads and writes them."""
 
     kind: int
     generation: int = 0
@@ -76,27 +80,29 @@ class Header(NamedTuple):
     bucket: int = 0
     part: int = 0
     parts: int = 1
-    """1 in every message: the transport splits bodies and reassembles them."""
+    """Number of frames of one body. 1 in every message outside the transport, which splits bodies and reassembles them."""
     round: int = 0
     codec: int = 0
     sender: int = 0
     order: int = 0
-    """Priority on the wire: lower goes first."""
+    """Priority on the wire within a step: lower numbers are sent first."""
     flags: int = 0
     weight: float = 0.0
     used: int = 0
-    """One bit per slice of the bucket: set if the sender has a gradient for the slice. A server ORs the bits of all workers."""
+    """One bit per slice of the bucket: set if the sender has a gradient for that slice. A server combines the bits of all
+    workers with OR."""
     total: float = 0.0
-    """PUSH: the total weight of all workers, used when the payload was encoded; 0 if its codec keeps no residual."""
+    """In a PUSH: the total weight of all workers for which the payload was compressed; 0 if the codec keeps no residual."""
     undone: int = 0
-    """One bit per slice: set if the last result was not applied there. The server adds it back to its residual."""
+    """One bit per slice of the bucket: set if the last result was not applied to that slice. The server adds that part of the
+    result back to its residual."""
 
 
 Key = tuple[int, int, int, int, int, int]
 
 
 def key(h: Header) -> Key:
-    """The fields that match a receive to a message: they identify a contribution except for its sender."""
+    """Returns the header fields by which receives and messages match. They identify a contribution except for its sender."""
     return (h.kind, h.generation, h.step, h.bucket, h.part, h.round)
 
 
@@ -107,68 +113,73 @@ class Message(NamedTuple):
 
 
 class Handle(Protocol):
-    """An operation in progress. Callbacks run on the thread that completes it and must not block."""
+    """A send or receive in progress. Callbacks run in the thread that completes the operation, and must not block."""
 
     def done(self) -> bool: ...
 
     def error(self) -> CommError | None: ...
 
     def message(self) -> Message:
-        """The received message; for a send the header with an empty body. Raises the error that ended the operation."""
+        """Returns the received message; for a send, its header with an empty body. Raises the error that ended the
+        operation."""
         ...
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Calls callback(handle) once; at once if the operation is done."""
+        """Calls callback(handle) once: when the operation ends, or immediately if it has ended."""
         ...
 
 
 class Transport(Protocol):
     """Moves messages between peers. Every wait has a deadline; every error names its peer.
 
-    The body of a send must stay unchanged until its handle is done. Frames to one peer leave in order of (step, order), then of
-    sending. An urgent bucket thus overtakes waiting ones, and between machines also the rest of the one being sent.
+    The body of a send must stay unchanged until the send's handle is done. Frames to one peer are sent in order of (step,
+    order), then in order of the calls. An urgent bucket thus overtakes waiting buckets, and between machines also the rest of
+    the bucket that is being sent.
 
-    The end that dialed may re-establish a broken connection (reconnect.py), over any carrier. A carrier with `resume` set:
+    The end that dialed may re-establish a broken connection (reconnect.py), over any underlying transport. An underlying
+    transport with `resume` set:
     - ends a connection that is lost without BYE, fails its sends with PeerLost, then calls `broken(peer, error)` once;
     - leaves receives of that peer posted, keeps the messages that had arrived, and delivers no later ones of that connection;
     - lets the peer be dialed again, with a new handshake. When a hello of the same `session` arrives, the acceptor ends a
-      former connection whose end it has not noticed. It refuses a session that it has aborted;
+      previous connection whose end it has not detected. It refuses a session that it has aborted;
     - ends the peer permanently only by `abort(reason, peer)`, by BYE, or when a frame violates the format.
+
     Messages in transit are lost in both directions. The requester sends its requests again; the answering end drops requests
-    that it has handled.
+    that it has already handled.
     """
 
     @property
     def rank(self) -> int:
-        """This end's own peer number."""
+        """This process's own peer number."""
         ...
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Connected peers."""
+        """Numbers of the connected peers."""
         ...
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
 
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
-        """The next message from that peer with that key; None matches any. Messages that arrived before the call are kept."""
+        """Receives the next message from that peer with that key; None matches any. Messages that arrived before the call are
+        kept."""
         ...
 
     def wait(self, handle: Handle, deadline: float) -> Message:
-        """Waits until `deadline` (time.monotonic()), then raises DeadlineExceeded naming the peer."""
+        """Waits until `deadline` (time.monotonic()), then raises DeadlineExceeded, which names the peer."""
         ...
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Fails the operations of one peer, or of all, with `reason`: now and in all later calls."""
+        """Fails the operations of one peer, or of all, with `reason`: the present ones and all later ones."""
         ...
 
     def close(self, flush_s: float | None = None) -> None:
-        """Sends queued frames (within `flush_s`, by default a few seconds), sends BYE, releases everything. Idempotent."""
+        """Sends queued frames (within `flush_s`, by default a few seconds), sends BYE, releases all resources. Idempotent."""
         ...
 
 
 class Wrapper:
-    """Base of a Transport around another one: rank and peers are the inner one's."""
+    """Base class of a Transport around another one, whose rank and peers it returns."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -185,20 +196,22 @@ class Wrapper:
 # ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.
 
 class ByteChannel(Protocol):
-    """Behaves like a stream socket: one thread at a time may read and one may write, and any thread may shut it down.
+    """A byte stream to one peer, with methods of a stream socket. One thread at a time may read and one may write; any thread
+    may shut it down.
 
-    Buffering is bounded: a writer faster than the peer's reader blocks, or gets BlockingIOError.
+    Buffering is bounded: a writer that is faster than the peer's reader blocks, or gets BlockingIOError.
     """
 
     def recv_into(self, buffer: Any, nbytes: int = ..., flags: int = ..., /) -> int:
-        """Reads at least one byte; 0 at end of stream. After a TimeoutError (see settimeout) the channel cannot be used."""
+        """Reads at least one byte; returns 0 at the end of the stream. After a TimeoutError (see settimeout) the channel cannot
+        be used."""
         ...
 
     def sendmsg(self, buffers: Any, ancdata: Any = ..., flags: int = ..., /) -> int:
-        """Returns how many bytes were accepted. After 0 the caller must pass the same bytes again. OSError if the peer is
-        gone.
+        """Writes bytes and returns how many were accepted. After 0 the caller must pass the same bytes again. Raises OSError if
+        the peer is gone.
 
-        With MSG_DONTWAIT in `flags` it raises BlockingIOError instead of blocking.
+        With MSG_DONTWAIT in `flags`, raises BlockingIOError instead of blocking.
         """
         ...
 
@@ -207,25 +220,26 @@ class ByteChannel(Protocol):
     def settimeout(self, value: float | None, /) -> None: ...
 
     def shutdown(self, how: int, /) -> None:
-        """SHUT_WR: end of stream after the written bytes. SHUT_RDWR: ends the channel now and wakes blocked threads."""
+        """SHUT_WR: ends the stream after the written bytes. SHUT_RDWR: ends the channel now and wakes blocked threads."""
         ...
 
     def close(self) -> None: ...
 
 
 def binding_of(channel: ByteChannel) -> bytes:
-    """The bytes that bind a proof to this channel; empty without TLS."""
+    """Returns the bytes that bind a proof to this channel; b"" without TLS."""
     bound: bytes = getattr(channel, "channel", b"")
     return bound
 
 
 def reports_peer_close(channel: ByteChannel) -> bool:
-    """Whether an end of stream without BYE shows that the peer's machine ended it. If False, the link may have been cut."""
+    """Returns whether an end of stream without BYE shows that the peer's machine closed the connection. If False, the link may
+    have failed."""
     value: bool = getattr(channel, "tells_ends", True)
     return value
 
 
 def peer_certificate(channel: ByteChannel) -> PeerCertificate | None:
-    """The certificate that the peer has shown, if any."""
+    """Returns the certificate that the peer used in the TLS handshake; None without TLS."""
     peer: PeerCertificate | None = getattr(channel, "peer", None)
     return peer

@@ -1,8 +1,8 @@
-"""Reconnecting transport: re-establishes broken connections and replays unanswered requests.
+"""Reconnecting transport: re-establishes broken connections and sends unanswered requests again.
 
 Used by the end that dials. Callers see no error when a connection breaks. Within `window_s` the peer is dialed again, with
 backoff, and unanswered requests are replayed with the same bytes. Duplicate answers are dropped. The peer's operations fail
-only when the window is over or the peer refuses. See Transport for what this needs of the transport below.
+only after that window, or if the peer refuses. See Transport for what the underlying transport must do.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from commlayer.transport.protocol import (
 )
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 3.0
-"""Shortest and longest pause between two attempts."""
+"""Shortest and longest pause between two attempts to reconnect, in seconds."""
 STABLE_S = 10.0
-"""A connection that lasted this long was good, even if no message arrived on it."""
+"""Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
-"""Attempts for the first connection, whose handshake may break as well."""
+"""Number of attempts for the first connection, whose handshake may break as well."""
 DIAL_LIMIT_S = 10.0
-"""Limit of one attempt: an unreachable host gives no answer at all."""
+"""Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
 Dial = Callable[[float], None]
-"""Connects to one peer before the given deadline, or raises CommError."""
+"""A function that connects to one peer before the given deadline, or raises CommError."""
 
 
 class Carrier(Protocol):
-    """What ReconnectingTransport needs of the lowest transport in addition to Transport."""
+    """The underlying transport. `broken` is called when a connection breaks that may be re-established."""
 
     broken: Callable[[int, CommError], None]
 
 
 class ReconnectPolicy(NamedTuple):
-    """How long to wait for a broken connection, and whether a refused port means that the peer has ended."""
+    """How many seconds to try to reconnect, and whether a refused port means that the peer's process has ended."""
 
     window_s: float
     refused_is_over: bool = False
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Whether the machine answered that no process listens on that port."""
+    """Returns whether the peer's machine answered that no process listens on the port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__context__
     return error is not None
 
 
 class _InFlight:
-    """The state of a request in flight: the operation its caller holds, and its latest send."""
+    """State of a request in flight: the operation that its caller waits for, and the most recent send."""
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
@@ -73,7 +73,8 @@ class _InFlight:
 
 
 class _Link:
-    """One peer. `order` is held while requests are sent, so that new requests do not overtake replayed ones."""
+    """State of the connection to one peer. `order` is locked while requests are sent, so new requests do not overtake replayed
+    ones."""
 
     def __init__(self, dial: Dial) -> None:
         self.dial = dial
@@ -82,18 +83,20 @@ class _Link:
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
         self.broken_since_s: float | None = None
-        """When it first broke since the last message arrived; None after a message."""
+        """When the connection first broke since the last message arrived; None after a message."""
         self.restored_s = 0.0
-        """When it was last re-established."""
+        """When the connection was last re-established; 0 if never."""
         self.pause_s = 0.0
 
 
 class ReconnectingTransport(Wrapper):
-    """A Transport for the peers that were connected with `connect`. Messages that expect no answer pass through unchanged."""
+    """A Transport that reconnects to the peers that were connected with `connect`. Messages that expect no answer are passed on
+    unchanged."""
 
     def __init__(self, inner: Transport, carrier: Carrier, waits: ReconnectPolicy,
                  recycle: Callable[[memoryview], None] = lambda _: None) -> None:
-        """`carrier` is the lowest transport below `inner`, or `inner` itself. `recycle` takes bodies of dropped messages."""
+        """`carrier`: the lowest transport below `inner`, or `inner` itself. `recycle` is called with the bodies of dropped
+        messages."""
         super().__init__(inner)
         self._waits, self._recycle = waits, recycle
         self._mailbox = Mailbox()
@@ -101,20 +104,20 @@ class ReconnectingTransport(Wrapper):
         self._closing = threading.Event()
         self._count = threading.Lock()
         self.breaks = self.resent_nbytes = self.repeats = 0
-        """Connections re-established, bytes sent again, and duplicate answers."""
+        """Counters: connections re-established, bytes sent again, and duplicate answers dropped."""
         carrier.broken = self._broken
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the bodies that a break now would send again. They are not copies: the callers own them."""
+        """Bytes that would be sent again if all connections broke now. The bodies are not copies: the callers own them."""
         return sum(link.inflight.nbytes for link in self._links.values())
 
     def limit_kept(self, nbytes: int) -> None:
-        """Sets Mailbox.max_kept_nbytes."""
+        """Sets the maximum bytes that each peer may send without a posted receive (Mailbox.max_kept_nbytes)."""
         self._mailbox.max_kept_nbytes = nbytes
 
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
-        """Connects to `peer` for the first time. `dial` is kept for reconnects."""
+        """Connects to `peer` for the first time. `dial` is also used for reconnects."""
         self._links[peer] = _Link(dial)
         for attempts_left in reversed(range(CONNECT_TRIES)):
             try:
@@ -154,7 +157,7 @@ class ReconnectingTransport(Wrapper):
     # ---- receiving
 
     def _listen(self, peer: int) -> None:
-        """Takes the messages that have arrived, then posts a receive for the next one."""
+        """Handles the messages of the peer that have arrived, then posts a receive for the next one."""
         while True:
             handle = self._inner.recv(peer)
             if not handle.done():
@@ -216,7 +219,7 @@ class ReconnectingTransport(Wrapper):
             request.tag.operation.fail(error)
 
     def end(self, generation: int) -> None:
-        """Drops the requests of earlier generations: they fail and are not sent again."""
+        """Drops the requests of generations before `generation`: they fail and are not sent again."""
         reason = CommError("its epoch has ended")
         for link in self._links.values():
             with link.order:
@@ -237,7 +240,8 @@ class ReconnectingTransport(Wrapper):
                 link.broke_again = True
                 return
             link.reconnecting = True
-        # On a new thread: the noticing thread may hold locks of the transport below, and other threads wait for it.
+        # A new thread, because the thread that detected the break may have locked the underlying transport, and other threads
+        # wait for that thread.
         threading.Thread(target=self._reconnect, args=(peer, link, error), name=f"again to {peer_name(peer)}",
                          daemon=True).start()
 
@@ -247,11 +251,11 @@ class ReconnectingTransport(Wrapper):
             if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
                 link.broken_since_s, link.pause_s = begin, 0.0
             until = link.broken_since_s + self._waits.window_s
-        self._warn("%s: reconnecting for up to %.0f s; the step then continues", without_code(error),
+        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error),
                   self._waits.window_s)
         while self._is_wanted(peer):
             if time.monotonic() + link.pause_s >= until:
-                self._give_up(peer, PeerLost(f"{error.what}, and it could not be reached again within "
+                self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
             if link.pause_s:
@@ -276,7 +280,7 @@ class ReconnectingTransport(Wrapper):
         return not self._closing.is_set() and self._mailbox.failure(peer) is None
 
     def _is_final(self, error: CommError) -> bool:
-        """Whether another attempt cannot succeed."""
+        """Returns whether a further attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
         return self._waits.refused_is_over and is_refused(error)
@@ -331,13 +335,15 @@ class ReconnectingTransport(Wrapper):
         self._inner.close(flush_s)
 
 
-# ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect.
+# ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect. Bodies are not copied:
+# the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the same bytes, and keeping
+# it costs no extra memory.
 #
 # Bodies are not copied: the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the
 # same bytes, and keeping it costs no extra memory.
 
 REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
-"""Kinds that are replayed."""
+"""Kinds of messages that are sent again after a reconnect."""
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())
 
@@ -345,7 +351,7 @@ T = TypeVar("T")
 
 
 class Request(NamedTuple, Generic[T]):
-    """A request in flight; `tag` belongs to the caller."""
+    """A request in flight. `tag`: data of the caller."""
 
     header: Header
     body: memoryview | bytes
@@ -357,11 +363,11 @@ def is_answer(header: Header) -> bool:
 
 
 class InFlightRequests(Generic[T]):
-    """The in-flight requests of one end to one peer. At most one request at a time expects a given answer's key."""
+    """The in-flight requests of one end to one peer. At most one of them at a time expects an answer with a given key."""
 
     def __init__(self) -> None:
         self._kept: dict[Key | int, Request[T]] = {}  # in the order of sending
-        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step of the last answer of each kind
+        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step, by _place()
         self._number = 0
 
     @property
@@ -372,7 +378,7 @@ class InFlightRequests(Generic[T]):
         return len(self._kept)
 
     def add(self, header: Header, body: memoryview | bytes, tag: T) -> Request[T]:
-        """Records a request. Returns it as it must be sent: with a sequence number if its kind has one."""
+        """Records a request. Returns the request as it must be sent: with a sequence number if its kind has one."""
         if header.kind in NUMBERED:
             self._number += 1
             header = header._replace(used=self._number)
@@ -391,14 +397,14 @@ class InFlightRequests(Generic[T]):
         self._kept = {place: kept for place, kept in self._kept.items() if kept is not request}
 
     def answer(self, header: Header) -> Request[T] | None:
-        """Removes and returns the request that this header answers. None if no such request is in flight."""
+        """Removes and returns the request that this header answers; None if no such request is in flight."""
         request = self._kept.get(place := key(header))
         if request is None:
             return None
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
         if header.flags & request.header.flags & Flag.AGAIN:
-            return None  # an earlier demand to encode again, which the kept request already meets
+            return None  # repeats an earlier AGAIN, whose request the sender has already sent again
         del self._kept[place]
         self._last_answers[_place(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
@@ -406,27 +412,28 @@ class InFlightRequests(Generic[T]):
         return request
 
     def seen(self, header: Header) -> bool:
-        """Whether the header repeats an earlier answer. Otherwise it answers no request of this end."""
+        """Returns whether the header repeats an earlier answer. If not, it answers no request of this end."""
         return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_place(header), (-1, 0))
 
     def _ack_undos(self, number: int) -> None:
-        """Drops earlier UNDO requests: requests arrive in the order of their numbers, so the peer has received them."""
+        """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
+        them."""
         for place, request in list(self._kept.items()):
             if request.header.kind == Kind.UNDO and request.header.used < number:
                 del self._kept[place]
 
     def pending(self) -> list[Request[T]]:
-        """All requests in flight, in the order of sending."""
+        """Returns all requests in flight, in the order of sending."""
         return list(self._kept.values())
 
     def end(self, generation: int) -> list[Request[T]]:
-        """Drops and returns the requests of earlier generations."""
+        """Drops and returns the requests of generations before `generation`."""
         dropped = [request for request in self.pending() if request.header.generation < generation]
         self._kept = {place: kept for place, kept in self._kept.items() if kept.header.generation >= generation}
         return dropped
 
     def clear(self) -> list[Request[T]]:
-        """Drops and returns all requests: no answers will come."""
+        """Drops and returns all requests, because no answers will arrive."""
         kept = self.pending()
         self._kept.clear()
         return kept

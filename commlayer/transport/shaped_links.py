@@ -1,7 +1,7 @@
-"""Link shaping: a transport that gives hosts slow links, to emulate a WAN on one machine without root, as the demo does.
+"""Link shaping: a transport that emulates slow links between hosts (a WAN) on one machine, without root. The demo uses it.
 
-A frame waits for the sender's uplink in order of (step, order) and goes to the inner transport when its last bit is sent. The
-receiver delivers it after the delay and its turn on the downlink. Peers on one host are not shaped.
+A frame waits for the sender's uplink in order of (step, order). It is passed to the inner transport when its last bit is sent.
+The receiver delivers it after the delay and the transfer over the downlink. Traffic between peers on one host is not shaped.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from commlayer.transport.mailbox import Mailbox, Operation
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Kind, Message, Transport, Wrapper
 
 CHUNK_NBYTES = 16 << 10
-"""Reserved of an uplink at once, so that the processes of one host take turns."""
+"""Bytes for which an uplink is reserved at once, so the processes of one host share the uplink fairly."""
 
 _SLOT = struct.Struct("=d")
 
 
 class HostLink(NamedTuple):
-    """A host's link to all others. math.inf bits per second and 0.0 s mean no limit."""
+    """A host's link to all other hosts. math.inf bits per second and 0.0 s mean no limit."""
 
     up_bps: float
     down_bps: float
     delay_s: float = 0.0
-    """One way: a frame is delayed by the sum of the sender's and the receiver's."""
+    """One-way delay in seconds. A frame is delayed by the sum of the sender's and the receiver's delay."""
 
 
 class Clock(Protocol):
-    """A clock that tests can replace."""
+    """A clock that tests can replace by a simulated one."""
 
     def now(self) -> float: ...
 
     def sleep_until(self, at: float, wake: threading.Event) -> None:
-        """Returns early when `wake` is set."""
+        """Sleeps until time `at`, or until `wake` is set."""
         ...
 
 
 class MonotonicClock:
-    """time.monotonic, which all processes of a machine share."""
+    """time.monotonic, which is the same in all processes of a machine."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -63,16 +63,15 @@ class MonotonicClock:
 
 
 class ShapedLinks:
-    """The links of all hosts of a run. Processes that name the same `path` share the file, which the first one creates.
-
-    The file holds two doubles per host: when its uplink and when its downlink are free.
-    """
+    """The links of all hosts of a run, with their state in a file. Processes that use the same `path` share the file, which the
+    first process creates. The file contains two doubles per host: when its uplink and when its downlink become free."""
 
     def __init__(self, path: Path | str, hosts: Sequence[HostLink]) -> None:
         self.hosts = tuple(hosts)
         for i, link in enumerate(self.hosts):
             if not (link.up_bps > 0 and link.down_bps > 0 and link.delay_s >= 0):
-                raise InvalidInput("E-ARGUMENT", f"host {i}: {link}: rates must be above 0 bits/s and the delay at least 0 s")
+                raise InvalidInput("E-ARGUMENT", f"host {i} has {link}: rates must be above 0 bits/s and the delay at least 0 "
+                                                 "s")
         nbytes = max(1, 2 * _SLOT.size * len(self.hosts))
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, nbytes)
@@ -80,19 +79,20 @@ class ShapedLinks:
         self._lock = threading.Lock()  # the file lock works only between processes
 
     def send(self, host: int, queued: float, nbytes: int) -> float:
-        """Reserves the uplink for a chunk of a frame queued at `queued`. Returns when its last bit is sent."""
+        """Reserves the uplink for a chunk of a frame that was queued at time `queued`. Returns when the chunk's last bit is
+        sent."""
         return self._reserve(2 * host, queued, nbytes * 8 / self.hosts[host].up_bps)
 
     def reaches(self, source: int, host: int, out: float, nbytes: int) -> tuple[float, float]:
-        """When the first and the last bit reach the host's downlink, if the last one left `source` at `out`."""
+        """Returns when the first and the last bit reach the host's downlink, if the last bit left `source` at time `out`."""
         last_bit = out + self.hosts[source].delay_s + self.hosts[host].delay_s
         return last_bit - nbytes * 8 / self.hosts[source].up_bps, last_bit
 
     def receive(self, host: int, first_bit: float, last_bit: float, nbytes: int) -> float:
-        """Reserves the downlink. Returns when the frame is complete.
+        """Reserves the downlink. Returns when the frame has arrived completely.
 
-        Bits are forwarded as they come: an idle downlink as fast as the uplink adds no time. Frames of several senders use
-        it one after the other, in the order of the calls.
+        Bits are forwarded as they arrive, so an idle downlink that is as fast as the uplink adds no time. Frames of several
+        senders use the downlink one after the other, in the order of the calls.
         """
         return max(last_bit, self._reserve(2 * host + 1, first_bit, nbytes * 8 / self.hosts[host].down_bps))
 
@@ -113,12 +113,13 @@ class ShapedLinks:
 
 
 _WATCH: Key = (Kind.BYE, 0, 0, 0, 0, 0)
-"""Carriers never deliver BYE, so this receive ends only with the peer."""
+"""Key of a receive that ends only when the peer ends, since underlying transports never deliver BYE."""
 FLUSH_S = 5.0
 
 
 class _Arrival(NamedTuple):
-    """An incoming frame before its first bit, then (`reserved`) until it is complete. A loss stays after the data."""
+    """An incoming frame, or the loss of a peer. `reserved`: the downlink is reserved and the frame is due when it is complete;
+    before that it is due at its first bit."""
 
     peer: int
     what: Message | CommError
@@ -127,12 +128,14 @@ class _Arrival(NamedTuple):
 
 
 def shaped(inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock | None = None) -> Shaped:
-    """`hosts` maps each peer, including this one, to an index into links.hosts. Peers not in it are not shaped."""
+    """Wraps a transport so that its links are shaped. `hosts` maps each peer, including this one, to an index into links.hosts.
+    Peers that are not in `hosts` are not shaped."""
     return Shaped(inner, links, hosts, clock or MonotonicClock())
 
 
 class Shaped(Wrapper):
-    """A Transport; created by shaped(). `sent_nbytes` and `received_nbytes` count frames per peer, including headers."""
+    """A Transport with shaped links, created by shaped(). `sent_nbytes` and `received_nbytes` count the bytes of frames per
+    peer, including headers."""
 
     def __init__(self, inner: Transport, links: ShapedLinks, hosts: Mapping[int, int], clock: Clock) -> None:
         super().__init__(inner)
@@ -184,7 +187,7 @@ class Shaped(Wrapper):
         return operation
 
     def _pace(self) -> None:
-        """The uplink: sends one frame after the other, in chunks so that this host's processes take turns."""
+        """Emulates the uplink: sends one frame after the other, in chunks so that the processes of this host share it."""
         host = self._hosts[self.rank]
         while not self._stop.is_set():
             with self._work:
@@ -207,7 +210,7 @@ class Shaped(Wrapper):
     # ---- receiving
 
     def _arrived(self, handle: Handle) -> None:
-        """Posts one receive at a time, after the previous message is handled, so that arrivals keep their order."""
+        """Handles arrived messages in order, then posts one receive."""
         while handle.error() is None:
             self._take(handle.message())
             handle = self._inner.recv()
@@ -252,7 +255,7 @@ class Shaped(Wrapper):
             self._work.notify_all()
 
     def _delay(self) -> None:
-        """The delay line: a frame reserves the downlink at its first bit, and is delivered when it is complete."""
+        """Runs the delay line: a frame reserves the downlink at its first bit, and is delivered when it is complete."""
         host = self._hosts[self.rank]
         while not self._stop.is_set():
             with self._work:
@@ -330,7 +333,7 @@ ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or e
 
 
 def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
-    """The transport itself, or one whose peers on other nodes have the link in `setting`."""
+    """Returns the transport itself, or one whose links to peers on other nodes are shaped as in `setting`."""
     if not setting:
         return transport
     nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}
@@ -338,7 +341,7 @@ def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
 
 
 def parse_shape(setting: str) -> ShapedLinks:
-    """Parses the setting; all hosts have the same link. Processes that name the same path share the links' state."""
+    """Parses the setting `shape`; all hosts have the same link. Processes that name the same path share the links' state."""
     try:
         words = dict(part.split("=", 1) for part in setting.split(","))
         path, hosts = words.pop("path"), int(words.pop("hosts"))

@@ -1,8 +1,8 @@
 """TLS socket: behaves like a plain socket, with mutual TLS from a node's keys.
 
-OpenSSL works on memory buffers and the socket sends its output. One thread can thus read while another writes: an SSL
-object must not be used by two threads, and a lock around a blocking read would block the writer. Sending without blocking
-stays possible, as do socket options.
+OpenSSL works on memory buffers, and the socket sends OpenSSL's output. One thread can thus read while another writes. Two
+threads must not use one SSL object, and a lock around a blocking read would block the writer. Nonblocking sends and socket
+options still work.
 """
 
 from __future__ import annotations
@@ -20,44 +20,46 @@ from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, of_
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
-"""Bytes encrypted at a time and sent before the next ones, so that they stay in the cache."""
+"""Bytes that are encrypted at once and sent before the next ones, so that they stay in the cache."""
 LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
-"""Receive buffer: small until a full one arrives after the handshake, so that unauthenticated peers cost little memory."""
+"""Initial and largest size of the receive buffer. It grows when a full buffer arrives after the handshake, so unauthenticated
+peers use little memory."""
 LINGER_S = 0.5
-"""How long a refused dialer may still send: closing a connection with unread bytes would lose the reason."""
+"""Seconds for which data of a refused dialer is still read. Closing a connection with unread bytes would lose the reason."""
 _LATE, _EARLY, _REVOKED, _PURPOSE, _LIST = 10, 9, 23, 26, 3
 _VERIFIED = {
-    _LATE: ("E-CERTIFICATE-DATE", "its certificate has expired by this machine's clock ({now}): make a new one with `commlayer "
-            "keys add NAME --again`, or correct the clock"),
+    _LATE: ("E-CERTIFICATE-DATE", "its certificate has expired according to this machine's clock ({now}): create a new one "
+                                  "with `commlayer keys add NAME --again`, or correct the clock"),
     _EARLY: ("E-CERTIFICATE-DATE",
-             "its certificate is not valid yet by this machine's clock ({now}): correct the clock, here or "
-             "where it was made"),
+             "its certificate is not valid yet according to this machine's clock ({now}): correct the clock, here or on the "
+             "machine of the CA"),
     _REVOKED: ("E-CERTIFICATE-REVOKED", "its certificate was revoked"),
-    _PURPOSE: ("E-CERTIFICATE-USE", "its certificate is not for this end (made with --dials-only)"),
-    _LIST: ("E-CERTIFICATE-CA", "its certificate is from another CA than this job's"),
+    _PURPOSE: ("E-CERTIFICATE-USE", "its certificate is not valid for servers (made with --dials-only)"),
+    _LIST: ("E-CERTIFICATE-CA", "its certificate was issued by a different CA than this job's"),
 }
 _REASONS = {
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set keys (COMMLAYER_KEYS) there",
-    "HTTP_REQUEST": "it speaks plain text, and this end uses TLS: set keys (COMMLAYER_KEYS) there, too",
-    "WRONG_VERSION_NUMBER": "it speaks plain text, and this end uses TLS: set keys (COMMLAYER_KEYS) there, too",
-    "UNSUPPORTED_PROTOCOL": "it speaks an older TLS than 1.3",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it sent no certificate: set keys (COMMLAYER_KEYS) on its machine",
+    "HTTP_REQUEST": "it uses plaintext, but this end uses TLS: set keys (COMMLAYER_KEYS) on its machine, too",
+    "WRONG_VERSION_NUMBER": "it uses plaintext, but this end uses TLS: set keys (COMMLAYER_KEYS) on its machine, too",
+    "UNSUPPORTED_PROTOCOL": "it uses a TLS version before 1.3",
 }
 _FOR = {DATA: "data", CONTROL: "control calls"}
 _NO_TLS = frozenset(_REASONS) - {"PEER_DID_NOT_RETURN_A_CERTIFICATE"}
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": ("E-TLS", "it asks for a certificate"),
-    "CERTIFICATE_EXPIRED": ("E-CERTIFICATE-DATE", "{me} has expired by its clock: make a new one with `commlayer keys add NAME "
-                            "--again`, or correct the clock"),
+    "CERTIFICATE_REQUIRED": ("E-TLS", "it requires a certificate: set keys (COMMLAYER_KEYS) on this machine"),
+    "CERTIFICATE_EXPIRED": ("E-CERTIFICATE-DATE", "{me} has expired according to its clock: create a new one with `commlayer "
+                                                  "keys add NAME --again`, or correct the clock"),
     "CERTIFICATE_REVOKED": ("E-CERTIFICATE-REVOKED", "{me} was revoked"),
-    "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} is from another CA than its job's: copy the folder of keys of that job"),
-    "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid by its clock: correct the clock, there or here"),
-    "UNSUPPORTED_CERTIFICATE": ("E-CERTIFICATE-USE", "{me} is not for this end (made with --dials-only)"),
+    "UNKNOWN_CA": ("E-CERTIFICATE-CA", "{me} was issued by a different CA than the job's: copy the folder of keys from the "
+                                       "job's CA"),
+    "BAD_CERTIFICATE": ("E-CERTIFICATE-DATE", "{me} is not valid according to its clock: correct the clock, there or here"),
+    "UNSUPPORTED_CERTIFICATE": ("E-CERTIFICATE-USE", "{me} is not valid for servers (made with --dials-only)"),
 }
 
 
 class TlsSocket(socket.socket):
-    """Takes over a connected socket. One thread at a time may read and one write. Bytes that sendmsg did not report as sent
-    must be passed again until it does."""
+    """A TLS connection over a connected socket, which it replaces. One thread at a time may read and one may write. If sendmsg
+    returns less than all bytes, the caller must pass the rest again."""
 
     def __init__(self, sock: socket.socket, keys: Keys, protocol: str, *, server: bool) -> None:
         family, kind, proto = sock.family, sock.type, sock.proto
@@ -69,17 +71,17 @@ class TlsSocket(socket.socket):
         self._tls = keys.context(protocol, server=server).wrap_bio(self._in, self._out, server_side=server)
         self._lock = threading.Lock()
         self._raw = memoryview(bytearray(LEAST_RAW_NBYTES))
-        self._cipher = memoryview(b"")  # encrypted and not sent yet,
-        self._plain = 0  # for this many plain bytes
+        self._cipher = memoryview(b"")  # encrypted bytes that are not sent yet
+        self._plain = 0  # number of plain bytes in them
         self._failed: CommError | None = None
         self._received = not server
-        """Whether the dialer has sent any byte."""
+        """Whether any byte has arrived from the dialer; always True at the dialer's end."""
 
     # ---- handshake
 
     def handshake(self, deadline: float) -> PeerCertificate:
-        """Returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged, without the peer's name.
-        """
+        """Runs the handshake and returns the other end's certificate. Raises Refused, DeadlineExceeded, PeerLost or Damaged,
+        without the peer's name."""
         try:
             while True:
                 try:
@@ -93,18 +95,18 @@ class TlsSocket(socket.socket):
             self._send_alert(deadline)
             raise self._reason(error) from None
         except TimeoutError:
-            raise DeadlineExceeded("no TLS handshake before the deadline") from None
+            raise DeadlineExceeded("the TLS handshake did not finish before the deadline") from None
         except OSError as error:
             if not self._received:
                 raise Unsaid() from None
-            raise PeerLost(f"connection lost in the TLS handshake ({error.strerror or error}): are keys (COMMLAYER_KEYS) set "
-                           "there, too?") from None
+            raise PeerLost(f"connection lost during the TLS handshake ({error.strerror or error}): check that keys "
+                           "(COMMLAYER_KEYS) are set on both machines") from None
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
             self._send_alert(deadline)
             what = _FOR.get(self._protocol, self._protocol)
-            raise Refused(f"{self.peer.name} speaks TLS there, but not for {what}: check the port (`commlayer serve` prints "
-                          "both; that of data is the coordinator's and 1)", code="E-ADDRESS")
+            raise Refused(f"{self.peer.name} accepts TLS on this port, but not for {what}: check the port "
+                          "(`commlayer serve` prints both; the data port is the coordinator's port plus 1)", code="E-ADDRESS")
         if self.peer.serial in self._keys.revoked():
             self._send_alert(deadline)
             code, text = _VERIFIED[_REVOKED]
@@ -113,7 +115,7 @@ class TlsSocket(socket.socket):
 
     @property
     def channel(self) -> bytes:
-        """Identifies this connection: the certificates of both ends, the dialer's first."""
+        """Bytes that identify this connection: fingerprints of both ends' certificates, the dialer's first."""
         assert self.peer is not None
         ends = (self.peer.fingerprint, self._keys.own.fingerprint)
         return b"".join(ends if self._server else reversed(ends))
@@ -128,7 +130,7 @@ class TlsSocket(socket.socket):
         self._pull()
 
     def _wait_until(self, deadline: float) -> None:
-        """Sets the timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
+        """Sets the socket's timeout. Raises TimeoutError after the deadline, even if single bytes keep arriving."""
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -146,7 +148,7 @@ class TlsSocket(socket.socket):
             self._raw = memoryview(bytearray(2 * n))
 
     def _send_alert(self, deadline: float) -> None:
-        """Sends the alert and drains what the other end still sends, so that it receives the alert."""
+        """Sends the TLS alert and drains what the other end still sends, so that it receives the alert."""
         try:
             self._flush(deadline)
             self.shutdown(socket.SHUT_WR)
@@ -163,7 +165,8 @@ class TlsSocket(socket.socket):
         if isinstance(error, ssl.SSLEOFError):
             if not self._received:
                 return Unsaid()
-            return PeerLost("connection closed in the TLS handshake: are keys (COMMLAYER_KEYS) set there, too?")
+            return PeerLost("connection closed during the TLS handshake: check that keys (COMMLAYER_KEYS) are set on both "
+                            "machines")
         if isinstance(error, ssl.SSLCertVerificationError):
             code, text = _VERIFIED.get(error.verify_code, _VERIFIED[_LIST])
             more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
@@ -171,10 +174,11 @@ class TlsSocket(socket.socket):
         if line := _REASONS.get(error.reason or ""):
             # A byte corrupted in transit gives the same error, so a dialer that has been connected there tries again.
             return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")
-        return self._alert_reason(error) or Damaged(f"bytes that break TLS in its handshake ({error.reason or error})")
+        return self._alert_reason(error) or Damaged("received bytes that violate TLS in its handshake "
+                                                    f"({error.reason or error})")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
-        """The reason in the other end's alert, or None."""
+        """Returns the reason in the other end's TLS alert; None if there is no known alert."""
         alert_parts = (error.reason or "").partition("_ALERT_")
         mine = f"the certificate of {self._keys.own.name} in {self._keys.folder}"
         if alert_parts[2] not in _ALERTS:
@@ -185,7 +189,7 @@ class TlsSocket(socket.socket):
     # ---- data
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Like a socket's, without flags. 0 at end of stream."""
+        """Reads like a socket; `flags` are ignored. Returns 0 at the end of the stream."""
         room = memoryview(buffer)
         if nbytes:
             room = room[:nbytes]
@@ -207,7 +211,8 @@ class TlsSocket(socket.socket):
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return got
                 except ssl.SSLError as error:
-                    self._failed = self._alert_reason(error) or Damaged(f"bytes that break TLS ({error.reason or error})")
+                    self._failed = self._alert_reason(error) or Damaged("received bytes that violate TLS "
+                                                                        f"({error.reason or error})")
             if got:
                 return got
             if self._failed is None:
@@ -221,7 +226,8 @@ class TlsSocket(socket.socket):
                     self.settimeout(limit_s)
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, address: Any = None) -> int:
-        """How many of these bytes are sent; 0 until the first encrypted chunk is out. Raises BlockingIOError like a socket."""
+        """Encrypts and sends bytes like a socket. Returns how many plain bytes were sent; 0 until a complete encrypted chunk is
+        sent, after which the caller passes the same bytes again."""
         if not self._cipher:
             with self._lock:
                 self._plain = self._encrypt(buffers)

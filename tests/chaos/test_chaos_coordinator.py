@@ -28,8 +28,8 @@ def kill_until_the_end(made: Cluster, trial: Trial, chance: random.Random) -> in
 
 @pytest.mark.parametrize(("fault", "waits", "line"), [
     # Servers wait for it for longer than this run may take, so it is theirs to tell.
-    ("kill-coordinator", cluster.PATIENT, "worker 0: ended while no coordinator was running, as its servers report"),
-    ("lose-coordinator", cluster.UNTOLD, "all workers have ended: so does this server"),
+    ("kill-coordinator", cluster.PATIENT, "worker 0: ended while no coordinator was running, according to its servers"),
+    ("lose-coordinator", cluster.UNTOLD, "all workers have ended: this server ends too"),
 ])
 def test_a_job_that_ends_without_its_coordinator_leaves_nothing_behind(
     fault: str, waits: dict[str, float], line: str, monkeypatch: pytest.MonkeyPatch,

@@ -136,7 +136,7 @@ def test_another_model_is_refused_at_once_by_name(opened: list[Any]) -> None:
         waiting = pool.submit(client.join, coordinator.address, request, quick(), Failures(), ended=ended)
         while "rank 1" not in membership.missing(coordinator._state):
             assert not waiting.done()
-        why = r"worker 1 on .* another model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
+        why = r"worker 1 on .* a different model than worker 0 on \S+ \(pid \d+\).*E-RANKS-DIFFER"
         with pytest.raises(Refused, match=why):
             client.join(coordinator.address, messages.worker_request("jobB", 1, 2), quick(), Failures())
         ended.set()

@@ -33,7 +33,8 @@ from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, CallVerifier
 
 SECRET = "correct-horse-battery"
-WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"), ("wrong-donkey-battery", "another secret.*COMMLAYER_TOKEN.*E-SECRET")]
+WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"),
+         ("wrong-donkey-battery", "a different secret.*COMMLAYER_TOKEN.*E-SECRET")]
 
 
 @pytest.fixture

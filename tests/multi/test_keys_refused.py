@@ -90,14 +90,15 @@ def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[En
 
 
 CASES = {
-    "plain text": (plain, "it speaks plain text, and this end uses TLS"),
-    "no certificate": (showing(lambda f: Bare(f.ca, None)), "it shows no certificate: set keys"),
-    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate is from another CA than this job's"),
-    "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired by this machine's clock (2"),
-    "not valid yet": (showing(lambda f: Bare(f.ca, f.early)), "its certificate is not valid yet by this machine's clock (2"),
+    "plain text": (plain, "it uses plaintext, but this end uses TLS"),
+    "no certificate": (showing(lambda f: Bare(f.ca, None)), "it sent no certificate: set keys"),
+    "another CA": (showing(lambda f: Bare(f.ca, f.foreign)), "its certificate was issued by a different CA than this job's"),
+    "expired": (showing(lambda f: Bare(f.ca, f.expired)), "its certificate has expired according to this machine's clock (2"),
+    "not valid yet": (showing(lambda f: Bare(f.ca, f.early)),
+                      "its certificate is not valid yet according to this machine's clock (2"),
     "revoked": (showing(lambda f: Bare(f.ca, f.revoked)), "its certificate was revoked"),
-    "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it speaks an older TLS than 1.3"),
-    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 speaks TLS there, but not for"),
+    "an older TLS": (showing(lambda f: Bare(f.ca, f.worker, ssl.TLSVersion.TLSv1_2)), "it uses a TLS version before 1.3"),
+    "another protocol": (showing(lambda f: Bare(f.ca, f.worker), "http/1.1"), "gpu-1 accepts TLS on this port, but not for"),
 }
 
 

@@ -110,7 +110,7 @@ def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list
     members = joined(opened, coordinator, 3)
     said = told(coordinator)
     assert (said.free_seats, said.full) == (0, True)
-    assert said.closed_reason.startswith("the job runs and has its 3 workers")
+    assert said.closed_reason.startswith("the job is running with all its 3 workers")
     members[2].leave("it breaks off")
     said = told(coordinator)
     assert (said.free_seats, said.full, said.closed_reason) == (1, False, "")

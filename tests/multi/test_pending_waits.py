@@ -180,7 +180,7 @@ def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any])
         thread.join(WAIT_S)
     assert [type(error) for error in errors] == [PeerLost] * 2
     assert (errors[0].code, errors[0].peer) == ("E-PEER-LOST", "worker 2")
-    assert "0.2 s to where 2 others waited" in errors[0].what
+    assert "2 others waited 0.2 s for it" in errors[0].what
     until(lambda: members[0].newest.generation > 1, "a newer view")
     assert [m.rank for m in members[0].newest.members] == [0, 1]
 

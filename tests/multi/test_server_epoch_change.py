@@ -60,7 +60,7 @@ def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[A
 
 
 @pytest.mark.parametrize(("plan", "told", "line"), [
-    (DATA, False, "view 2 is not the coordinator's newest, which is 1"),
+    (DATA, False, "epoch 2 is not the coordinator's newest, which is 1"),
     (b"{", True, "plan of worker 0: "),
     (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
 ])
@@ -86,16 +86,16 @@ def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[
 
 
 WRONG = [
-    ({"members": (0, 1, 3, 3)}, 0, "its members are not the present ones in their order, followed by those that join"),
-    ({"members": (0, 1, 0)}, 0, "its members are not the present ones in their order, followed by those that join"),
-    ({"members": ()}, 0, "its members are not the present ones"),
-    ({"members": (0, 3, 2)}, 0, "its members are not the present ones in their order, followed by those that join"),
-    ({"members": (0, 1, 3)}, 0, "its view 2 is not the coordinator's"),
+    ({"members": (0, 1, 3, 3)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": (0, 1, 0)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": ()}, 0, "its members must be present members"),
+    ({"members": (0, 3, 2)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": (0, 1, 3)}, 0, "its epoch 2 differs from the coordinator's"),
     ({"members": (1, 2)}, 0, "its sender is not one of its members"),
-    ({"members": (0, 2)}, 0, "its view 2 is not the coordinator's"),
-    ({"servers": ()}, 0, "its servers or its plan are not those of the job"),
-    ({}, (1 << 32) - 1, "view 2 in generation 4294967295, while view 1 is active"),
-    ({"generation": 1}, 2, "view 1 in generation 2, while view 1 is active"),
+    ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
+    ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
+    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, while epoch 1 is active"),
+    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, while epoch 1 is active"),
 ]
 
 
@@ -109,7 +109,8 @@ def test_a_member_cannot_say_who_is_a_member(
         fields = {"members": tuple(every[rank] for rank in fields["members"])}
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         asked.answer(msgspec.structs.replace(asked.next, **fields), generation=generation)
-    assert f"dropped worker 0: PLAN of other members: {line}" in caplog.text.replace("CorruptFrame: ", "")
+    assert f"dropped worker 0: PLAN frame with a change of members is invalid: {line}" in caplog.text.replace(
+        "CorruptFrame: ", "")
     assert not asked.changed
 
 
@@ -117,5 +118,5 @@ def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pyt
     asked = Asked(opened, stays=True)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
         asked.answer(asked.next)
-    assert "PLAN of other members, in a job whose members stay" in caplog.text
+    assert "sent a change of members, but the members of this job cannot change" in caplog.text
     assert not asked.changed

@@ -295,7 +295,7 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     said: list[str] = []
     with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1:9\b.*\b0\.3 s\b.*E-DEADLINE"):
         SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0)
-    assert said == ["waiting for an answer of the coordinator at 127.0.0.1:9, at most 0.3 s"]
+    assert said == ["waiting up to 0.3 s for the coordinator at 127.0.0.1:9 to answer"]
     coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
     opened.append(coordinator)
     with pytest.raises(Refused, match="E-SECRET"):

@@ -34,7 +34,7 @@ UNFIT = [
     (records.encode(changed(owner=7)), "E-PLAN-REFUSED", "plan of worker 0: bucket 0: owner 7"),
     (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), "E-PLAN-REFUSED",
      f"plan of worker 0: bucket 0: {1 << 62} elements"),
-    (records.encode(plan_of(servers=2)), "E-PLAN-REFUSED", "plan of worker 0: it is for 2 servers, the job has 1"),
+    (records.encode(plan_of(servers=2)), "E-PLAN-REFUSED", "plan of worker 0: it is for 2 servers, but the job has 1"),
     (records.encode(changed(codec="zip()")), "E-CODEC-NAME", "codec 'zip()'"),
 ]
 

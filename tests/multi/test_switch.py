@@ -168,9 +168,9 @@ def test_a_server_that_does_not_go_over_ends_the_job_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as made:
         made[0].serving[1]._replan = refuse
         results = pool(WORLD).call(play, WORLD, refused, Setting("module", (made[0].address,), "int8()", servers=SERVERS))
-    told = next(rank for rank, said in enumerate(results) if "cannot take" in said[0])
+    told = next(rank for rank, said in enumerate(results) if "cannot use" in said[0])
     first, again = results[told]
-    assert re.search(rf"server {told} cannot take .*: no room \[E-PLAN-REFUSED\]$", first)
+    assert re.search(rf"server {told} cannot use .*: no room \[E-PLAN-REFUSED\]$", first)
     assert again == first
     first, again = results[1 - told]
     assert re.search(rf"switch\(\) .*rank {told}\b.*E-OTHER-RANK", first)

@@ -21,7 +21,7 @@ from support.sites import WAIT_S, Homes, ended
 
 BAD, CODE, MOVED = 1, 9, 2
 """The home that does it, with which code it ends, and ahead of which step all go over to another plan, where they do."""
-HOW = {"payload": "codec 99 with weight 1.0 of 0.0", "frame": "HELLO in the middle of a connection"}
+HOW = {"payload": "got codec 99, weight 1.0 and total weight 0.0", "frame": "sent a HELLO frame after the handshake"}
 """What it sends, as the sums judge it, and the connection itself."""
 
 

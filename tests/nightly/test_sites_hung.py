@@ -55,8 +55,8 @@ def test_who_hangs_is_done_without_and_named_and_hears_of_it_when_it_wakes(homes
     assert [one["worlds"] for one in told] == [worlds] * 2
     assert told[0]["weights"] == told[1]["weights"] == reference(worlds, [[0, 1, 2], [0, 2]])
     assert "worker 1 is gone: 2 members continue" in "".join(told[0]["said"])
-    why = (f"was dropped: sent nothing for {DEADLINE_S} s while others waited (step {ODD}, reported by server 0): it hangs, or "
-           "its machine is too slow for deadline_s")
+    why = (f"was dropped: sent nothing for {DEADLINE_S} s while others waited in step {ODD} (reported by server 0): it hangs, "
+           "or its machine is too slow for deadline_s")
     code, _, said = ended(every[HANGS])
     assert code == CODE, said
     assert re.search(rf"worker 1 .*: {re.escape(why)}.*\[E-PEER-LOST\]$", said, re.MULTILINE), said

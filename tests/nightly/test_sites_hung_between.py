@@ -67,8 +67,8 @@ def trained(homes: Homes, count: int, what: str, hangs: str, directory: Path, *m
 
 
 def why(waited: int) -> str:
-    return (f"was dropped: did not come for {DEADLINE_S} s to where {waited} others waited (a collective, a save, a change of "
-            "plans): it hangs, or its machine is too slow for deadline_s")
+    return (f"was dropped: {waited} others waited {DEADLINE_S} s for it (in a collective, a checkpoint or a change of plans): "
+            "it hangs, or its machine is too slow for deadline_s")
 
 
 @pytest.mark.parametrize("what", ["save", "switch", "own"])

@@ -31,7 +31,8 @@ from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
 
 DATA = records.encode(PLAN)
-WRONG_CODEC = "codec 99 with weight 1.0 of 0.0 [E-FRAME]"
+WRONG_CODEC = ("got codec 99, weight 1.0 and total weight 0.0; the codec must be 7, and weights finite and not negative "
+               "[E-FRAME]")
 
 
 # ---- who is blamed
@@ -44,7 +45,7 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
     ends[1].send(SERVER_BASE, bad.header, bad.body)
     while not (said := next_stalled(ends[0])).dropped:
         pass
-    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: "codec 99 with weight 2.0 of 0.0 [E-FRAME]"})
+    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: WRONG_CODEC.replace("weight 1.0", "weight 2.0")})
 
 
 @pytest.mark.parametrize(("regroups", "dropped", "errors"), [

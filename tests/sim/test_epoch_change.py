@@ -169,20 +169,20 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     assert epoch_change.admission(state).size == 3
     state, seat = epoch_change.admit(state, newcomer(4), 12.0)
     assert (members(state), seat.view, seat.error) == ((3, [1, 2, 3, 4]), state.view, "")
-    assert "has its 4 workers" in epoch_change.admit(state, newcomer(5), 12.0).reply.error
+    assert "with all its 4 workers" in epoch_change.admit(state, newcomer(5), 12.0).reply.error
     state = epoch_change.next_view(membership.leave(state, "w4", "killed, say"))
     assert members(state) == (4, [1, 2, 3])
 
 
 @pytest.mark.parametrize(("state", "asked", "line"), [
-    (elastic(), newcomer(4), "has its 4 workers; it admits another when one is gone"),
+    (elastic(), newcomer(4), "with all its 4 workers; it admits another when one has left"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
     (elastic(least=0), msgspec.structs.replace(newcomer(4), elastic=False), "a running job admits no new members"),
-    (elastic(unable=3), newcomer(4), "worker 3 cannot continue without others"),
+    (elastic(unable=3), newcomer(4), "worker 3 cannot continue after others leave"),
     (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "admits only processes of"),
-    (without(elastic(), 0), newcomer(4, job="another"), "trains another model than worker"),
-    (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, the job 1.0"),
+    (without(elastic(), 0), newcomer(4, job="another"), "trains a different model than worker"),
+    (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, but the job runs 1.0"),
 ])
 def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, asked: Join, line: str) -> None:
     taken = epoch_change.admit(state, asked, 12.0)
@@ -272,7 +272,7 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
         own = torch.tensor([1.0 + rank])
         for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(whole, own),
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
-            with pytest.raises(RuntimeError, match="rank 0 is gone without sending its row"):
+            with pytest.raises(RuntimeError, match="rank 0 left before it sent its data"):
                 work().wait()
         group.barrier().wait()
         group.allreduce([own]).wait()

@@ -63,7 +63,7 @@ class Hub:
         end = Loopback(self, rank)
         with self._lock:
             if rank in self._ends:
-                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(rank)} is connected already: close it first")
+                raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(rank)} is already connected: close it first")
             self._ends[rank] = end
             for other in self._ends.values():
                 if other is not end:
@@ -108,7 +108,7 @@ class Loopback:
         data = bytes(body)  # copies, as a socket does
         if len(data) > self._hub.max_nbytes:
             raise InvalidInput("E-TRANSPORT-USE",
-                               f"a body of {len(data)} bytes for {peer_name(peer)}, allowed {self._hub.max_nbytes}")
+                               f"message to {peer_name(peer)}: its body has {len(data)} bytes, allowed {self._hub.max_nbytes}")
         framing.pack(header, len(data))  # raises the errors that a socket transport raises
         operation = mailbox.sending(peer, header)
         with self._lock:

@@ -17,7 +17,7 @@ TOKEN = "secret-of-this-test"
 WAIT_S = 60.0
 QUICK = {"OMP_NUM_THREADS": "1", "COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "3",
          "COMMLAYER_JOIN_DEADLINE_S": "40"}
-FULL = "the job runs and has its", "of the job's"
+FULL = "the job is running with all its", "of the job's"
 """By which a home is refused while those who died are not missed yet."""
 
 

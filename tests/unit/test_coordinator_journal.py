@@ -95,7 +95,7 @@ def test_a_tail_that_is_torn_at_any_byte_is_cut_off(last: Any, tmp_path: Path, c
     for at in range(len(before), len(whole)):
         (tmp_path / KV_NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
         assert read(tmp_path) == first
-    assert "its last 1 bytes are not whole, and nothing of them is used" in caplog.text
+    assert "its last 1 bytes are incomplete or damaged and are ignored" in caplog.text
     (tmp_path / KV_NAME).write_bytes(b"something else")
     assert read(tmp_path) == []
 
@@ -105,7 +105,7 @@ def test_what_is_no_record_of_this_version_ends_what_is_read(tmp_path: Path, cap
     journal.begin(lambda: [ValueSet("x", b"y", "w", 1)])
     journal.note(messages.HeartbeatReply())  # type: ignore[arg-type]
     assert read(tmp_path) == [ValueSet("x", b"y", "w", 1)]
-    assert "cannot be read on" in caplog.text
+    assert "reading stopped early" in caplog.text
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_taken_up_of_what_has_a_gap(
     store.put([("behind", b"")], BY[0])
     assert list(tmp_path.iterdir()) == []
     assert [record.message.partition(KV_NAME)[2] for record in caplog.records] == [
-        ": File too large; the job continues without it, and a crash of the coordinator ends the job"]
+        ": File too large; the job continues without a journal, so a crash of the coordinator will end the job"]
     assert len(store._rows) == 21
 
 

@@ -122,9 +122,9 @@ BAD = [
     (("init", "--dir", "{ca}"), "/keys: .*--dir.*`commlayer keys add NAME`.*E-KEYS"),
     (("init", "--dir", "{new}", "--days", "0"), r"days: .*\b0, .*1 to 3650.*E-CLI-OPTION"),
     (("add", "../x", "--dir", "{ca}"), r"'\.\./x'.*1 to 63 .*E-CLI-OPTION"),
-    (("add", "gpu-1", "--dir", "{ca}"), "^gpu-1 .*/keys/nodes/gpu-1: --again .*E-KEYS"),
+    (("add", "gpu-1", "--dir", "{ca}"), "^gpu-1 .*/keys/nodes/gpu-1; --again .*E-KEYS"),
     (("add", "gpu-2", "--dir", "{new}"), "/new .*`commlayer keys init --dir.*E-KEYS"),
-    (("revoke", "gpu-9", "--dir", "{ca}"), "^gpu-9 .*/keys; .*: gpu-1 .*E-KEYS"),
+    (("revoke", "gpu-9", "--dir", "{ca}"), "^gpu-9: .*/keys .*: gpu-1 .*E-KEYS"),
     (("list", "--dir", "{new}"), "/new .*`commlayer keys init`.*E-KEYS"),
 ]
 
@@ -142,11 +142,11 @@ def test_a_mistake_is_one_line(ca: Path, command: tuple[str, ...], line: str) ->
 
 
 DAMAGED = [
-    ("crl.pem", "list", "holds no list .*/nodes/NAME/crl.pem"),
-    ("crl.pem", "revoke gpu-1", "holds no list .*/nodes/NAME/crl.pem"),
-    ("ca.pem", "add gpu-9", "holds no certificate.*/nodes/NAME/ca.pem"),
-    ("ca.key", "add gpu-9", "holds no key.* copy of that folder"),
-    ("issued/gpu-1", "list", "holds no certificate.* from a copy, "),
+    ("crl.pem", "list", "does not contain a revocation list.*/nodes/NAME/crl.pem"),
+    ("crl.pem", "revoke gpu-1", "does not contain a revocation list.*/nodes/NAME/crl.pem"),
+    ("ca.pem", "add gpu-9", "does not contain a certificate.*/nodes/NAME/ca.pem"),
+    ("ca.key", "add gpu-9", "does not contain a key.* backup of that folder"),
+    ("issued/gpu-1", "list", "does not contain a certificate.* from a backup, "),
 ]
 MISSING = [("crl.pem", "list"), ("crl.pem", "add gpu-9"), ("ca.pem", "revoke gpu-1"), ("token", "add gpu-9")]
 

@@ -170,7 +170,7 @@ def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: boo
         while not read and not server._dropped and time.monotonic() < deadline:
             time.sleep(0.01)
         most = summation_server.MAX_PROBE_NBYTES
-        asked = f"asks for probes of {2 * most} bytes with 1 under way, allowed {most}"
+        asked = f"requests probe replies of {2 * most} bytes in total, 1 of them in progress; allowed: {most}"
         assert [why[: len(asked)] for why in server._dropped.values()] == ([] if read else [asked])
     finally:
         server.close()

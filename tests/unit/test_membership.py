@@ -61,20 +61,20 @@ def test_a_worker_without_a_rank_gets_the_lowest_free_one() -> None:
 
 
 REFUSALS = [
-    (State(0, 0), [], worker(0, protocol=9), "E-VERSION", "worker 0 on host0 (pid 100): speaks control protocol 9"),
-    (State(0, 0), [worker(0)], worker(1, version="2.0"), "E-VERSION", "runs commlayer 2.0, the job 1.0"),
+    (State(0, 0), [], worker(0, protocol=9), "E-VERSION", "worker 0 on host0 (pid 100): uses control protocol 9"),
+    (State(0, 0), [worker(0)], worker(1, version="2.0"), "E-VERSION", "runs commlayer 2.0, but the job runs 1.0"),
     (State(0, 0), [worker(0)], worker(1, job="jobB"),
-     "E-RANKS-DIFFER", "another model than worker 0 on host0 (pid 100)"),
-    (State(0, 0), [worker(0)], worker(1, gradients=4), "E-RANKS-DIFFER", "another model than worker 0 on host0 (pid 100)"),
-    (State(0, 0), [worker(0)], worker(1, world=3), "E-WORKERS", "expects 3 workers, the job has 2"),
-    (State(4, 0), [], worker(1), "E-WORKERS", "expects 2 workers, the job has 4"),
+     "E-RANKS-DIFFER", "a different model than worker 0 on host0 (pid 100)"),
+    (State(0, 0), [worker(0)], worker(1, gradients=4), "E-RANKS-DIFFER", "a different model than worker 0 on host0 (pid 100)"),
+    (State(0, 0), [worker(0)], worker(1, world=3), "E-WORKERS", "expects 3 workers, but the job has 2"),
+    (State(4, 0), [], worker(1), "E-WORKERS", "expects 2 workers, but the job has 4"),
     (State(0, 0), [], worker(0, world=0), "E-WORKERS", "commlayer serve --workers N"),
     (State(0, 0), [], worker(2), "E-RANK", "rank 2 is outside 0..1"),
     (State(0, 0), [], worker(-2), "E-RANK", "rank -2 is outside 0..1"),
     (State(0, 0), [worker(1)], worker(1, token="other", name="hostX", pid=7),
      "E-RANK", "worker 1 on hostX (pid 7): rank 1 is taken by host1 (pid 101)"),
     (State(0, 0), [worker(0)], worker(1, plan_digest="else"),
-     "E-RANKS-DIFFER", "another plan than worker 0 on host0 (pid 100)"),
+     "E-RANKS-DIFFER", "a different plan than worker 0 on host0 (pid 100)"),
     (State(0, 1), [server(0)], server(1), "E-JOB-FULL", "the job has its 1 servers already"),
     (State(0, 0), [], server(0), "E-JOB-FULL", "the job has its 0 servers already"),
     (State(0, 2), [server(0, rank=1)], server(1, rank=1), "E-RANK", "rank 1 is taken by host0 (pid 200)"),
@@ -101,7 +101,7 @@ def test_who_waits_learns_who_is_missing_and_why() -> None:
     state, reply = after(State(0, 2), worker(0, world=4), worker(1, world=4))
     assert reply.missing == "2 of 4 workers joined; missing: ranks 2, 3; 0 of 2 servers joined; missing: servers 0, 1"
     state, _ = after(state, server(0), server(1), worker(2, world=4, job="jobB"))
-    refused = "2 of 4 workers joined; missing: ranks 2, 3; worker 2 was refused: trains another model"
+    refused = "2 of 4 workers joined; missing: ranks 2, 3; worker 2 was refused: trains a different model"
     assert membership.missing(state).startswith(refused)
     state, reply = after(state, worker(2, world=4))
     assert reply.missing == "3 of 4 workers joined; missing: rank 3", "a refusal is forgotten once the seat is taken"
@@ -147,7 +147,7 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     state = ticked(state, 10.0, 10.0)
     state, pulse = membership.heartbeat(state, "w0", 10.0)
     assert [(gone.peer, gone.reason) for gone in pulse.failed] == [
-        ("worker 2", "no heartbeat for 10.0 s from host2 (pid 102): it was killed, stopped or cut off")]
+        ("worker 2", "no heartbeat for 10.0 s from host2 (pid 102): it was killed or stopped, or its network failed")]
     state, own = membership.heartbeat(state, "w2", 10.5)
     assert own.dead == pulse.failed[0].reason, "one that comes back is told that it counts as dead"
     assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].failed == pulse.failed

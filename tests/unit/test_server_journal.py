@@ -221,7 +221,7 @@ def test_a_bucket_whose_members_are_ahead_of_its_entry_begins_anew_and_says_so(c
     behind.recall(bucket.id, *kept[3])
     assert [reply.header.step for reply in push(behind, 5)] == [5]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"bucket {bucket.id}: the journal ends before step 5, round 0: its residual restarts at zero"
+    assert line == f"bucket {bucket.id}: the journal ends before step 5, round 0, so its residual is lost and restarts at zero"
 
 
 # ---- whose it is, and a disk that is full
@@ -259,7 +259,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
             assert journal.begin(about(), {0: 4 << 20}) is None
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == (["lock", "server.journal"] if required else ["lock"]), "an old one must not be taken for the new plan's"
-    assert [r.getMessage().endswith("without it, and a crash of this server ends the job") for r in caplog.records] \
+    assert [r.getMessage().endswith("without a journal, so a crash of this server will end the job") for r in caplog.records] \
         == ([] if required else [True])
     journal.close(over=True)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
@@ -302,7 +302,7 @@ def test_one_that_cannot_be_put_in_force_is_one_line(required: bool, tmp_path: P
             former(0, b"words", b"state")  # the plan before is still served, and written down
         else:
             assert not journal.publish()
-    assert [r.getMessage().endswith("without it, and a crash of this server ends the job") for r in caplog.records] \
+    assert [r.getMessage().endswith("without a journal, so a crash of this server will end the job") for r in caplog.records] \
         == ([] if required else [True])
     assert sorted(path.name for path in tmp_path.iterdir()) == (["lock", "server.journal"] if required else ["lock"])
     journal.close(over=True)
@@ -313,5 +313,5 @@ def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: 
     journal = ServerJournal(str(tmp_path), required=False)
     assert (journal.recovered, journal.entries) == (None, {})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("nothing of it is used")
+    assert line.endswith("the journal is ignored")
     journal.close(over=True)
