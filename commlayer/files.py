@@ -1,4 +1,4 @@
-"""Writes files atomically, and replaces a marked part of a page."""
+"""Writes files atomically, and replaces the text between two marks of a page."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from commlayer.errors import InvalidInput
 
 
 def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:
-    """Writes all files or none; each replaces its old version. OSError names the file that cannot be written.
+    """Writes all files or none, each by replacing its old version. Raises OSError, which names the file that cannot be written.
 
-    `durable`: the files survive a power failure once this returns. `mode`: access rights from the first byte on, less the
-    umask.
+    `durable`: the files survive a power failure once this returns. `mode`: access rights from the first byte on, restricted by
+    the umask.
     """
-    # The process id keeps two processes that write the same file apart: the last one wins.
+    # The process id separates two processes that write the same file: the last one wins.
     parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in contents}
     path = next(iter(parts))
     try:
@@ -41,7 +41,7 @@ def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: 
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's contents, or a folder's entries, to disk. After a power failure no name lacks its contents."""
+    """Flushes a file's contents, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,7 +50,8 @@ def sync(path: Path) -> None:
 
 
 def between(page: str, begin: str, end: str, made: str) -> str:
-    r"""Replaces the text between two marks, each on a line of its own. ValueError if a mark is missing.
+    r"""Returns the page with the text between two marks replaced by `made`. Each mark has its own line. Raises InvalidInput if
+    a mark is missing.
 
     >>> between("a\n<\nold\n>\nb", "<", ">", "new")
     'a\n<\nnew\n>\nb'
@@ -58,5 +59,5 @@ def between(page: str, begin: str, end: str, made: str) -> str:
     before, first, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
-        raise InvalidInput("E-ARGUMENT", f"the page has no {begin} before a {end}")
+        raise InvalidInput("E-ARGUMENT", f"the page has no mark {begin} before a mark {end}")
     return f"{before}{begin}\n{made}\n{end}{after}"

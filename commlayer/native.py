@@ -1,4 +1,4 @@
-"""Loads the native core, or logs once that the slower fallback runs instead."""
+"""Loads the native core, or logs that the slower fallback is used instead."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ log = logging.getLogger("commlayer")
 
 
 def load() -> ModuleType | None:
-    """The compiled module commlayer._core, or None where the package was installed without a compiler."""
+    """Returns the compiled module commlayer._core; None if the package was installed without a compiler."""
     try:
         return importlib.import_module("commlayer._core")
     except ImportError as error:
-        log.warning("native core not available (%s): default codecs run on a slower fallback, others are refused", error)
+        log.warning("native core not available (%s): the default codecs use a slower fallback, and other codecs are "
+                    "unavailable", error)
         return None
 
 

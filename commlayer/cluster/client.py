@@ -156,7 +156,7 @@ class Membership:
                 pulse = self._channel.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
-                    log.warning("%s; training continues, but until the coordinator answers again, a peer that dies is "
+                    log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
                                 "detected only when it stops responding",
                                 without_code(error))
                 self.reachable = False

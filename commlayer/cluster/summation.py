@@ -155,7 +155,7 @@ class Summation:
             raise _breach(message, f"got codec {h.codec}, weight {h.weight} and total weight {h.total}; the codec must be "
                                    f"{ops.codec}, and weights finite and not negative")
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
-            verb, kind = ("lacks", "for averages of buffers") if ops.means else ("has", "for sums")
+            verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
             raise _breach(message, f"{verb} flag MEAN, but this bucket is {kind}")
         nbytes, allowed = cell.count_bytes(message.peer, len(message.body), now)
         if nbytes > allowed:

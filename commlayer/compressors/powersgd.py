@@ -1,9 +1,8 @@
 """PowerSGD (Vogels et al. 2019): sends a matrix as two thin factors, each summed over the workers.
 
-One step of subspace iteration on the summed matrix M: round 0 sums P = M Q, each worker makes P orthonormal, round 1 sums
-Q = M' P, and P Q' is the result. The next step starts from Q.
-
-All members compute P Q' on their own, so no sum here depends on a library's order of additions.
+It makes one step of subspace iteration on the summed matrix M. Round 0 sums P = M Q, each worker makes P orthonormal, round 1
+sums Q = M' P, and P Q' is the result. The next step starts from Q. Every member computes P Q' itself, so the result must not
+depend on a library's order of additions.
 """
 
 from __future__ import annotations
@@ -31,14 +30,16 @@ else:
 
 HEADER = payload.HEADER_NBYTES
 NOISE = 1e-12
-"""If less than this share of a row's squared length remains, the remainder is float32 rounding error."""
+"""If less than this share of a row's squared length remains after orthogonalization, the remainder is float32 rounding
+error."""
 
 Rows = npt.NDArray[np.float64]
 Shape = tuple[int, ...]
 
 
 class Factors(NamedTuple):
-    """One tensor of a bucket: `start` is its first element, m x n its sides. Rank 0: its elements are sent uncompressed."""
+    """Dimensions of one tensor of a bucket: `start` is its first element, m x n its shape as a matrix. Rank 0: its elements are
+    sent uncompressed."""
 
     start: int
     m: int
@@ -50,12 +51,13 @@ class Factors(NamedTuple):
         return self.start + self.m * self.n
 
     def count(self, r: int) -> int:
-        """Its floats in a payload of round r. An uncompressed tensor is sent in round 1."""
+        """Returns the tensor's number of floats in a payload of round r. An uncompressed tensor is sent in round 1."""
         return self.rank * (self.m, self.n)[r] if self.rank else (0, self.m * self.n)[r]
 
 
 class PowerSGD(Named, frozen=True):
-    """A tensor with fewer elements than its factors is sent uncompressed. Keeps no residual; error feedback calls `sent`."""
+    """Sends matrices as factors of low rank. A tensor with fewer elements than its factors is sent uncompressed. The codec
+    keeps no residual; error feedback calls `sent`."""
 
     name: ClassVar[str] = "powersgd"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM, Round.SUM)
@@ -63,14 +65,15 @@ class PowerSGD(Named, frozen=True):
 
     rank: int
     shapes: tuple[Shape, ...] | None = None
-    """The shapes of the tensors in a fused bucket, in order. None: the bucket's own shape."""
+    """Shapes of the tensors in a fused bucket, in order. None: the bucket's own shape."""
 
     def __str__(self) -> str:
         shapes = "" if self.shapes is None else f", shapes={self.shapes}"
         return f"{self.name}(rank={self.rank}{shapes})"
 
     def factors(self, spec: Spec) -> list[Factors]:
-        """The tensors of a bucket. A matrix has the first dimension as rows and all others as columns."""
+        """Returns the dimensions of the bucket's tensors. As a matrix, a tensor has its first dimension as rows and all others
+        as columns."""
         found, start = [], 0
         for shape in self.shapes or (spec.shape,):
             numel = math.prod(shape)
@@ -79,11 +82,12 @@ class PowerSGD(Named, frozen=True):
             found.append(Factors(start, m, n, rank if rank * (m + n) < m * n else 0))
             start += numel
         if start != spec.numel:
-            raise InvalidInput("E-CODEC-ARGUMENT", f"{self.name}: shapes of {start} elements, the bucket has {spec.numel}")
+            raise InvalidInput("E-CODEC-ARGUMENT", f"{self.name}: shapes have {start} elements together, but the bucket has "
+                                                   f"{spec.numel}")
         return found
 
     def count(self, spec: Spec, r: int) -> int:
-        """Floats in a payload of round r."""
+        """Returns the number of floats in a payload of round r."""
         return sum(each.count(r) for each in self.factors(spec))
 
     def bound(self, spec: Spec) -> int:
@@ -106,7 +110,7 @@ class PowerSGD(Named, frozen=True):
         state["step"] += 1
         row = 0
         for each, p, q in _matrices(state["_factors"], state["_p"], state["q"]):
-            # A direction that is zero in the last sum would stay zero: draw it again.
+            # A direction that is zero in the last sum would stay zero, so it is replaced by a random one.
             for direction in q:
                 if not direction.any():
                     direction.copy_(signs(each.n, state["shared"], state["step"], row))
@@ -135,7 +139,7 @@ class PowerSGD(Named, frozen=True):
         return nbytes
 
     def sent(self, state: State, out: torch.Tensor) -> None:
-        """See feedback.ReportsSent."""
+        """Writes the part of the input that this worker sent to `out`; see feedback.ReportsSent."""
         if state["_encoded"]:
             self._multiply(state, state["_own"], out)
         else:
@@ -158,10 +162,10 @@ class PowerSGD(Named, frozen=True):
         return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
 
     def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
-        """Nothing to undo: the codec keeps no residual."""
+        """Does nothing, because the codec keeps no residual."""
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
-        """Nothing to undo, as in `undo`."""
+        """Does nothing, because the codec keeps no residual."""
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**accumulator(torch.zeros(self.count(spec, r))), "numel": spec.numel}
@@ -181,7 +185,8 @@ class PowerSGD(Named, frozen=True):
         return self._write(out, acc["numel"], r, acc["sum"])
 
     def _multiply(self, state: State, second: torch.Tensor, out: torch.Tensor) -> None:
-        """out = P Q' for each matrix with Q from `second`, and the elements of `second` for each uncompressed tensor."""
+        """Computes out = P Q' for each matrix, with Q from `second`, and copies the elements of uncompressed tensors from
+        `second`."""
         for each, p, q in _tensors(state["_factors"], state["_p"], second):
             part = out[each.start : each.stop]
             if each.rank:
@@ -190,7 +195,7 @@ class PowerSGD(Named, frozen=True):
                 part.copy_(q)
 
     def _write(self, out: Out, numel: int, r: int, values: torch.Tensor) -> int:
-        """Writes the payload of round r; flagged unless all values are finite."""
+        """Writes the payload of round r. The payload is flagged if a value is not finite. Returns its size."""
         if not kernels.all_finite(values):
             return payload.write_flagged(out, self.id, numel)
         end = HEADER + 4 * values.numel()
@@ -199,7 +204,7 @@ class PowerSGD(Named, frozen=True):
         return end
 
     def _read(self, message: Buffer, numel: int, r: int, count: int) -> memoryview | None:
-        """The checked body of a payload or a result: `count` floats. None if it is flagged."""
+        """Checks a payload or a result. Returns its body of `count` floats; None if it is flagged as not finite."""
         head = payload.read(message, self.id, numel)
         if head.flagged:
             return None
@@ -211,13 +216,14 @@ class PowerSGD(Named, frozen=True):
 
 
 def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD:
-    """Factors of that rank. Only tensors of two or more dimensions gain. `shapes`: the tensors of a fused bucket, in order."""
+    """Creates the PowerSGD codec with factors of that rank. Only tensors of two or more dimensions become smaller. `shapes`:
+    the tensors of a fused bucket, in order."""
     check_arguments("powersgd", rank=rank, shapes=shapes)
     return PowerSGD(rank, shapes)
 
 
 def _tensors(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
-    """(tensor, its P as a rank x m matrix, its floats of round 1) of all tensors."""
+    """Yields (tensor, its P as a rank x m matrix, its floats of round 1) for all tensors."""
     firsts = first.split([each.count(0) for each in factors])
     seconds = second.split([each.count(1) for each in factors])
     for each, p, q in zip(factors, firsts, seconds, strict=True):
@@ -225,14 +231,15 @@ def _tensors(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) 
 
 
 def _matrices(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
-    """(matrix, P as rank x m, Q as rank x n) of the tensors that are compressed, whose Q `second` holds."""
+    """Yields (matrix, P as rank x m, Q as rank x n) for the tensors that are compressed. `second` contains their Q."""
     compressed = [each for each in factors if each.rank]
     for each, p, q in _tensors(compressed, first, second):
         yield each, p, q.view(each.rank, each.n)
 
 
 def orthonormal(p: torch.Tensor) -> torch.Tensor:
-    """Makes the rows of p (float32) orthonormal in order, by Gram-Schmidt, twice. A dependent row becomes zeros."""
+    """Makes the rows of p (float32) orthonormal in order, by Gram-Schmidt, applied twice. A linearly dependent row becomes
+    zeros."""
     rows = p.numpy().astype(np.float64)
     for j, row in enumerate(rows):
         before = _dot(row, row)
@@ -245,14 +252,14 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
 
 
 def signs(n: int, key: int, step: int, row: int) -> torch.Tensor:
-    """n random numbers +-1, the same for all members with that key."""
+    """Returns n random numbers, 1 or -1, which are equal for all members with the same key."""
     digest = hashlib.shake_256(f"{key} {step} {row}".encode()).digest((n + 7) // 8)
     bits = np.unpackbits(np.frombuffer(digest, np.uint8), count=n)
     return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
 
 
 def _dot(x: Rows, y: Rows) -> float:
-    """Sums by halves, with elementwise additions only: the order of additions is fixed here."""
+    """Returns the dot product, summed by halves with elementwise additions only, so the order of additions is fixed."""
     v = x * y
     while v.size > 1:
         half = v.size // 2

@@ -1,8 +1,8 @@
-"""Random-k: all members draw the same random entries, so a payload holds values alone and a server adds them directly.
+"""Random-k: all members select the same random entries, so a payload contains only values and a server adds them directly.
 
-One entry is drawn in each of k strata by the header's seed, which comes from state.seed and the step.
-Accumulators hold values alone; a server does not know the positions. Sums are float32 whatever type the workers send, so a
-result is exact.
+One entry is drawn in each of k strata by the header's seed, which is computed from state.shared and the step. Accumulators
+contain only values; a server does not know the positions. Sums are float32 whatever format the workers send, so a result is
+exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ HEADER = payload.HEADER_NBYTES
 
 
 class RandomK(OneRound, frozen=True):
-    """ratio * numel random entries per payload. If unbiased, each entry stands for its stratum and is scaled by its size."""
+    """Sends ratio * numel random entries per payload. If unbiased, each entry is multiplied by the size of its stratum, which
+    it represents."""
 
     name: ClassVar[str] = "randomk"
     rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
@@ -60,7 +61,8 @@ class RandomK(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
+        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
+        x + residual if that is not finite."""
         n = state["_numel"]
         check_input(self.name, "x", x, n)
         idx, val, error = (state["_scratch"][name] for name in ("idx", "val", "error"))
@@ -86,7 +88,7 @@ class RandomK(OneRound, frozen=True):
         return end
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See sparse_results.Reads."""
+        """Returns positions and values of a result; see plan_codecs.Reads."""
         head = payload.read(result, self.id, numel)
         if head.flagged:
             return None
@@ -106,7 +108,7 @@ class RandomK(OneRound, frozen=True):
         kernels.scatter_add(out, idx, val)
 
     def add_to(self, payload_: Buffer, out: torch.Tensor) -> None:
-        """The accumulator holds values alone, so this decodes the payload."""
+        """Decompresses the payload and adds it to `out`. An accumulator would contain only values."""
         head = payload.read(payload_, self.id, out.numel())
         if not head.flagged:
             self.apply(self.check(head, out.numel()), out, assign=False)
@@ -128,7 +130,8 @@ class RandomK(OneRound, frozen=True):
         acc["flagged"][0] = head.flagged or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
-        """Float32, whatever type the members sent: no residual would keep the rounding error of a sum."""
+        """Writes the sum as float32, whatever format the members sent, since no residual would keep the rounding error of a
+        sum."""
         total: torch.Tensor = acc["sum"]
         n: int = acc["numel"]
         if acc["flagged"][0] or not kernels.all_finite(total):
@@ -139,7 +142,7 @@ class RandomK(OneRound, frozen=True):
         return end
 
     def _values(self, head: payload.Head, numel: int) -> torch.Tensor:
-        """The values of a payload or of a result, fully checked."""
+        """Checks a payload or a result completely and returns its values."""
         kind = "fp32" if head.aux == VALUE_KINDS["fp32"] << 4 else self.values
         payload.expect("aux", head.aux, VALUE_KINDS[kind] << 4)
         payload.expect("count", head.entries, self.entries(numel))
@@ -148,6 +151,7 @@ class RandomK(OneRound, frozen=True):
 
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
-    """Random entries, the same for all members. unbiased=True scales them and is meant to run without error feedback."""
+    """Creates the random-k codec, whose entries are the same for all members. With unbiased=True entries are scaled; do not
+    combine that with error feedback."""
     check_arguments("randomk", ratio=ratio, values=values, unbiased=unbiased)
     return RandomK(float(ratio), values, unbiased)

@@ -1,16 +1,17 @@
-"""Selects about k entries, or runs of neighbouring entries, of largest magnitude from gradient + residual.
+"""Selects about k entries, or runs of neighboring entries, of largest magnitude from gradient + residual.
 
-Small tensors are sorted. Larger ones are scanned once at a tracked threshold that aims slightly above k. More than `room`
-entries are trimmed to the k largest of them; fewer than ENOUGH * k cost a second scan at a lower threshold. So the count is
-within 10 % of k, if there are as many non-zero entries.
+Small tensors are sorted. Larger ones are scanned once with a tracked threshold that aims slightly above k. If more than `room`
+entries are found, only the k largest of them are kept. If fewer than ENOUGH * k are found, a second scan uses a lower
+threshold. So the count is within 10 % of k, if there are as many nonzero entries.
 
-The tracked threshold is a scalar Kalman filter in log space. It joins two measurements, each weighted by its certainty:
-- The count of the last scan states exactly how far the last threshold was off, but the tensor has changed since.
-- A strided sample of magnitudes belongs to this step, but is noisy.
-While counts predict well, the sample is small and moves the threshold by the slope: how fast the count falls when the
-threshold rises. Otherwise a quantile of the sample sets the threshold. That also works where magnitudes come in clumps, as in
-residuals of a constant gradient. A sample that disagrees by more than its own noise signals a jump: a larger sample then
-replaces the threshold.
+The tracked threshold is a scalar Kalman filter in log space. It combines two measurements, each weighted by its certainty:
+- The count of the last scan shows exactly how far the last threshold was off, but the tensor has changed since.
+- A strided sample of magnitudes is from this step, but is noisy.
+
+While counts predict well, the sample is small, and moves the threshold by the slope: how fast the count falls when the
+threshold rises. Otherwise a quantile of the sample sets the threshold. The quantile also works if many magnitudes are equal, as
+in residuals of a constant gradient. If a sample disagrees by more than its own noise, magnitudes have jumped: a larger sample
+then replaces the threshold.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ else:
     from commlayer.compressors import tensors as torch
 
 EXACT_NUMEL = 16384
-"""Up to this size sorting is as cheap as tracking."""
+"""Number of elements up to which sorting is as cheap as tracking a threshold."""
 
 ENOUGH = 0.9
 SPARE = 16
 
 
 class Picked(NamedTuple):
-    """Positions, increasing, and values of the entries taken from the residual, and whether all of x + residual is finite."""
+    """Result of a selection: increasing positions and values of the entries that were taken, and whether all of x + residual is
+    finite."""
 
     idx: torch.Tensor
     val: torch.Tensor
@@ -48,12 +50,12 @@ def sorts(n: int, exact: bool) -> bool:
 
 
 def room(n: int, k: int, exact: bool) -> int:
-    """The most entries that `pick` returns."""
+    """Returns the maximum number of entries that `pick` returns."""
     return k if sorts(n, exact) else min(n, k + max(1, k // 10))
 
 
 def scratch(n: int, k: int, exact: bool) -> State:
-    """Memory of one step. The caller may use `error` after `pick`."""
+    """Creates temporary memory for one step. The caller may use `error` after `pick`."""
     sorting = sorts(n, exact)
     candidates = k if sorting else min(n, k + k // 2 + SPARE)
     sample = 0 if sorting else sample_room(n, k)
@@ -67,7 +69,8 @@ def scratch(n: int, k: int, exact: bool) -> State:
 
 
 def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
-    """Takes entries out of x + residual; the residual keeps the others. If not finite, it holds the finite part of x."""
+    """Takes entries out of x + residual; the residual keeps the others. If x + residual is not finite, the residual becomes its
+    finite part."""
     n, memory = x.numel(), state["_scratch"]
     idx, val = memory["idx"], memory["val"]
     start = rotation(n, state)
@@ -84,7 +87,8 @@ def complete(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: Estimate,
     count: int, overflow: int, finite: bool,
 ) -> Picked:
-    """Completes `pick` after the scan of a larger tensor: scans again if there are too few entries, trims if too many."""
+    """Completes `pick` after the scan of a larger tensor: scans again if too few entries were found, drops the smallest if too
+    many."""
     n, memory = x.numel(), state["_scratch"]
     idx, val, start = memory["idx"], memory["val"], rotation(n, state)
     if finite and count < ENOUGH * k and tracked.threshold > TINY:
@@ -105,18 +109,18 @@ def complete(
 
 
 EXACT_RUNS = 1024
-"""With at most this many runs, `pick_runs` scores all of them."""
+"""Number of runs up to which `pick_runs` computes the magnitudes of all runs."""
 
 
 class PickedRuns(NamedTuple):
-    """Numbers of the runs, increasing, and whether all of x + residual is finite."""
+    """Result of a selection of runs: their increasing numbers, and whether all of x + residual is finite."""
 
     ids: torch.Tensor
     finite: bool
 
 
 def runs_room(runs: int, k: int) -> int:
-    """The most runs that `pick_runs` returns."""
+    """Returns the maximum number of runs that `pick_runs` returns."""
     return k if runs <= EXACT_RUNS else min(runs, k + max(1, k // 10))
 
 
@@ -135,8 +139,8 @@ def runs_scratch(runs: int, k: int) -> State:
 def pick_runs(k: int, run: int, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> PickedRuns:
     """Selects runs. The residual becomes x + residual where that is finite.
 
-    Selected elements stay in the residual until the codec writes its rounding errors. Runs are few and contiguous, so the
-    second read is cheap.
+    Selected elements stay in the residual until the codec writes its rounding errors. Runs are few and contiguous, so reading
+    them a second time is cheap.
     """
     runs, memory = -(-x.numel() // run), state["_scratch"]
     ids, scores = memory["ids"], memory["scores"]
@@ -163,27 +167,31 @@ def pick_runs(k: int, run: int, x: torch.Tensor, residual: torch.Tensor | None, 
 
 
 EXPECTED = 64
-"""Sampled magnitudes that should pass a right threshold. Their noise is 12 %; the next count corrects the rest."""
+"""Number of sampled magnitudes that should exceed a correct threshold. Their noise is 12 %; the next count corrects the
+rest."""
 
 CALM, CALM_SHARE = 0.003, 8
-"""Below this doubt counts alone predict to some 5 %: a sample of an eighth of the size only detects jumps."""
+"""Below the variance CALM, counts alone predict the threshold to about 5 %. The sample then has 1 / CALM_SHARE of the usual
+size, enough to detect jumps."""
 
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
-"""A sample is at most the larger of the floor and numel / share, so that it stays cheap relative to the pass."""
+"""A sample has at most max(SAMPLE_FLOOR, numel / SAMPLE_SHARE) elements, so that it is cheap compared with the scan."""
 
 LIFT = 1.0
-"""The aim is above k by this multiple of the sample's noise: trimming costs far less than a second scan."""
+"""The target count exceeds k by this multiple of the sample's noise, because dropping entries costs far less than a second
+scan."""
 
 LARGER = 4
-"""A sample that replaces the threshold is this many times larger than the usual one."""
+"""Factor by which a sample that replaces the threshold is larger than the usual sample."""
 
 SIGMAS = 4.0
 TINY = 2.0**-126
-"""The smallest normal float32. It passes all but zeros and denormals, which a thread may flush to zero."""
+"""Smallest normal float32, the smallest threshold. All numbers reach it except zeros and denormals, which the CPU may flush to
+zero."""
 
 HUGE = 3.4028234663852886e38
 GAIN, TREND = 0.5, 0.15
-"""Shares of an error that go into the next threshold, and into the trend that follows growing residuals."""
+"""Shares of a count's error that change the next threshold, and the trend. The trend follows growing residuals."""
 
 PROBE = 1.2
 """The slope is measured between threshold / PROBE and threshold * PROBE."""
@@ -191,7 +199,7 @@ PROBE = 1.2
 SLOPE_START, SLOPES = 4.0, (0.5, 40.0)
 DOUBT_START, DOUBT_MOST = 0.04, 0.25
 MEMORY = 0.3
-"""Weight of the newest measurement of slope and doubt."""
+"""Weight of the newest measurement in the averages of slope and doubt."""
 
 TREND_MOST = 0.5
 STATE_LIMITS = {
@@ -201,30 +209,32 @@ STATE_LIMITS = {
     "doubt": (0.0, DOUBT_MOST),
     "step": (0, 1 << 62),
 }
-"""Limits of the numbers in a state: every value that steps can produce."""
+"""Allowed range of each number in a state: every value that steps can produce."""
 
 GOLDEN = 0x9E3779B1
 
 Draw: TypeAlias = "Callable[[int, torch.Tensor], None]"
-"""Fills the tensor with magnitudes of this step, evenly spaced from the offset on."""
+"""A function of (offset, tensor) that fills the tensor with magnitudes of this step, evenly spaced from the offset on."""
 
 
 class Estimate(NamedTuple):
-    """This step's threshold and what estimate() measured. update() writes it to the state, so a failed step changes nothing."""
+    """This step's threshold and the measurements of estimate(). Only update() writes them to the state, so a failed step
+    changes nothing."""
 
     threshold: float
     slope: float
     shift: float | None
-    """How far the sample moved the expected log count; None if the sample replaced the threshold."""
+    """Change of the expected log count by the sample; None if the sample replaced the threshold."""
 
 
 def threshold_state() -> State:
-    """No threshold yet: the first step samples one. `doubt` is the variance of the log count before sampling."""
+    """Creates the state before the first step, which has no threshold: the first step samples one. `doubt` is the variance of
+    the log count before sampling."""
     return {"threshold": 0.0, "trend": 0.0, "slope": SLOPE_START, "doubt": DOUBT_START, "step": 0}
 
 
 def aim(n: int, k: int) -> int:
-    """The number of entries to aim at: k plus the noise of a sample, since too many are cheaper than too few."""
+    """Returns the target count: k plus the noise of a sample, since too many entries are cheaper than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
 
@@ -234,16 +244,17 @@ def sample_room(n: int, k: int) -> int:
 
 
 def sample_sizes(n: int, k: int) -> tuple[int, int]:
-    """(usual, larger). Odd, so that the stride does not align with rows of a power of two."""
+    """Returns (usual, larger) sizes of a sample. Sizes are odd, so the stride is not a multiple of a row length that is a power
+    of two."""
     usual = min(EXPECTED * n // k, max(SAMPLE_FLOOR, n // SAMPLE_SHARE)) | 1
     return min(usual, n), min(LARGER * usual | 1, n)
 
 
 class Sampling(NamedTuple):
-    """How this step samples.
+    """How the threshold is sampled in this step.
 
-    `usual` and `larger` are sizes of samples. `rank` is the rank of the cut in the larger one, and `expected` the number of the
-    usual one that should pass. `calm` means that counts alone predict well.
+    `usual` and `larger` are sizes of samples. `rank` is the rank of the threshold in the larger one. `expected` is the number
+    of magnitudes in the usual one that should exceed the threshold. `calm`: counts alone predict well.
     """
 
     usual: int
@@ -263,7 +274,7 @@ def sampling(n: int, k: int, state: State) -> Sampling:
 
 
 def estimate(k: int, n: int, draw: Draw, state: State) -> Estimate:
-    """The cut that slightly more than k of n magnitudes pass."""
+    """Returns the threshold that slightly more than k of n magnitudes reach."""
     sample, words = state["_scratch"]["sample"], state["_scratch"]["words"]
     usual, larger, rank, expected, calm = sampling(n, k, state)
     cut, offset = state["threshold"], rotation(n, state)
@@ -293,7 +304,7 @@ def estimate(k: int, n: int, draw: Draw, state: State) -> Estimate:
 
 
 def estimate_lower(k: int, n: int, draw: Draw, state: State, estimated: Estimate, passed: int) -> Estimate:
-    """A lower cut, after one that only `passed` magnitudes reached."""
+    """Returns a lower threshold, after only `passed` magnitudes reached the first one."""
     k = aim(n, k)
     larger = sample_sizes(n, k)[1]
     magnitudes = state["_scratch"]["sample"][:larger]
@@ -304,7 +315,7 @@ def estimate_lower(k: int, n: int, draw: Draw, state: State, estimated: Estimate
 
 
 def update(k: int, n: int, passed: int, estimated: Estimate, state: State) -> None:
-    """Learns from the number of entries that reached the cut, including those that did not fit."""
+    """Updates the state from the number of entries that reached the threshold, including those that did not fit."""
     error = min(max(math.log(max(passed, 0.5) / aim(n, k)), -1.0), 1.0)
     gain = GAIN
     if estimated.shift is None:
@@ -318,18 +329,19 @@ def update(k: int, n: int, passed: int, estimated: Estimate, state: State) -> No
 
 
 def rotation(n: int, state: State) -> int:
-    """Where this step's scan begins: it moves each step, so that entries without room are not always the same part."""
+    """Returns where this step's scan starts. The start moves in each step, so the entries that do not fit are not always in the
+    same part."""
     return int(state["step"]) * GOLDEN % n if n else 0
 
 
 def kth_magnitude(k: int, x: torch.Tensor, residual: torch.Tensor | None, words: torch.Tensor) -> float:
-    """The k-th largest magnitude of x + residual, or TINY if fewer than k are above TINY."""
+    """Returns the k-th largest magnitude of x + residual, or TINY if fewer than k are above TINY."""
     value = kernels.kth_abs(x, residual, min(max(k, 1), x.numel()), words)
     return clamp_threshold(value) if math.isfinite(value) else HUGE
 
 
 def _quantile(magnitudes: torch.Tensor, rank: int, words: torch.Tensor) -> float:
-    """The rank-th largest magnitude, as a threshold."""
+    """Returns the rank-th largest magnitude, as a threshold."""
     return kth_magnitude(rank, magnitudes, None, words)
 
 

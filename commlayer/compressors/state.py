@@ -1,7 +1,8 @@
-"""The state of codecs: saving and restoring it as named tensors, and the keys of its random numbers.
+"""Saves and restores the state of codecs as named tensors, and sets the keys of their random numbers.
 
-The state of a codec with random numbers holds `shared`, `own` (0 until seeded) and `step`, which the codec counts. Draws that
-must be equal on all senders use `shared`. Rounding uses `own`, since a dither that all senders share does not average out.
+The state of a codec with random numbers contains `shared` and `own` (keys; 0 until seeded) and `step`, which the codec counts.
+Random numbers that must be equal on all senders use `shared`. Rounding uses `own`, because rounding errors that are equal on
+all senders would not average out.
 """
 
 from __future__ import annotations
@@ -25,36 +26,37 @@ else:
 
 
 SERVER = -1
-"""The sender id of results."""
+"""Sender number of the server, for the keys of results."""
 
 MOST_KEY = (1 << 63) - 1
 KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
-"""Limits of the keys in a state."""
+"""Allowed range of the keys in a state."""
 
 
 LIMITS: Mapping[str, tuple[float, float]] = {**STATE_LIMITS, **KEYS, **BUDGET_LIMITS}
 
 
 def snapshot(state: State) -> dict[str, torch.Tensor]:
-    """Host copies of all that a step depends on, by path, such as `inner.threshold`. Skips keys that start with `_`."""
+    """Returns CPU copies of all values that a step depends on, by path, for example `inner.threshold`. Skips keys that start
+    with `_`."""
     return {path: _copy(value) if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
 
 
 def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a snapshot into a state made by `init` of the same codec and spec. Checks all names and values first."""
+    """Writes a snapshot into a state that `init` of the same codec and spec created. Checks all names and values first."""
     places = list(_walk(state))
     wanted, got = {path for path, *_ in places}, set(tensors)
     if wanted != got:
         raise InvalidInput("E-CODEC-STATE",
-                           f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; did the plan "
-                           "change?")
+                           f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; the state is from a "
+                           "different plan or codec")
     for path, _, _, value in places:
         expected = value if isinstance(value, torch.Tensor) else number(value)
         if tensors[path].shape != expected.shape:
             raise InvalidInput("E-CODEC-STATE",
-                               f"codec state {path}: shape {tuple(tensors[path].shape)}, expected {tuple(expected.shape)}")
+                               f"codec state {path}: got shape {tuple(tensors[path].shape)}, expected {tuple(expected.shape)}")
         if tensors[path].dtype != expected.dtype:
-            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: {tensors[path].dtype}, expected {expected.dtype}")
+            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: got {tensors[path].dtype}, expected {expected.dtype}")
         _check_values(path, tensors[path])
     _forget(state)
     for path, owner, name, value in places:
@@ -65,7 +67,7 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remembered(state: State) -> dict[str, torch.Tensor]:
-    """A server's snapshot plus what `undo_server` needs, so that a restarted server can resume from its journal."""
+    """Returns a server's snapshot plus what `undo_server` needs, so that a restarted server can resume from its journal."""
     tensors = snapshot(state)
     for path, owner in _memories(state):
         tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))
@@ -75,7 +77,8 @@ def remembered(state: State) -> dict[str, torch.Tensor]:
 
 
 def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None:
-    """The reverse of `remembered`. `sent` is the whole last result; its memory must stay unchanged as `emit` requires."""
+    """Restores what `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until the next
+    `emit`."""
     restore(state, {path: value for path, value in tensors.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
     for path, owner in _memories(state):
         owner["_sent"] = sent if int(tensors[f"{path}_sent"].item()) else None
@@ -83,7 +86,7 @@ def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None
 
 
 def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
-    """The states that can be undone, nested ones included, with their paths."""
+    """Yields the states with data for an undo, including nested states, with their paths."""
     if "_added" in state and "_sent" in state:
         yield prefix, state
     for name, value in state.items():
@@ -92,12 +95,12 @@ def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
 
 
 def number(value: float) -> torch.Tensor:
-    """A number as a 0-d tensor that holds it exactly."""
+    """Returns a number as a 0-d tensor of float64 or int64, which represents it exactly."""
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
 def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A tensor with its own copy of the array."""
+    """Returns a tensor with its own copy of the array."""
     return torch.from_numpy(array.copy())
 
 
@@ -108,15 +111,15 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _check_values(path: str, value: torch.Tensor) -> None:
     if value.is_floating_point() and not bool(value.isfinite().all()):
         raise InvalidInput("E-CODEC-STATE",
-                           f"codec state {path}: holds a number that is not finite; take an earlier checkpoint")
+                           f"codec state {path}: contains a number that is not finite; use an earlier checkpoint")
     least, most = LIMITS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
     if value.ndim == 0 and not least <= value.item() <= most:
         raise InvalidInput("E-CODEC-STATE",
-                           f"codec state {path}: is {value.item()}, allowed is {least} to {most}; take an earlier checkpoint")
+                           f"codec state {path}: got {value.item()}, allowed: {least} to {most}; use an earlier checkpoint")
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:
-    """(path, the dict that holds it, its key there, value) of all tensors and numbers."""
+    """Yields (path, dict that contains the value, key in that dict, value) for all tensors and numbers that are saved."""
     for name, value in state.items():
         if name.startswith("_"):
             continue
@@ -136,7 +139,7 @@ def _forget(state: State) -> None:
 
 
 def seed(state: State, job: str, bucket: int, sender: int) -> None:
-    """Sets the keys in a fresh state and in its nested states. `job` is any text that the workers share."""
+    """Sets the random keys in a new state and in its nested states. `job`: any text that is equal on all workers."""
     keys = {"shared": _key(f"{job} {bucket}"), "own": _key(f"{job} {bucket} {sender}")}
     _set(state, keys)
 
@@ -144,12 +147,12 @@ def seed(state: State, job: str, bucket: int, sender: int) -> None:
 def _set(state: State, keys: dict[str, int]) -> None:
     for name, value in state.items():
         if isinstance(value, dict):
-            # Nested states under a number are alike: each gets keys of its own.
+            # Nested states under a number are alike, so each gets different keys.
             _set(value, {which: _key(f"{key} {name}") for which, key in keys.items()} if name.isdigit() else keys)
         elif name in keys:
             state[name] = keys[name]
 
 
 def _key(text: str) -> int:
-    """63 bits, so that the int64 of a checkpoint holds the key."""
+    """Returns a key of 63 bits, which fits the int64 of a checkpoint."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

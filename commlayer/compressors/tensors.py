@@ -1,4 +1,4 @@
-"""What codecs import as `torch`: torch itself, or numpy_tensors.py in a server's process, which runs without torch.
+"""The module that codecs import as `torch`: torch itself, or numpy_tensors.py in a server's process, which runs without torch.
 
 Loading torch takes 1.5 to 3 s and 200 MB. A server needs only arrays from it, since its kernels are native. Codecs import this
 module as `torch` and use none of its names at import time.
@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 LEAST_NBYTES = 1 << 16
-"""Below this an ordinary allocation is as good, and a system call is not worth its time."""
+"""Buffers smaller than this are allocated and freed normally, since a system call would cost more than it saves."""
 _chosen = "torch"
 real = True
-"""Whether the library is torch."""
+"""Whether the module in use is torch, not numpy_tensors."""
 _handed: set[str] = set()
-"""Names copied into this module's globals, so that later accesses cost nothing."""
+"""Names that were copied into this module's globals, so that later accesses are fast."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,10 +42,8 @@ def library() -> ModuleType:
 
 
 def fresh_zeros(count: int) -> Any:
-    """float32 zeros that take no memory and no time until written, and whose memory returns to the system when freed.
-
-    torch.zeros, in contrast, touches each page at once.
-    """
+    """Returns float32 zeros whose memory is allocated only when written, and returned to the system when freed. torch.zeros, in
+    contrast, writes each page at once."""
     if 4 * count < LEAST_NBYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return library().zeros(count)
     fresh = mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,10 +56,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_back(buffer: Any) -> None:
-    """Returns the whole pages inside a contiguous host buffer to the system; the addresses stay valid.
-
-    Until written, each element reads as zero or as its old value.
-    """
+    """Returns the complete pages inside a contiguous CPU buffer to the system; the addresses stay valid. Until it is written
+    again, each element reads as zero or as its old value."""
     if sys.platform != "linux" or buffer.nbytes < LEAST_NBYTES or buffer.device.type != "cpu" or (real and buffer.is_pinned()):
         return
     low = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -70,15 +66,15 @@ def give_back(buffer: Any) -> None:
 
 
 def without_torch() -> None:
-    """From now on codecs of this process use numpy_tensors.py. For a process that never uses tensors of torch."""
-    # Codecs check for non-finite values themselves; numpy would warn of each.
+    """Makes the codecs of this process use numpy_tensors.py from now on. For a process that never uses tensors of torch."""
+    # Codecs check for non-finite values themselves, so numpy's warnings are not needed.
     warnings.filterwarnings("ignore", r"(overflow|invalid value) encountered", RuntimeWarning)
     _choose(f"{__package__}.numpy_tensors")
 
 
 @contextlib.contextmanager
 def plain() -> Iterator[None]:
-    """`without_torch` inside a with block. For tests."""
+    """Context manager in which codecs use numpy_tensors.py. For tests."""
     before = _chosen
     without_torch()
     try:

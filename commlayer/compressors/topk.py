@@ -1,7 +1,7 @@
 """Codecs that send the largest entries as positions and values.
 
-topk selects single entries. block_threshold selects runs of neighbouring entries by their summed magnitude: runs of 16 need a
-sixteenth of the positions and are contiguous in memory (thresholdv16 of StellaTrain, Lim et al. 2024).
+topk selects single entries. block_threshold selects runs of neighboring entries by the sum of their magnitudes. Runs of 16 need
+a sixteenth of the positions and are contiguous in memory (thresholdv16 of StellaTrain, Lim et al. 2024).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADER = payload.HEADER_NBYTES
 
 
 class TopK(OneRound, frozen=True):
-    """About ratio * numel entries per payload, never zeros. Large tensors send up to 10 % more or less."""
+    """Sends about ratio * numel entries per payload, never zeros. For large tensors the number varies by up to 10 %."""
 
     name: ClassVar[str] = "topk"
     biased: ClassVar[bool] = True
@@ -50,11 +50,11 @@ class TopK(OneRound, frozen=True):
         return HEADER + values_nbytes(self.values, cap) + positions_bound(spec.numel, cap)
 
     def wanted(self, numel: int) -> int:
-        """The number of entries to send: k."""
+        """Returns the number of entries to send: k."""
         return min(numel, max(1, math.ceil(self.ratio * numel)))
 
     def capacity(self, numel: int) -> int:
-        """The most entries that a payload can hold."""
+        """Returns the maximum number of entries of a payload."""
         return selection.room(numel, self.wanted(numel), self.exact)
 
     def init(self, spec: Spec) -> State:
@@ -65,7 +65,8 @@ class TopK(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
+        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
+        x + residual if that is not finite."""
         n, k = x.numel(), self.wanted(x.numel())
         if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
             from commlayer.compressors.device import topk as queued_topk  # loads torch
@@ -82,12 +83,12 @@ class TopK(OneRound, frozen=True):
         return nbytes or payload.write_flagged(out, self.id, n)
 
     def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
-        """Takes entries out of x + residual; the residual keeps the others. Valid until the next call."""
+        """Takes entries out of x + residual; the residual keeps the others. The result is valid until the next call."""
         check_input(self.name, "x", x, state["_numel"])
         return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
 
     def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See sparse_results.Reads."""
+        """Returns positions and values of a result; see plan_codecs.Reads."""
         head = payload.read(result, self.id, numel)
         if head.flagged:
             return None
@@ -114,7 +115,8 @@ class TopK(OneRound, frozen=True):
     def _encode(
         self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, error: torch.Tensor, out: Out
     ) -> int:
-        """Writes the payload; the residual gets the rounding errors of the values. Returns 0 if a value became infinite.
+        """Writes the payload. Rounding errors of values are added to the residual. Returns the payload's size, or 0 if a value
+        became infinite.
 
         With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
         """
@@ -130,13 +132,15 @@ class TopK(OneRound, frozen=True):
 
 
 def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK:
-    """The largest `ratio` of all entries; exact=True sorts at any size, which costs several passes."""
+    """Creates the top-k codec, which sends the `ratio` of all entries with the largest magnitudes. exact=True sorts tensors of
+    any size, which costs several passes."""
     check_arguments("topk", ratio=ratio, values=values, exact=exact)
     return TopK(float(ratio), values, exact)
 
 
 class BlockThreshold(OneRound, frozen=True):
-    """About ratio * numel entries per payload, in runs, never a run of zeros. Large tensors send up to 10 % more or less."""
+    """Sends about ratio * numel entries per payload, in runs, never a run of zeros. For large tensors the number varies by up
+    to 10 %."""
 
     name: ClassVar[str] = "block_threshold"
     biased: ClassVar[bool] = True
@@ -150,7 +154,7 @@ class BlockThreshold(OneRound, frozen=True):
         return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs_, cap)
 
     def wanted(self, numel: int) -> int:
-        """Runs to send."""
+        """Returns the number of runs to send."""
         return min(self._runs(numel), max(1, math.ceil(self.ratio * numel / self.run)))
 
     def init(self, spec: Spec) -> State:
@@ -164,7 +168,8 @@ class BlockThreshold(OneRound, frozen=True):
         return self.start_fed(x, None, state, out)
 
     def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """`start` of x + residual in one pass; the residual keeps what is not sent, or the finite part of x if flagged."""
+        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
+        x + residual if that is not finite."""
         n, memory = state["_numel"], state["_scratch"]
         check_input(self.name, "x", x, n)
         ids, finite = selection.pick_runs(self.wanted(n), self.run, x, residual, state)
@@ -203,6 +208,7 @@ class BlockThreshold(OneRound, frozen=True):
 
 
 def block_threshold(ratio: float = 0.01, run: int = 16, values: str = "int8") -> BlockThreshold:
-    """The runs of `run` neighbours of largest summed magnitude, until `ratio` of all entries is sent."""
+    """Creates the block-threshold codec. It sends the runs of `run` neighbors with the largest sums of magnitudes, until
+    `ratio` of all entries is sent."""
     check_arguments("block_threshold", ratio=ratio, run=run, values=values)
     return BlockThreshold(float(ratio), run, values)

@@ -1,8 +1,8 @@
-"""Launches CUDA kernels of codecs and optimizers, by the launcher of a tensor's device.
+"""Launches CUDA kernels of codecs and optimizers, with the launcher of a tensor's device.
 
-For CUDA the launcher is CuPy's, on torch's current stream; tests use one that runs the same kernels on CPU tensors. All memory
-is torch's; a launcher only passes addresses. The sources lie in <root>/cuda beside an editable install and in commlayer/_cuda
-in any other.
+For CUDA the launcher uses CuPy, on torch's current stream; tests use a launcher that runs the same kernels on CPU tensors. All
+memory is torch's; a launcher only passes addresses. The sources are in <root>/cuda for an editable install and in
+commlayer/_cuda for any other.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from commlayer.errors import InvalidInput
 
 THREADS = 256
 MOST_BLOCKS = 2048
-"""Enough blocks to fill any GPU; beyond that, threads loop."""
+"""Maximum number of blocks of a looping kernel, enough to fill any GPU. For more elements, threads loop."""
 
 
 _launchers: dict[str, Launcher] = {}
 
 
 def serves(device: torch.device) -> bool:
-    """Whether kernels of this package, and not the host's, process tensors on that device."""
+    """Returns whether kernels of this package process tensors on that device, instead of the CPU kernels."""
     return device.type == "cuda" or device.type in _launchers
 
 
 def launcher(device: torch.device) -> Launcher:
-    """The launcher for a device. If CUDA has none, the error names the remedy."""
+    """Returns the launcher for a device. Raises InvalidInput, with a remedy, if there is none."""
     result = _launchers.get(device.type)
     if result is None:
         if device.type != "cuda":
-            raise InvalidInput("E-GPU-CODE", f"device codecs: {device} has no launcher, allowed is a CUDA device")
+            raise InvalidInput("E-GPU-CODE", f"device codecs: got device {device}, allowed: a CUDA device")
         result = _launchers.setdefault("cuda", CupyLauncher())
     return result
 
 
 @contextlib.contextmanager
 def use(device_type: str, chosen: Launcher) -> Iterator[None]:
-    """Sets the launcher of a device type inside a with block. For tests and measurements."""
+    """Context manager that sets the launcher of a device type. For tests and measurements."""
     before = _launchers.get(device_type)
     _launchers[device_type] = chosen
     try:
@@ -57,7 +57,7 @@ def use(device_type: str, chosen: Launcher) -> Iterator[None]:
 
 
 def words(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Bytes whose memory reaches to the next multiple of 4, for kernels that set bits in 32-bit words."""
+    """Allocates bytes whose memory extends to the next multiple of 4, for kernels that set bits in 32-bit words."""
     return torch.empty(-(-nbytes // 4) * 4, dtype=torch.uint8, device=device)[:nbytes]
 
 
@@ -74,7 +74,7 @@ def each(family: str, kernel: str, items: int, *args: Argument) -> None:
 
 
 Argument = torch.Tensor | int | float | None
-"""Passed as an address, a long long, a double or a null pointer: 8 bytes each."""
+"""An argument of a kernel, passed as an address, a long long, a double or a null pointer: 8 bytes each."""
 
 
 class Launcher(Protocol):
@@ -85,11 +85,12 @@ class Launcher(Protocol):
 
 MASK = (1 << 64) - 1
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""A fused multiply-add would round once where the host's kernels round twice."""
+"""Compiler options. A fused multiply-add would round once where the CPU kernels round twice."""
 
 
 class CupyLauncher:
-    """Compiles each kernel at its first use per device. CuPy caches binaries on disk, keyed by source text and architecture."""
+    """Launches kernels with CuPy. Each kernel is compiled at its first use per device. CuPy caches binaries on disk, keyed by
+    source text and architecture."""
 
     def __init__(self) -> None:
         self._cupy = _cupy()
@@ -120,7 +121,7 @@ def _cupy() -> Any:
         import cupy
     except ImportError as error:
         major = (torch.version.cuda or "12").split(".")[0]
-        remedy = f"install commlayer[gpu{major}], or plan without them"
+        remedy = f"install commlayer[gpu{major}], or use a plan without device codecs"
         raise InvalidInput("E-GPU-CODE", f"device codecs: CuPy cannot be loaded ({error}); {remedy}") from None
     return cupy
 
@@ -134,12 +135,13 @@ def source_folder(candidates: tuple[Path, ...] = FOLDERS) -> Path:
     for candidate in candidates:
         if (candidate / "common.cuh").is_file():
             return candidate
-    raise InvalidInput("E-GPU-CODE", f"CUDA sources: none in {' or '.join(map(str, candidates))}; install commlayer again")
+    raise InvalidInput("E-GPU-CODE", f"CUDA sources: not found in {' or '.join(map(str, candidates))}; reinstall commlayer")
 
 
 @cache
 def source_text(family: str) -> str:
-    """A family's source with its headers inlined: the compiler needs no paths, and a cache keyed by the text stays right."""
+    """Returns a family's source text with its headers inlined. The compiler then needs no paths, and a cache keyed by the text
+    is always valid."""
     return _resolved(source_folder() / f"{family}.cu", set())
 
 

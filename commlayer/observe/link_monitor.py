@@ -1,14 +1,14 @@
-"""Link monitoring: detects, from steps and their traffic, that links differ from those the plan was made for.
+"""Link monitoring: detects, from steps and their traffic, that links differ from those for which the plan was made.
 
-A slower link shows in three places: steps take longer, all ranks wait longer, and their bytes take correspondingly longer on
-the link. Each alone has other causes: a rank that evaluates, saves or waits for data makes others wait but does not wait
-itself; a slow machine leaves its link idle; and a link may carry little because the plan sends little.
+A slower link has three effects: steps take longer, all ranks wait longer, and their bytes take correspondingly longer on the
+link. Each effect has other causes, too. A rank that evaluates, saves or waits for data makes others wait but does not wait
+itself. A slow machine leaves its link idle. A link may carry little because the plan sends little.
 
 A single step is not evidence. Several steps define what is usual. A link counts as slower after several slow steps in a row
-that have cost as much as a plan change does; otherwise waiting a little longer would have been better.
+that have cost as much time as a plan change does. Before that, waiting would be cheaper.
 
-A faster link shows in received bytes, since nodes may send faster than planned; if too little is received, only in steps with
-shorter waits.
+A faster link is visible in received bytes, since nodes may send faster than planned. If too little is received, it is visible
+only in steps with shorter waits.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 FACTOR = 1.5
-"""Factor by which a rate must differ to count."""
+"""Factor by which a link's rate must differ from the plan's to count as changed."""
 LONGER = 1.25
-"""The same for steps, whose computing does not become longer."""
+"""Factor by which a step must be longer than usual to count as slow. It is smaller than FACTOR, since the computing part of a
+step does not become longer."""
 EXPLAINED = 0.5
-"""Fraction of a step's delay that all ranks must have waited longer, and that the link must have been busy longer: a shortage
-of CPU time slows transfers, too."""
+"""Fraction of a step's delay that slower links must explain. All ranks must have waited that much longer, and the link must
+have been busy that much longer: a shortage of CPU time slows transfers, too."""
 PAYLOAD = 0.95
-"""Fraction of an interface's bytes that is not headers."""
+"""Fraction of an interface's bytes that is payload, not headers."""
 MORE = 1.2
-"""Factor over the planned rate that received bytes must reach; less may be noise."""
+"""Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
 USUAL = 9
-"""Steps that define what is usual."""
+"""Number of latest steps that define what is usual."""
 SETTLED = 4
-"""Minimum number of steps; fewer may be warm-up steps under a plan."""
+"""Minimum number of steps for usual values; fewer may be warm-up steps of a plan."""
 IN_A_ROW = 3
-"""Slow steps in a row that indicate a change: a foreign transfer or a lost segment delays one or two."""
+"""Number of slow steps in a row that indicate a change. Other traffic or a lost segment delays one or two steps."""
 COST_S = 0.5
-"""Total delay of these steps that justifies a plan change, which takes about as long."""
+"""Total delay of these steps, in seconds, that justifies a plan change, which takes about as long."""
 WAYS = UP, DOWN = 0, 1
-"""Directions: indices into a node's values."""
+"""Directions of a link, as indices into a node's values."""
 
 
 class Rates(NamedTuple):
-    """Of one node, in bit/s."""
+    """Upload and download rate of one node's link, in bit/s."""
 
     up_bps: float
     down_bps: float
@@ -63,48 +64,49 @@ class SeenStep(NamedTuple):
 
     step_s: float
     waited_s: float
-    """The shortest wait for communication of any rank."""
+    """The shortest wait for communication of any rank, in seconds."""
     nodes: tuple[Throughput, ...]
     """Traffic of each node's link."""
 
 
 class LinkWatch(Record, frozen=True):
-    """Observations under one plan, as an immutable value: `observe` returns the next value for each row of all ranks.
+    """Observations under one plan, as an immutable value: `observe` returns the next value for each step's reports of all
+    ranks.
 
-    Deterministic, so every rank can evaluate it separately.
+    It is deterministic, so every rank can evaluate it separately.
     """
 
     planned: tuple[Rates, ...]
-    """Planned rates; may be replaced without a new plan, and what is usual is kept."""
+    """Planned rates of each node. They may be replaced without a new plan; usual values are then kept."""
     seen: tuple[SeenStep, ...] = ()
     """The latest steps that were not slow."""
     slow: tuple[SeenStep, ...] = ()
     """The latest consecutive slow steps that slower links explain."""
     slow_cost_s: float = 0.0
-    """Total delay of all those consecutive steps."""
+    """Total delay in seconds of all consecutive slow steps that slower links explain, including those no longer in `slow`."""
     long_rows: int = 0
     """Number of consecutive slow steps, for any reason."""
     long_cost_s: float = 0.0
-    """Total delay of those."""
+    """Total delay in seconds of the consecutive slow steps, for any reason."""
 
     @property
     def settled(self) -> bool:
-        """Whether usual values are known."""
+        """Whether enough steps were observed for usual values."""
         return len(self.seen) >= SETTLED
 
     @property
     def usual_s(self) -> float:
-        """Usual step time; 0 before the first step."""
+        """Usual step time in seconds; 0 before the first step."""
         return _median(self.seen, lambda row: row.step_s)
 
     @property
     def waited_s(self) -> float:
-        """The part of the step that all ranks wait for communication."""
+        """Usual time in seconds for which all ranks wait for communication in a step."""
         return _median(self.seen, lambda row: row.waited_s)
 
     @property
     def slow_s(self) -> float:
-        """Steps above this time are slow; infinite before usual values are known."""
+        """Step time in seconds above which a step is slow; infinite before usual values are known."""
         return LONGER * self.usual_s if self.settled else math.inf
 
     @property
@@ -115,7 +117,7 @@ class LinkWatch(Record, frozen=True):
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
-        """Returns the next value, and the new rates if links have changed; otherwise None."""
+        """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""
         if row.step_s <= self.slow_s:
             after = LinkWatch(self.planned, (*self.seen, row)[-(USUAL + SETTLED):])
             raised = after._more()
@@ -132,8 +134,8 @@ class LinkWatch(Record, frozen=True):
         return structs.replace(after, slow=(), slow_cost_s=0.0), lowered
 
     def _more(self) -> tuple[Rates, ...]:
-        """The planned rates, raised where the latest steps have received more. Sent bytes wait before the link, for example in
-        a modem, so their rate shows nothing."""
+        """Returns the planned rates, raised where the latest steps have received more. Sent bytes wait before the link, for
+        example in a modem, so their rate shows nothing."""
         latest = self.seen[-SETTLED:]
         sent, received = (sum(row.step_s * node[way].share * node[way].bps for row in latest for node in row.nodes)
                           for way in WAYS)
@@ -145,7 +147,7 @@ class LinkWatch(Record, frozen=True):
                      for planned, bps in zip(self.planned, received_bps, strict=True))
 
     def _fallen(self, rows: Sequence[SeenStep]) -> tuple[Rates, ...]:
-        """The planned rates, lowered where these slow steps show slower links."""
+        """Returns the planned rates, lowered where these slow steps show slower links."""
         return tuple(Rates(*(self._lower(rows, node, way) for way in WAYS)) for node in range(len(self.planned)))
 
     def _lower(self, rows: Sequence[SeenStep], node: int, way: int) -> float:
@@ -163,43 +165,46 @@ def _carried(rows: Sequence[SeenStep], node: int, way: int) -> float:
 
 
 def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
-    """0 without rows."""
+    """Returns the median of a value over steps; 0 without steps."""
     return median(map(of, rows)) if rows else 0.0
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Whether some rate differs enough for a new plan."""
+    """Returns whether some rate differs enough for a new plan."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Whether some rate of `a` is lower than in `b`."""
+    """Returns whether some rate of `a` is lower than in `b`."""
     return any(x < y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def spelled(rates: Sequence[Rates]) -> str:
-    """In Mb/s; one value if all nodes are equal."""
+    """Returns the rates as text in Mb/s; one pair if all nodes are equal."""
     each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
 
 
-# ---- throughput: the rate that a link sustained while busy, from byte counters
+# ---- Throughput: the rate that a link sustained while busy, from byte counters. Interface counters include all concurrent
+# transfers (pushes, results, collectives). The rate is a lower bound of the link's capacity; callers judge from `share` whether
+# the link limited the transfer.
 #
 # Interface counters include all concurrent transfers (pushes, results, collectives). The rate is a lower bound of the link's
 # capacity; callers judge from `share` whether the link limited the transfer.
 
 LEAST_NBYTES = 16 << 10
-"""Less than this between first and last reading is control traffic."""
+"""Minimum number of bytes between first and last reading. Fewer are only control traffic."""
 DOWN_PART = 0.25
-"""Fraction of the received bytes that came at the reported rate or faster. Counting bytes instead of time excludes idle
+"""Fraction of the received bytes that arrived at the reported rate or faster. Counting bytes instead of time excludes idle
 intervals. It also excludes bytes that arrived while waiting for a slower peer, if they are the smaller part."""
 UP_PART, UP_S = 0.5, 0.25
-"""The same for sent bytes, over intervals of at least UP_S. Sent bytes are counted when they enter the queue before the link,
-in bursts faster than the link, and some are dropped there; received bytes have passed the link."""
+"""Fraction of the sent bytes that were sent at the reported rate or faster, over intervals of at least UP_S seconds. Sent bytes
+are counted when they enter the queue before the link, in bursts faster than the link, and some are dropped there. Received
+bytes have passed the link."""
 
 
 class Reading(NamedTuple):
-    """The interface's counters at one time."""
+    """The interface's byte counters at one time."""
 
     at_s: float
     up_nbytes: int
@@ -207,16 +212,16 @@ class Reading(NamedTuple):
 
 
 SOONEST_S = 1e-6
-"""Readings closer together than this have no rate between them."""
+"""Minimum seconds between two readings for which a rate is computed."""
 
 
 class Direction(NamedTuple):
-    """One direction of a link."""
+    """Throughput of one direction of a link."""
 
     bps: float = 0.0
-    """The sustained rate. 0 if almost nothing was carried; then the rate is unknown."""
+    """The sustained rate in bit/s. 0: unknown, because almost nothing was carried."""
     share: float = 0.0
-    """Fraction of the time the link would have been busy at that rate. Near 1 it was busy without a break."""
+    """Fraction of the time for which the link would have been busy at that rate. Near 1: the link was always busy."""
 
 
 class Throughput(NamedTuple):
@@ -225,7 +230,7 @@ class Throughput(NamedTuple):
 
 
 def throughput(readings: Sequence[Reading]) -> Throughput:
-    """From the first reading to the last; readings are in order of time."""
+    """Computes the throughput from the first reading to the last. Readings must be in order of time."""
     spans = [(b.at_s - a.at_s, b.up_nbytes - a.up_nbytes, b.down_nbytes - a.down_nbytes) for a, b in pairwise(readings)]
     # A counter that decreases was reset, because the interface went down.
     valid = [span for span in spans if span[0] >= SOONEST_S and span[1] >= 0 and span[2] >= 0]
@@ -253,64 +258,64 @@ def _way(spans: list[tuple[float, int]], part: float) -> Direction:
     return Direction(bps, min(1.0, 8 * total / sum(seconds for seconds, _ in spans) / bps))
 
 
-# ---- when to probe again a link that may have become faster
-# A plan for a slow link sends little, so a recovered link shows only as faster steps. A probe follows soon after that.
-# Without a hint links are probed at growing intervals: first those that were faster once, later also others, since their
-# measurement may have been disturbed. A probe stops training on all ranks, so it waits until a faster link could have saved
-# the time that the probe takes.
+# ---- When to probe again a link that may have become faster. A plan for a slow link sends little, so a recovered link shows
+# only as faster steps. A probe follows soon after that. Without a hint links are probed at growing intervals: first those that
+# were faster once, later also others, since their measurement may have been disturbed. A probe stops training on all ranks. So
+# it waits until a faster link could have saved the time that the probe takes.
 
 FIRST_S, LAST_S = 15.0, 600.0
-"""Interval between probes without a hint: first and largest; it doubles after each probe that finds nothing."""
+"""Seconds between probes without a hint: first and largest interval. It doubles after each probe that finds no faster link."""
 HINTED_S = 1.0
-"""First interval after a hint."""
+"""First interval in seconds after a hint."""
 COST_MOST = 0.02
 """Fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
-"""Assumed duration of a probe before the first one."""
+"""Assumed duration of a probe in seconds, before the first one is measured."""
 
 
 class ReprobeSchedule(Record, frozen=True):
-    """An immutable value: each event returns the next schedule."""
+    """When to probe links next, as an immutable value: each event returns the next schedule."""
 
     since_s: float = math.inf
     """Time of the last measurement or probe; infinite before the first."""
     gap_s: float = FIRST_S
     hinted_s: float = HINTED_S
     cost_s: float = 0.0
-    """Duration of the last probe; 0 before the first."""
+    """Duration of the last probe in seconds; 0 before the first."""
 
     def changed(self, now: float) -> ReprobeSchedule:
-        """Links were measured."""
+        """Returns the schedule after links were measured."""
         return ReprobeSchedule(now, cost_s=self.cost_s)
 
     def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
-        """A probe has ended; `found`: the link is faster."""
+        """Returns the schedule after a probe of `cost_s` seconds. `found`: the link has become faster."""
         if found:
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
-        """`lost`: links were once faster than now known. `to_win`: fraction of the time that infinitely fast links could save.
-        """
+        """Returns whether a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than now known.
+        `to_win`: fraction of the time that infinitely fast links could save."""
         for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
 
 
-# ---- byte counters of this machine's network interface, from Linux's /proc
+# ---- Byte counters of this machine's network interface, from Linux's /proc.
 
 PERIOD_S = 0.05
-"""About the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a core."""
+"""Seconds between two readings: about the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a
+core."""
 KEPT = 1200
-"""A minute of readings, longer than the time between two calls of `look`."""
+"""Number of readings kept: a minute of readings, longer than the time between two calls of `look`."""
 COUNTERS = Path("/proc/net/dev")
 
 Counters = Callable[[], tuple[int, int]]
-"""Returns (bytes sent, bytes received) so far."""
+"""A function that returns (bytes sent, bytes received) so far."""
 
 
 class InterfaceCounters:
-    """A thread that reads the counters until close()."""
+    """A thread that reads an interface's byte counters until close()."""
 
     def __init__(self, counters: Counters, period_s: float = PERIOD_S) -> None:
         self._counters, self._period_s = counters, period_s
@@ -322,11 +327,11 @@ class InterfaceCounters:
 
     @property
     def since_s(self) -> float:
-        """Length of the interval that the next `look` covers."""
+        """Length in seconds of the interval that the next `look` covers."""
         return time.monotonic() - self._readings[0].at_s if self._readings else 0.0
 
     def look(self) -> Throughput:
-        """Throughput since the last call."""
+        """Returns the throughput since the last call."""
         self._read()
         readings = []
         while len(self._readings) > 1:
@@ -337,7 +342,7 @@ class InterfaceCounters:
         try:
             self._readings.append(Reading(time.monotonic(), *self._counters()))
         except (OSError, ValueError):
-            pass  # the interface is gone: a missing reading has no effect
+            pass  # the interface is gone; a missing reading has no effect
 
     def _loop(self) -> None:
         while not self._over.wait(self._period_s):
@@ -349,7 +354,8 @@ class InterfaceCounters:
 
 
 def counters_of(interface: str) -> Counters | None:
-    """The byte counters of that network interface; None without an interface, or without Linux."""
+    """Returns a function that reads the byte counters of that network interface. None without an interface, or if the system is
+    not Linux."""
     return (lambda: _counters(interface)) if interface and COUNTERS.exists() else None
 
 

@@ -1,4 +1,4 @@
-"""Prediction check: detects that step times have deviated from the prediction for several steps."""
+"""Prediction check: detects that step times have differed from the prediction for several steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from commlayer.records import Record
 LIMIT = 0.25
 """Relative error above which a prediction counts as wrong."""
 PATIENCE = 8
-"""Consecutive wrong steps that are required, so that one slow step does not count."""
+"""Number of consecutive wrong steps that are required, so that one slow step does not count."""
 QUIET = 50
-"""Steps without another report after a stale plan was reported: the reaction takes time to show."""
+"""Number of steps without another report after a stale plan was reported, because the reaction takes time to have an effect."""
 
 
 class StalePlan(Record, frozen=True):
-    """The event that a plan is stale."""
+    """The event that steps no longer take the predicted time. `predicted_s` and `measured_s`: seconds per step."""
 
     step: int
     predicted_s: float
     measured_s: float
     lasted: int
-    """Consecutive steps with an error beyond the limit, in one direction."""
+    """Number of consecutive steps with an error beyond the limit, in one direction."""
     usual: bool = False
-    """Whether `predicted_s` is the usual step time of before, which predicts better for a plan that was kept."""
+    """Whether `predicted_s` is the previous usual step time, which predicts better for a plan that was kept."""
 
     @property
     def slower(self) -> bool:
@@ -36,28 +36,29 @@ class StalePlan(Record, frozen=True):
     @property
     def reason(self) -> str:
         expected = "usual" if self.usual else "predicted"
-        return (f"{'the plan is stale: ' if self.slower else ''}steps take {1e3 * self.measured_s:.1f} ms, "
-                f"{1e3 * self.predicted_s:.1f} were {expected}, {self.lasted} steps in a row")
+        return (f"{'the plan is stale: ' if self.slower else ''}the last {self.lasted} steps took "
+                f"{1e3 * self.measured_s:.1f} ms each; {1e3 * self.predicted_s:.1f} ms were {expected}")
 
 
 class PredictionCheck(Record, frozen=True):
-    """An immutable value: `observe`, once per step, returns the next value, and an event if the plan is stale."""
+    """Compares measured with predicted step times, as an immutable value. `observe`, called once per step, returns the next
+    value, and an event if the plan is stale."""
 
     predicted_s: float
     limit: float = LIMIT
     patience: int = PATIENCE
     quiet: int = QUIET
     usual: bool = False
-    """Whether `predicted_s` is the usual step time of before."""
+    """Whether `predicted_s` is the previous usual step time instead of the plan's prediction."""
     wrong: int = 0
-    """Consecutive steps up to now with an error beyond the limit in the direction of `sign`."""
+    """Number of consecutive steps up to now with an error beyond the limit in the direction of `sign`."""
     sign: int = 0
     silent: int = 0
     """Remaining steps without reports."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):
-            raise InvalidInput("E-ARGUMENT", f"predicted_s is {self.predicted_s}, allowed: seconds above 0")
+            raise InvalidInput("E-ARGUMENT", f"predicted_s is {self.predicted_s}, allowed: a number of seconds above 0")
 
     def observe(self, measured_s: float, step: int = 0) -> tuple[PredictionCheck, StalePlan | None]:
         if not (math.isfinite(measured_s) and measured_s > 0):

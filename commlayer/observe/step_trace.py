@@ -18,7 +18,7 @@ from commlayer.records import Record
 NO_BUCKET = -1
 EXCHANGE = "exchange"
 STEPS_KEPT = 64
-"""Steps kept: enough for a median."""
+"""Number of recorded steps that are kept, enough for a median."""
 LANES = {"node": "intra", "net": "network", "all": "network", EXCHANGE: "network"}
 
 
@@ -26,9 +26,10 @@ class Event(NamedTuple):
     """An activity from start_s to end_s, in seconds since the step began."""
 
     op: str
-    """As paths spell it: "encode@cpu", "net.allgather"; EXCHANGE for a server's push, sum and result together."""
+    """Name of the operation, for example "encode@cpu" or "net.allgather"; EXCHANGE for a server's push, sum and result
+    together."""
     bucket: int
-    """NO_BUCKET if it belongs to no bucket."""
+    """Number of the bucket; NO_BUCKET if the activity belongs to no bucket."""
     start_s: float
     end_s: float
     nbytes: int = 0
@@ -39,29 +40,30 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """The track in which viewers show it."""
+        """The row in which trace viewers show the event."""
         scope, _, _ = self.op.partition(".")
         coding, _, device = self.op.partition("@")
         return coding if device else LANES.get(scope, "compute")
 
 
 class RecordedStep(NamedTuple):
-    """The record from the end of one step's averaging to the end of the next."""
+    """The record from the end of one step's averaging to the end of the next step's. Times are in seconds since its begin."""
 
     ready: dict[int, float]
-    """When each tensor's gradient became final."""
+    """Maps a tensor's number to when its gradient became final."""
     marks: dict[str, float]
     """Points in time: "backward" (its end), "summed" (all buckets received), "end"."""
     events: list[Event]
 
 
 class Recorder:
-    """Collects the events of one step at a time. Any thread may add marks: one test when off, one append when on."""
+    """Collects the events of one step at a time. Any thread may add events: that costs one test when off, one append when
+    on."""
 
     def __init__(self) -> None:
         self.on = False
         self.steps: list[RecordedStep] = []
-        """The latest complete steps since it was switched on."""
+        """The latest complete steps since recording was switched on."""
         self._keeps = False
         self._followers: list[Callable[[RecordedStep], None]] = []
         self._begun = False
@@ -71,14 +73,15 @@ class Recorder:
         self.marks: dict[str, float] = {}
 
     def switch(self, *, on: bool) -> None:
-        """When switched on, it records from the beginning of the next step and drops earlier steps."""
+        """Switches recording on or off. When switched on, it drops earlier steps and records from the beginning of the next
+        step."""
         self._keeps = on
         if on:
             self.steps = []
         self._turn()
 
     def follow(self, take: Callable[[RecordedStep], None]) -> None:
-        """Also passes every complete step to `take`, from the next step on and independently of `switch`."""
+        """Calls `take` with every complete step, from the next step on and independently of `switch`."""
         self._followers.append(take)
         self._turn()
 
@@ -126,7 +129,7 @@ class Recorder:
             self._raw.append((op, bucket, start, time.perf_counter(), nbytes))
 
     def events(self) -> list[Event]:
-        """Events of the present step, in order of their start."""
+        """Returns the events of the present step, in order of their start."""
         events = [Event(op, bucket, start - self._begin, end - self._begin, nbytes)
                  for op, bucket, start, end, nbytes in self._raw]
         return sorted(events, key=lambda e: e.start_s)
@@ -145,24 +148,25 @@ class Seen(NamedTuple):
 
 
 class OpDeviation(Record, frozen=True):
-    """One operation: seconds per step for all its buckets, whether or not they overlap; the mean over nodes."""
+    """Measured and predicted time of one operation: seconds per step, summed over its buckets (even if they overlap), mean over
+    nodes."""
 
     op: str
     buckets: int
-    """On the node with the most; 0 for operations without a bucket."""
+    """Number of buckets with this operation, on the node with the most; 0 for operations without a bucket."""
     measured_s: float
     predicted_s: float | None = None
     worst: int | None = None
-    """The bucket with the largest difference."""
+    """The bucket with the largest difference between measured and predicted time; None without a prediction or bucket."""
 
     @property
     def error(self) -> float | None:
-        """Relative error; positive if it took longer than predicted."""
+        """Relative error of the prediction, positive if the operation took longer than predicted; None without a prediction."""
         return self.measured_s / self.predicted_s - 1.0 if self.predicted_s else None
 
 
 class Comparison(Record, frozen=True):
-    """A trace's comparison of measured and predicted times."""
+    """Comparison of measured and predicted times, stored in a trace file."""
 
     plan: str
     """Digest of the active plan."""
@@ -172,17 +176,17 @@ class Comparison(Record, frozen=True):
     nodes: int
     rows: tuple[OpDeviation, ...]
     note: str = ""
-    """Why there is no prediction, if so."""
+    """Why there is no prediction; "" if there is one."""
 
 
 Cell = dict[tuple[str, int], float]
-"""Seconds of (op, bucket) on one node."""
+"""Maps (operation, bucket) to seconds on one node."""
 
 
 def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
-    """One row per measured operation; `predicted` by node, empty without a prediction.
+    """Returns one row per measured operation. `predicted`: events by node, empty without a prediction.
 
-    The slowest of a node's ranks counts, since the node waits for it; of the steps the median counts.
+    The slowest of a node's ranks counts, since the node waits for that rank. Of several steps the median counts.
     """
     nodes = sorted({s.node for s in seen})
     measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
@@ -205,7 +209,7 @@ def _row(op: str, measured: Mapping[int, Cell], foreseen: Mapping[int, Cell], *,
 
 
 def _ops(measured: Mapping[int, Cell], foreseen: Mapping[int, Cell]) -> list[str]:
-    """In the order of a step; the step itself comes last."""
+    """Returns the names of operations in the order of a step; the step itself is last."""
     ops = dict.fromkeys(op for cells in (measured, foreseen) for cell in cells.values() for op, _ in cell)
     return sorted(ops, key=lambda op: op == STEP)
 
@@ -216,7 +220,7 @@ def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
 
 
 def _totals(events: Iterable[Event]) -> Cell:
-    """Sums over repetitions: a bucket may repeat an operation in rounds, or in both directions."""
+    """Sums the seconds of repeated operations: a bucket may repeat an operation in rounds, or in both directions."""
     total: Cell = {}
     for event in events:
         total[event.op, event.bucket] = total.get((event.op, event.bucket), 0.0) + event.seconds
@@ -235,7 +239,7 @@ KEY = "commlayer"
 
 
 def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """In the order in which lanes are first used."""
+    """Groups events by lane, in the order in which lanes are first used."""
     lanes: dict[str, list[Event]] = {}
     for event in sorted(events, key=lambda e: e.start_s):
         lanes.setdefault(event.lane, []).append(event)
@@ -243,7 +247,7 @@ def by_lane(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def write_trace(path: Path, tracks: Mapping[str, Lanes], comparison: Comparison | None = None) -> None:
-    """Writes one process per track and one thread per lane, in the trace event format. The write is atomic.
+    """Writes a file in the trace event format, with one process per track and one thread per lane. The write is atomic.
 
     Viewers nest overlapping events of a thread, so a lane with concurrent events gets several threads.
     """
@@ -273,11 +277,12 @@ def read_comparison(path: Path) -> Comparison:
     except (ValueError, KeyError, TypeError) as error:
         detail = f": {error}" if isinstance(error, msgspec.ValidationError) else ""
         raise RecordError("E-TRACE",
-                          f"trace {path}: not one that commlayer wrote{detail}; the setting `trace` makes one") from None
+                          f"trace {path}: not a trace that commlayer wrote{detail}; the setting `trace` creates such "
+                          "a file") from None
 
 
 def _rows(events: Sequence[Event]) -> list[list[Event]]:
-    """As few rows as possible, without overlapping events in a row."""
+    """Distributes events to as few rows as possible, without overlapping events in a row."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
         free = next((row for row in rows if row[-1].end_s <= event.start_s), None)

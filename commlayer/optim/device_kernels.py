@@ -1,6 +1,6 @@
-"""The kernels of lazy optimizers on a device: names and arguments as in commlayer._core.
+"""CUDA kernels of the lazy optimizers. Names and arguments are those of commlayer._core.
 
-Positions are checked as on the host, which waits for the device once.
+Positions are checked as on the CPU; the check waits for the device once.
 """
 
 from __future__ import annotations

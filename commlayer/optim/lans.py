@@ -1,8 +1,8 @@
-"""LANS, and CLAN for compressed gradients: Nesterov momentum with steps relative to each tensor's norm.
+"""LANS, and CLAN for compressed gradients: Nesterov momentum with step lengths relative to each tensor's norm.
 
 Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 Minutes (2020), algorithm 2. A block is a
-parameter tensor, and phi(z) clamps z. Where a norm is 0 its ratio is 1, as in the published code, so that parameters that
-start at zero move.
+parameter tensor, and phi(z) clamps z. If a norm is 0 its ratio is 1, as in the published code, so that parameters that start at
+zero change.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from commlayer.errors import InvalidInput
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
-"""Moments and norms of these are float32: squares of normalised gradients are too small for half precision."""
+"""Dtypes whose moments and norms are stored as float32, because squares of normalized gradients are too small for half
+precision."""
 
 
 class LANS(torch.optim.Optimizer):
-    """Moves each tensor by lr x phi(its norm), along beta1 x momentum + (1 - beta1) x gradient, both rescaled.
+    """The LANS optimizer: changes each tensor by lr x phi(its norm), along beta1 x momentum + (1 - beta1) x gradient, both
+    rescaled.
 
-    So lr is relative to the weights: 1e-3 moves each tensor by about a thousandth of its norm. With `normalize`, only the
-    direction of each tensor's gradient counts, so clipping its norm changes nothing. `phi`: the bounds of phi.
+    So lr is relative to the weights: with 1e-3, a step changes each tensor by about a thousandth of its norm. With `normalize`,
+    only the direction of each tensor's gradient counts, so clipping its norm has no effect. `phi`: lower and upper bound of
+    phi.
 
     >>> optimizer = LANS(model.parameters(), lr=2e-3)           # doctest: +SKIP
     """
@@ -65,7 +68,7 @@ class LANS(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        # torch casts the moments of half precision parameters to half precision: restore them as float32.
+        # torch casts the moments of half-precision parameters to half precision: restore them as float32.
         loaded = zip((i for group in state_dict["param_groups"] for i in group["params"]),
                      (p for group in self.param_groups for p in group["params"]), strict=True)
         for i, p in loaded:
@@ -116,10 +119,10 @@ class LANS(torch.optim.Optimizer):
 
 
 class CLAN(LANS):
-    """Compressed LANS: for gradients that are compressed on the way to and from servers, with residuals at both ends.
+    """Compressed LANS: for gradients that are compressed to and from servers, with residuals on workers and servers.
 
     Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As in its
-    code, gradients are not normalised. The plan chooses the codec: any codec whose sums the servers encode again.
+    code, gradients are not normalized. The plan chooses the codec: any codec whose sums the servers compress again.
 
     >>> optimizer = CLAN(model.parameters(), lr=2e-3)           # doctest: +SKIP
     >>> session = commlayer.attach(model, optimizer, plan=commlayer.compressors.onebit())       # doctest: +SKIP
@@ -136,15 +139,16 @@ def _check(name: str, group: dict[str, Any]) -> None:
     lr, betas, phi = group["lr"], group["betas"], group["phi"]
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise InvalidInput("E-OPTIM-ARGUMENT",
-                           f"{name}: lr of {lr.numel()} elements, allowed: a number, or a tensor of one element")
+                           f"{name}: lr is a tensor of {lr.numel()} elements, allowed: a number, or a tensor of one element")
     for what in ("lr", "eps", "weight_decay"):
         if not 0 <= float(group[what]) < math.inf:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: {what} {float(group[what])}, allowed: a finite number from 0")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: {what} is {float(group[what])}, allowed: a finite number of at "
+                                                   "least 0")
     if not _pair(betas) or not all(0 <= beta < 1 for beta in betas):
-        raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: betas {betas}, allowed: two numbers from 0 up to, but not, 1")
+        raise InvalidInput("E-OPTIM-ARGUMENT", f"{name}: betas are {betas}, allowed: two numbers of at least 0 and below 1")
     if not _pair(phi) or not 0 <= phi[0] <= phi[1] or phi[1] == 0:
         raise InvalidInput("E-OPTIM-ARGUMENT",
-                           f"{name}: phi {phi}, allowed: (least, most) with 0 <= least <= most and most above 0")
+                           f"{name}: phi is {phi}, allowed: (least, most) with 0 <= least <= most and most above 0")
 
 
 def _pair(value: Any) -> bool:
@@ -156,24 +160,24 @@ def _check_tensors(name: str, parameters: Sequence[torch.Tensor]) -> None:
         if p.dtype not in DTYPES:
             kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
             raise InvalidInput("E-OPTIM-PARAMETER",
-                               f"{name}: a parameter of {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
+                               f"{name}: got a parameter of dtype {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
 
 
 def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups the parameters with a gradient by device and dtype, in order."""
+    """Yields lists of parameters with equal device and dtype, in order. Parameters without a gradient are left out."""
     by_kind = defaultdict(list)
     for p in parameters:
         if p.grad is not None:
             if p.grad.is_sparse:
                 raise InvalidInput("E-OPTIM-PARAMETER",
-                                   f"{name}: a sparse gradient, allowed: dense ones, since every element counts for the norms; "
-                                   "use nn.Embedding(sparse=False)")
+                                   f"{name}: got a sparse gradient, allowed: dense gradients, since every element counts for "
+                                   "the norms; use nn.Embedding(sparse=False)")
             by_kind[p.device, p.dtype].append(p)
     yield from by_kind.values()
 
 
 def _wide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Half precision tensors as float32; the others unchanged."""
+    """Returns half-precision tensors as float32; the others unchanged."""
     return [t.float() if t.dtype in HALVES else t for t in tensors]
 
 
@@ -182,7 +186,7 @@ def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tens
 
 
 def _positive(norms: torch.Tensor) -> torch.Tensor:
-    """Norms for use as divisors: 0 becomes 1, so that a zero tensor remains zero."""
+    """Returns norms for use as divisors: 0 becomes 1, so that a zero tensor stays zero."""
     return torch.where(norms > 0, norms, 1.0)
 
 

@@ -1,6 +1,6 @@
 """The outer optimizer of local steps: applies the average of the workers' changes (the pseudo-gradient) at each outer step.
 
-Also classifies optimizers by how they converge under compressed gradients: SGD, Adam or other.
+Also classifies optimizers by how they converge with compressed gradients: SGD, Adam or other.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from commlayer.errors import InvalidInput
 
 
 class Outer(msgspec.Struct, frozen=True):
-    """SGD whose gradient is the workers' mean change since the last outer step, start minus end.
+    """The outer optimizer: SGD whose gradient is the workers' mean change since the last outer step, start minus end.
 
-    The defaults give parameter averaging. DiLoCo (Douillard et al. 2023) found lr=0.7 and Nesterov momentum of 0.9 best when
-    outer steps are hundreds of steps apart.
+    The defaults give parameter averaging. DiLoCo (Douillard et al. 2023) found lr=0.7 and Nesterov momentum of 0.9 best for
+    outer steps that are hundreds of steps apart.
     """
 
     lr: float = 1.0
     momentum: float = 0.0
     nesterov: bool = True
     matched: bool = False
-    """Norm-matched averaging: rescales the average to the root mean square of the workers' changes. The factor is at most the
-    square root of the number of workers. Under Adam each worker's steps have about the same length whatever the noise in its
-    gradients, so the mean of such steps is too short; under SGD the mean is right. attach() turns this on for Adam and its
-    variants."""
+    """Norm-matched averaging: rescales the average to the root mean square norm of the workers' changes, by at most the square
+    root of the number of workers. With Adam, a worker's steps have about the same length whatever the noise in its gradients.
+    The mean of such steps is too short; with SGD the mean is correct. attach() enables this for Adam and its variants."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: lr {self.lr}, allowed: a finite number above 0")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: lr is {self.lr}, allowed: a finite number above 0")
         if not 0 <= self.momentum < 1:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: momentum {self.momentum}, allowed: 0 up to, but not, 1")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: momentum is {self.momentum}, allowed: a number of at least 0 and "
+                                                   "below 1")
 
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
-        """Moves `starts` by the mean change of the same elements, as torch.optim.SGD does by a gradient.
+        """Updates `starts` by the mean change of the same elements, as torch.optim.SGD does with a gradient.
 
-        `velocity` holds the momentum of those elements, zeros at first, and is updated in place. Required if momentum > 0.
+        `velocity` is the momentum of these elements, zeros at first, and is updated in place. It is required if momentum > 0.
         """
         if velocity is not None:
             velocity.mul_(self.momentum).add_(change)
@@ -48,24 +48,26 @@ class Outer(msgspec.Struct, frozen=True):
 
 
 def usual(family: Family) -> Outer:
-    """The default outer optimizer: averaging, norm-matched if optimizers of that family need it."""
+    """Returns the default outer optimizer: averaging, norm-matched if optimizers of that family need it."""
     return Outer(matched=family == "adam")
 
 
 Family = Literal["sgd", "adam", "other"]
 
 ADAM = ("adam", "lans", "clan", "lamb", "adagrad", "adadelta", "adafactor", "rmsprop", "novograd", "adopt")
-"""These divide each entry's step by the running size of its gradient. If a codec sends an entry rarely, that size comes from
-rare, large gradients, and the steps in between are too small."""
+"""Parts of class names of the Adam family, which divides each entry's step by the running size of its gradient. If a codec
+sends an entry rarely, that size is from rare, large gradients, and the steps between them are too small."""
 SGD = ("sgd", "lars")
-"""Steps are proportional to gradients or to their running mean, so a later gradient makes up for a missing one."""
+"""Parts of class names of the SGD family. Its steps are proportional to gradients or to their running mean, so a later gradient
+compensates for a missing one."""
 INSIDE = ("optimizer", "optim", "base_optimizer", "_optimizer")
-"""Attributes under which wrappers keep the inner optimizer: Accelerate, ZeroRedundancyOptimizer, FSDP, look-ahead."""
+"""Attributes in which wrappers store the inner optimizer: Accelerate, ZeroRedundancyOptimizer, FSDP, Lookahead."""
 DEEPEST = 8
 
 
 def family_of(optimizer: Any) -> Family:
-    """The optimizer's family. "other" for None and for LBFGS, Lion or Rprop; a wrapper counts as its inner optimizer.
+    """Returns the optimizer's family. "other" for None and for LBFGS, Lion or Rprop; a wrapper has the family of its inner
+    optimizer.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -82,7 +84,7 @@ def family_of(optimizer: Any) -> Family:
 
 
 def _named(kind: type) -> Family:
-    """Classifies by the name of the class or of a base class: Adam8bit and FusedAdam are Adam."""
+    """Classifies an optimizer class by its name or the name of a base class, so Adam8bit and FusedAdam are Adam."""
     for name in (each.__name__.lower() for each in kind.__mro__):
         if any(word in name for word in ADAM):
             return "adam"

@@ -1,8 +1,8 @@
-"""Steps an optimizer's parameters in pieces, some now and the rest later, and first tests whether that equals one whole step.
+"""Steps some parameters of an optimizer now and the others later, and first tests whether that equals one complete step.
 
-torch's optimizers skip a parameter whose `.grad` is None and keep their state per parameter, so stepping in pieces equals the
-whole step. An optimizer that mixes parameters, or counts its steps itself, is detected with a few small tensors of the same
-kinds.
+torch's optimizers skip a parameter whose `.grad` is None and keep their state per parameter, so stepping in pieces equals one
+complete step. An optimizer that mixes parameters, or counts its steps itself, is detected by a trial with a few small tensors
+of the same kinds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Group = dict[str, Any]
 """One of an optimizer's `param_groups`."""
 ROUNDS = 3
 MOST = 3
-"""The most parameters of a group that a trial uses, and the most elements in each of their dimensions."""
+"""Maximum number of parameters of a group that a trial uses, and maximum size of each of their dimensions."""
 RATE = 0.01
-"""Replaces a rate of 0 in the trial, for example at the start of a warm-up, since 0 would move nothing."""
+"""Learning rate that replaces 0 in a trial (for example at the start of a warm-up), since 0 would change nothing."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def values_of(group: Mapping[str, Any]) -> Group:
-    """A copy of a group's current hyperparameters: schedules change them, tensors in place."""
+    """Returns a copy of a group's current hyperparameters, since schedules change them, tensors even in place."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
-    """Steps only the parameters in `groups`, with the hyperparameters given there. Step hooks are not called."""
+    """Steps only the parameters in `groups`, with the hyperparameters given there. Does not call step hooks."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
@@ -41,37 +41,37 @@ def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
 
 
 def _plain_step(kind: type) -> Callable[..., Any]:
-    """The class's step() without torch's wrapper, which calls the hooks."""
+    """Returns the class's step() without torch's wrapper, which calls the hooks."""
     step: Callable[..., Any] = kind.step  # type: ignore[attr-defined]
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def hooked(optimizer: Any) -> bool:
-    """Whether the optimizer calls hooks around its steps. A wrapper may be an Optimizer by type only."""
+    """Returns whether the optimizer calls hooks before and after its steps. A wrapper may be an Optimizer by type only."""
     return isinstance(optimizer, Optimizer) and all(hook in vars(optimizer) for hook in HOOKS)
 
 
 def indivisible(optimizer: Any) -> str:
-    """Why the optimizer cannot be stepped in pieces, or "" if it can."""
+    """Returns why the optimizer cannot be stepped in pieces; "" if it can."""
     name = type(optimizer).__name__
     if not hooked(optimizer):
-        return f"{name} is no torch.optim.Optimizer with hooks on its steps: pass the one inside it"
+        return f"{name} is not a torch.optim.Optimizer that calls step hooks: pass the optimizer inside it"
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         return f"{name}.step was replaced on this instance"
     if any(group.get("capturable") for group in optimizer.param_groups):
-        return f"{name} is capturable, for CUDA graphs, which replay a whole step: leave capturable out"
+        return f"{name} is capturable (for CUDA graphs, which replay a complete step): do not set capturable"
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(mode=False):
             difference = _try(optimizer)
     except Exception as error:
         message = str(error).splitlines()[0] if str(error) else ""
-        return f"a trial step of {name} alone, without a closure, ended with {type(error).__name__}: {message}"
+        return f"a trial step of {name} without a closure raised {type(error).__name__}: {message}"
     return f"{name} {difference}" if difference else ""
 
 
 def _try(optimizer: Optimizer) -> str:
-    """Steps two small copies, one as a whole and one in pieces. Returns the difference, or ""."""
+    """Steps two small copies, one completely and one in pieces. Returns how the results differ; "" if they do not."""
     whole, parts = _small(optimizer), _small(optimizer)
     before = [values_of(group) for group in whole.param_groups]
     generator = torch.Generator().manual_seed(0)
@@ -91,16 +91,16 @@ def _try(optimizer: Optimizer) -> str:
         groups = [{**values_of(g), "params": [q for q in g["params"] if id(q) in rest]} for g in parts.param_groups]
         step_piece(parts, [group for group in groups if group["params"]])
     if not all(torch.equal(p, q) for p, q in zip(_parameters(whole), _parameters(parts), strict=True)):
-        return "mixes parameters, or counts its steps by itself: in pieces it gives other weights"
+        return "mixes parameters, or counts its steps by itself: steps in pieces result in different weights"
     if not _alike([whole.state.get(p) for p in _parameters(whole)], [parts.state.get(q) for q in _parameters(parts)]):
-        return "mixes parameters, or counts its steps by itself: in pieces it remembers other things"
+        return "mixes parameters, or counts its steps by itself: steps in pieces result in a different state"
     if not _alike(before, [values_of(group) for group in whole.param_groups]):
         return "changes its own param_groups in a step"
     return ""
 
 
 def _small(optimizer: Optimizer) -> Optimizer:
-    """A copy of the optimizer with small parameters and an empty state."""
+    """Returns a copy of the optimizer with small parameters and an empty state."""
     generator, memo = torch.Generator().manual_seed(1), {}
     for p in _parameters(optimizer):
         shape = [min(size, MOST) for size in p.shape]
@@ -129,7 +129,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two nested values are equal, bit for bit."""
+    """Returns whether two nested values are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, Mapping):

@@ -1,20 +1,21 @@
 """Optimizers for sparse gradients: a step costs only the elements that the gradient touches (lazy updates).
 
-After `flush` SparseSGD and SparseAdamW equal torch's optimizers (Adam: except where eps matters). An untouched element misses
-the update of a dense step with zero gradient: momentum moves it and decay shrinks it. One small table holds these updates for
-all elements: row a makes up for the last a steps, with the rates of those steps. The table is a product of each step's own row,
-so any schedule stays exact. One byte per group of elements, its stamp, states the step up to which the group is current. A
-group fills a cache line: if one of its elements is touched, all of them make that step. Groups are brought up to date when
-touched, and by a sweep that passes through the tensor once in `lag` steps. So no older row is ever needed.
+After `flush`, SparseSGD and SparseAdamW equal torch's optimizers (Adam: except where eps matters). An untouched element misses
+the update of a dense step with zero gradient, in which momentum moves it and decay shrinks it. One small table contains these
+updates for all elements. Row a makes up for the last a steps, with the learning rates of those steps. The table is computed
+from a matrix per step, so any learning rate schedule is exact. One byte per group of elements, its stamp, is the number of the
+step up to which the group is current. A group fills a cache line: if one of its elements is touched, all of them take part in
+that step. Groups are brought up to date when touched, and by a sweep that passes through the tensor once in `lag` steps. So no
+older row is ever needed.
 
 Adam: let q be sqrt(v) at the last touch. Step i after that would have moved the element by W_i * m / (q + E_i). The moments
 decay by known factors. W_i combines those of m over those of sqrt(v), the rate and the bias corrections; E_i is eps over the
-same decay of sqrt(v). So the sum over k steps depends on q and m alone, by the same function for all elements. Where eps is
-small relative to q, the sum is m / q times the sum of W. Elsewhere two terms W / (q + E) with the first four moments of all k
-terms replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
+same decay of sqrt(v). So the sum over k steps depends only on q and m, by the same function for all elements. If eps is small
+relative to q, the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms
+replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 
-Kernels: native if built, else torch operations; on a GPU cuda/lazy.cu. native/include/commlayer.h specifies each kernel.
-Without CuPy a GPU runs the torch operations, which are slower.
+The kernels are native if built, otherwise torch operations; on a GPU they are cuda/lazy.cu. native/include/commlayer.h
+specifies each kernel. Without CuPy a GPU uses the torch operations, which are slower.
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ from commlayer.optim import device_kernels, torch_kernels
 from commlayer.optim.torch_kernels import GROUP
 
 ROWS = 256
-"""As in native/include/commlayer.h."""
+"""Number of rows of a table of missed updates, as in native/include/commlayer.h."""
 MOST_LAG = 250
-"""If `lag` changes during a pass of the sweep, that pass takes a step or two longer: ROWS leaves room for them."""
+"""Maximum of `lag`. If `lag` changes during a pass of the sweep, that pass takes one or two steps longer; ROWS is large enough
+for them."""
 PENDING_KEYS = ("stamp", "rows", "lazy_steps", "sweep_position")
-"""Keys of a parameter's state while some of its elements are out of date. The rest is the state of torch's own optimizer."""
+"""Keys of a parameter's state that exist while some of its elements are out of date. All other keys are those of torch's own
+optimizer."""
 
 Memo = dict[Any, tuple[torch.Tensor, torch.Tensor]]
-"""Cache of one step for tables that parameters share. Keyed by a table's id; holding the table keeps the id unique."""
+"""Cache, for one step, of the tables that several parameters share. Keyed by a table's id; the stored table keeps the id
+unique."""
 
 
 class LazyOptimizer(Optimizer):
-    """Common part of SparseSGD and SparseAdamW."""
+    """Base class of SparseSGD and SparseAdamW."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._require("lag", defaults["lag"], f"1 to {MOST_LAG}", 1 <= defaults["lag"] <= MOST_LAG)
@@ -58,7 +62,7 @@ class LazyOptimizer(Optimizer):
 
     def _require(self, name: str, got: Any, allowed: str, fits: bool, code: str = "E-OPTIM-ARGUMENT") -> None:
         if not fits:
-            raise InvalidInput(code, f"{type(self).__name__}: {name} {got}, allowed: {allowed}")
+            raise InvalidInput(code, f"{type(self).__name__}: {name}: got {got}, allowed: {allowed}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -66,12 +70,13 @@ class LazyOptimizer(Optimizer):
             if p.dtype != torch.float32:
                 self.param_groups.pop()
                 raise InvalidInput("E-OPTIM-PARAMETER",
-                                   f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed is "
-                                   f"torch.float32; give the others to an optimizer of torch's")
+                                   f"{type(self).__name__}: a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed: "
+                                   "torch.float32; use torch's optimizer for other dtypes")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps each parameter that has a `.grad`, dense or sparse COO. All are checked before any is changed."""
+        """Steps each parameter that has a `.grad`, dense or sparse COO. All gradients are checked before any parameter is
+        changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -124,7 +129,7 @@ class LazyOptimizer(Optimizer):
         state["sweep_position"] = 0 if high == p.numel() else high
 
     def _table(self, rows: torch.Tensor, memo: Memo) -> torch.Tensor:
-        """The table in the kernels' form: float32, padded with rows of zeros to ROWS."""
+        """Returns the table in the form of the kernels: float32, padded with rows of zeros to ROWS rows."""
         if id(rows) not in memo:
             written = self._kernel_table(rows)
             table = torch.zeros(ROWS, written.shape[1])
@@ -143,7 +148,7 @@ class LazyOptimizer(Optimizer):
     def flush(self) -> None:
         """Brings all weights up to date: they then equal those of the dense optimizer.
 
-        Costs one pass over the parameters that are out of date. Call it before an evaluation, an export, or any read of
+        Costs one pass over the parameters that are out of date. Call it before an evaluation, an export, or any other read of
         weights. If replicas must stay equal, all ranks must call it after the same step.
         """
         for group in self.param_groups:
@@ -152,15 +157,17 @@ class LazyOptimizer(Optimizer):
                     self._catch_up(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also loads a state of torch's optimizer of the same kind. After `flush`, torch's can load this one's."""
+        """Loads a state. A state of torch's optimizer of the same kind can also be loaded. After `flush`, torch's optimizer can
+        load a state of this one."""
         theirs: dict[Any, dict[str, Any]] = state_dict["state"]
         for group in state_dict["param_groups"]:
             for name in self._unsupported:
-                self._require(f"a state with {name}", group.get(name), "none", not group.get(name), "E-OPTIM-STATE")
+                self._require(f"option {name} of the loaded state", group.get(name), "none", not group.get(name),
+                              "E-OPTIM-STATE")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
             stamps = theirs.get(number, {}).get("stamp")
-            self._require("a state with stamps for", None if stamps is None else stamps.numel(),
+            self._require("number of stamps in the loaded state", None if stamps is None else stamps.numel(),
                         f"{groups_of(p)}, one for every {GROUP} weights; with an older version, call flush() before saving",
                         stamps is None or stamps.numel() == groups_of(p), "E-OPTIM-STATE")
         plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in PENDING_KEYS} for n, s in theirs.items()}}
@@ -181,28 +188,28 @@ class LazyOptimizer(Optimizer):
     # ---- defined by each kind of optimizer
 
     _unsupported: tuple[str, ...] = ("maximize",)
-    """Options of torch's optimizer that this one does not support."""
+    """Options of torch's optimizer that this optimizer does not support."""
     _no_steps: torch.Tensor
-    """The table after no step."""
+    """The table of missed updates before the first step."""
 
     def _dense(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """torch's own step."""
+        """Steps parameters with dense gradients with torch's own step."""
         raise NotImplementedError
 
     def _changes_untouched(self, group: dict[str, Any]) -> bool:
-        """Whether a step changes elements that it does not touch."""
+        """Returns whether a step changes elements that its gradient does not touch."""
         raise NotImplementedError
 
     def _number(self, p: torch.Tensor) -> int:
-        """A number on which the next step's row depends, in addition to the group."""
+        """Returns a number on which the next step's row of the table depends, in addition to the hyperparameters."""
         raise NotImplementedError
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number: int) -> torch.Tensor:
-        """The table after one more step."""
+        """Returns the table of missed updates after one more step."""
         raise NotImplementedError
 
     def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a table in the kernels' form."""
+        """Returns the rows of a table in the form of the kernels."""
         raise NotImplementedError
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
@@ -217,7 +224,7 @@ def groups_of(p: torch.Tensor) -> int:
 
 
 def groups(low: int, high: int) -> slice:
-    """The groups of these elements. `low` must begin a group."""
+    """Returns the groups of these elements, as a slice. `low` must be the first element of a group."""
     return slice(low // GROUP, -(-high // GROUP))
 
 
@@ -226,7 +233,7 @@ def flat(p: torch.Tensor) -> torch.Tensor:
 
 
 def zeros(p: torch.Tensor) -> torch.Tensor:
-    """Zeros of the parameter's shape, on huge pages, since accesses are far apart."""
+    """Returns zeros of the parameter's shape, on huge pages, since accesses are far apart."""
     result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
     if result.is_contiguous():
         kernels_of(result).huge_pages(result)
@@ -234,7 +241,7 @@ def zeros(p: torch.Tensor) -> torch.Tensor:
 
 
 def number(x: Any) -> float:
-    """A learning rate as a float; it may be a tensor."""
+    """Returns a learning rate, which may be a tensor, as a float."""
     return float(cast(float, x))
 
 
@@ -242,7 +249,7 @@ NO_ROWS = torch.zeros(ROWS, 4)
 
 
 class SparseSGD(LazyOptimizer):
-    """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
+    """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients use torch's own step.
 
     `lag`: no weight is more than `lag` steps out of date; see docs/how-to/optimizers.md.
 
@@ -275,7 +282,8 @@ class SparseSGD(LazyOptimizer):
         return bool(group["momentum"] or group["weight_decay"])
 
     def _number(self, p: torch.Tensor) -> int:
-        """1 if the next step creates the momentum buffer, which then is the gradient without dampening."""
+        """Returns 1 if the next step creates the momentum buffer, which then equals the gradient without dampening; otherwise
+        0."""
         return int("momentum_buffer" not in self.state[p])
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
@@ -318,13 +326,13 @@ class SparseSGD(LazyOptimizer):
 
 
 FLAT = 1e-12
-"""Below this relative variance all E count as equal."""
+"""Relative variance below which all E of an element's missed steps count as equal."""
 KEPT, BETA1, BETA2, MOMENTS = 0, 1, 2, 3
-"""Columns of a table: the factors of w, m and v, then the sums of W * E**j for j = 0 to 3."""
+"""Columns of a table of missed updates: the factors of w, m and v, then the sums of W * E**j for j = 0 to 3."""
 
 
 class SparseAdamW(LazyOptimizer):
-    """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients take torch's own step.
+    """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients use torch's own step.
 
     Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
     steps out of date; see docs/how-to/optimizers.md.
@@ -361,7 +369,7 @@ class SparseAdamW(LazyOptimizer):
         return True
 
     def _number(self, p: torch.Tensor) -> int:
-        """The number of the next step, which sets the bias corrections."""
+        """Returns the number of the next step, which determines the bias corrections."""
         return int(self._moments(p)["step"]) + 1
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
@@ -409,7 +417,8 @@ class SparseAdamW(LazyOptimizer):
 
 
 class SparseAdam(SparseAdamW):
-    """As SparseAdamW, for torch.optim.Adam. No weight decay: Adam adds that to v, and missed updates then have no closed form.
+    """torch.optim.Adam whose step costs only the touched elements; otherwise like SparseAdamW. Weight decay is not supported:
+    Adam adds it to v, so missed updates have no closed form.
 
     >>> optimizer = SparseAdam(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """
@@ -424,31 +433,33 @@ class SparseAdam(SparseAdamW):
 
 MOST = 2**32 - 1
 POSITIONS_ATTRIBUTE = "_commlayer_positions"
-"""Attribute of gradients that sparse_gradient() makes: their flat positions and version. A conversion of
-coordinates takes longer than a step."""
+"""Attribute of gradients that sparse_gradient() creates: their flat positions, and the gradient's version at that time.
+Converting coordinates to positions would take longer than a step."""
 
 
 class SparseEntries(NamedTuple):
     """Entries of a tensor in row-major order: each element at most once, positions increasing."""
 
     idx: torch.Tensor
-    """int32 that stores uint32."""
+    """Positions: int32 that stores uint32."""
     values: torch.Tensor
 
 
 def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
-    """The entries of `parameter.grad`, which is COO. Raises a one-line error that begins with `what` if they do not fit."""
+    """Returns the entries of `parameter.grad`, which is sparse COO. Raises a one-line error that begins with `what` if they are
+    invalid."""
     grad = parameter.grad
     assert grad is not None
     known: torch.Tensor | None
     known, version = getattr(grad, POSITIONS_ATTRIBUTE, (None, 0))
     if parameter.numel() > MOST:
         raise InvalidInput("E-OPTIM-PARAMETER",
-                           f"{what}: {parameter.numel()} elements, with a sparse gradient at most {MOST}: split the parameter")
+                           f"{what}: it has {parameter.numel()} elements, allowed with a sparse gradient: {MOST}; split the "
+                           "parameter")
     if not parameter.is_contiguous():
         raise InvalidInput("E-OPTIM-PARAMETER",
-                           f"{what}: its memory has strides {tuple(parameter.stride())}, and a sparse gradient counts elements "
-                           "row by row: make the parameter contiguous()")
+                           f"{what}: its strides are {tuple(parameter.stride())}, but a sparse gradient requires a row-major "
+                           "parameter: make it contiguous()")
     if known is not None and grad._version == version and grad.shape == parameter.shape:
         return SparseEntries(known, grad._values().contiguous())
     if not grad.is_coalesced():
@@ -463,8 +474,8 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
         except CorruptFrame:
             _check_range(grad, what)
             raise InvalidInput("E-OPTIM-GRADIENT",
-                               f"{what}: the positions of its sparse gradient do not increase, though it says that it is "
-                               "coalesced: build it without is_coalesced=True") from None
+                               f"{what}: the positions of its sparse gradient do not increase, although it is marked "
+                               "as coalesced: build it without is_coalesced=True") from None
     if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
         rows = (idx.to(torch.int64) & MOST) * block
         idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
@@ -482,7 +493,7 @@ def _check_range(grad: torch.Tensor, what: str) -> None:
 
 
 def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A COO gradient of entries with increasing positions within the shape."""
+    """Returns a sparse COO gradient with these entries. Positions must increase and be inside the shape."""
     shape = tuple(shape)
     at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
     if shape:
@@ -498,7 +509,7 @@ _host: list[ModuleType] = [native.core or torch_kernels]
 
 
 def kernels_of(x: torch.Tensor) -> ModuleType:
-    """The module with the kernels for the device of x."""
+    """Returns the module with the kernels for the device of x."""
     if not launch.serves(x.device):
         return _host[0] if x.device.type == "cpu" else torch_kernels
     return device_kernels if _can_launch(x.device.type) else torch_kernels
@@ -509,7 +520,7 @@ def _can_launch(kind: str) -> bool:
     try:
         launch.launcher(torch.device(kind))
     except ValueError as error:
-        log.warning("sparse optimizers: %s; they run in torch's operations, which is correct but slower",
+        log.warning("sparse optimizers: %s; they use torch operations instead, which are correct but slower",
                     without_code(error))
         return False
     return True
@@ -517,7 +528,7 @@ def _can_launch(kind: str) -> bool:
 
 @contextlib.contextmanager
 def use_kernels(backend: ModuleType) -> Iterator[None]:
-    """Sets the host's backend inside a with block. For tests and measurements."""
+    """Context manager that sets the CPU's kernels. For tests and measurements."""
     before, _host[0] = _host[0], backend
     try:
         yield

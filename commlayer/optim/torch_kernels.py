@@ -1,4 +1,5 @@
-"""The kernels of lazy optimizers in torch operations, on any device: slow, with the same bits as the native ones."""
+"""Kernels of the lazy optimizers in torch operations, for any device: slow, with results equal bit for bit to the native
+kernels'."""
 
 from __future__ import annotations
 
@@ -8,32 +9,32 @@ from commlayer.errors import CorruptFrame
 
 MASK = 0xFFFFFFFF
 GROUP = 16
-"""Elements per stamp, as in native/include/commlayer.h."""
+"""Number of elements per stamp, as in native/include/commlayer.h."""
 
 
 def check_positions(idx: torch.Tensor, n: int) -> torch.Tensor:
-    """idx as int64. Raises CorruptFrame unless the positions increase and are below n."""
+    """Returns positions as int64. Raises CorruptFrame unless they increase and are below n."""
     at = idx.to(torch.int64) & MASK
     if at.numel() and (int(at[-1]) >= n or not bool((at[1:] > at[:-1]).all())):
-        raise CorruptFrame("positions: bytes break the format")
+        raise CorruptFrame("sparse gradient: positions must increase and be inside the parameter")
     return at
 
 
 def _groups(at: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups of these elements, and all elements of those groups."""
+    """Returns the groups of these elements, and all elements of those groups."""
     groups = torch.div(at, GROUP, rounding_mode="floor").unique()
     every = (groups[:, None] * GROUP + torch.arange(GROUP, device=at.device)).view(-1)
     return groups, every[every < n]
 
 
 def _rows(rows: torch.Tensor, stamp: torch.Tensor, now: int, width: int, groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """For each of these groups, the columns of the table row that makes up for its missed steps."""
+    """Returns, for each of these groups, the columns of the table row that makes up for its missed steps."""
     behind = (now - stamp[groups].to(torch.int64)) & 255
     return rows.view(-1, width)[behind].unbind(1)
 
 
 def _spread(g: torch.Tensor, at: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
-    """The gradients of all elements in the groups: 0 where the sparse gradient has none."""
+    """Returns the gradients of all elements in the groups: 0 where the sparse gradient has none."""
     spread = torch.zeros(every.numel(), device=g.device)
     spread[torch.searchsorted(every, at)] = g
     return spread
@@ -116,7 +117,7 @@ def adam_catch_up(
 
 
 def huge_pages(x: torch.Tensor) -> None:
-    """Does nothing: only the native core uses huge pages."""
+    """Does nothing, because only the native core uses huge pages."""
 
 
 def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -126,7 +127,7 @@ def flat_positions(idx: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) 
         inside = inside and bool(((row >= 0) & (row < most)).all())
         flat = flat * most + row
     if not inside or not bool((flat[1:] > flat[:-1]).all()):
-        raise CorruptFrame("flat_positions: bytes break the format")
+        raise CorruptFrame("sparse gradient: positions must increase and be inside the parameter")
     idx.copy_(flat.to(torch.int32))
 
 
@@ -138,10 +139,10 @@ def coordinates(at: torch.Tensor, idx: torch.Tensor, shape: tuple[int, ...]) -> 
 
 
 def _root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, which torch's own square root in single precision is not."""
+    """Returns the correctly rounded square root. torch's own square root in single precision is not correctly rounded."""
     return x.double().sqrt().float()
 
 
 def _float(x: float) -> float:
-    """Rounds to float32, as the native kernel receives it."""
+    """Rounds to float32, as the native kernels' arguments are."""
     return float(torch.tensor(x, dtype=torch.float32))

@@ -56,7 +56,7 @@ class Assembly:
             self._begin(header, nbytes)
         body = self._stack[-1] if self._stack else None
         if body is None or header.part != body.next or header._replace(part=0) != body.header:
-            raise _breach(header, "does not continue the unfinished body on top of the stack")
+            raise _breach(header, "is not the next part of the unfinished message")
         last = header.part + 1 == header.parts
         if not (0 < nbytes <= body.part_nbytes if last else nbytes == body.part_nbytes):
             raise _breach(header, f"has {nbytes} bytes, but the first part has {body.part_nbytes}")
@@ -64,12 +64,12 @@ class Assembly:
 
     def _begin(self, header: Header, nbytes: int) -> None:
         if self._stack and (header.step, header.order) >= _rank(self._stack[-1].header):
-            raise _breach(header, "is not more urgent than the unfinished body that it interrupts")
+            raise _breach(header, "is not more urgent than the unfinished message that it interrupts")
         total = header.parts * nbytes
         if nbytes == 0 or total - nbytes >= self._max_nbytes():
-            raise _breach(header, f"of {nbytes} bytes starts a body that is empty or larger than {self._max_nbytes()} bytes")
+            raise _breach(header, f"of {nbytes} bytes starts a message that is empty or larger than {self._max_nbytes()} bytes")
         if self._held + total + OVERHEAD_NBYTES > self._kept():
-            raise _breach(header, f"starts a body that makes all unfinished bodies together exceed {self._kept()} bytes")
+            raise _breach(header, f"starts a message that makes all unfinished messages together exceed {self._kept()} bytes")
         self._held += total + OVERHEAD_NBYTES
         self._stack.append(_Body(header, self._take(total), nbytes))
 

@@ -110,7 +110,8 @@ def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[H
     if flags & ~Flag.ALL or any(reserved) or part >= parts:
         raise CorruptFrame(f"got an invalid frame header: flags {flags:#x}, reserved {reserved.hex()}, part {part} of {parts}")
     if flags & Flag.WITHOUT_ZEROS and kind not in MAY_LACK_ZEROS:
-        raise CorruptFrame(f"got a {KIND_NAMES[kind]} frame without zero chunks, which only {_MAY_LACK_ZEROS} frames may use")
+        raise CorruptFrame(f"got a {KIND_NAMES[kind]} frame with flag WITHOUT_ZEROS (zeros left out of its body), allowed only "
+                           f"for {_MAY_LACK_ZEROS}")
     if nbytes > max_nbytes:
         raise CorruptFrame(f"announces a body of {nbytes} bytes, allowed {max_nbytes}")
     header = Header(kind, generation, step, bucket, part, parts, round_, codec, sender, order, flags, weight, used, total,

@@ -40,7 +40,7 @@ def test_a_job_leaves_its_lines(tmp_path: Path) -> None:
     told = lines(path)
     kinds = [line["event"] for line in told if "does not prove" not in line.get("why", "")]
     assert kinds == ["refused", "joined", "begun", "left"]
-    assert [line["event"] for line in told if "does not prove the job's secret" in line.get("why", "")] == ["refused"]
+    assert [line["event"] for line in told if "does not prove that" in line.get("why", "")] == ["refused"]
     assert any("rank 5 is outside" in line.get("why", "") for line in told)
     assert [line["peer"] for line in told if line["event"] == "left"] == ["worker 0"]
     assert all(line["time"].endswith("+00:00") for line in told)

@@ -171,7 +171,7 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
     channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     mine = msgspec.structs.asdict(messages.worker_request("job", 0, 1))
-    for said, line in (({"version": "9.9"}, "commlayer 9.9, here .*E-VERSION"),
+    for said, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
             channel.call("Join", Later(**mine | said), messages.JoinReply, WAIT_S)
@@ -184,7 +184,7 @@ def test_bytes_that_are_no_record_are_refused_and_change_nothing(opened: list[An
     channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     for bad in (messages.HeartbeatReply(), messages.Leave("token")):
-        with pytest.raises(Refused, match="Join failed: .* a Join .*E-FRAME"):
+        with pytest.raises(Refused, match="Join failed: .* a malformed Join .*E-FRAME"):
             channel.call("Join", bad, messages.JoinReply, WAIT_S)
     assert membership.missing(coordinator._state) == "0 of ? workers joined"
 
@@ -276,7 +276,7 @@ def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[
     assert f"coordinator {coordinator.address}: not reachable" in line
     assert "training continues" in line
     opened.append(Coordinator(quick(port=int(coordinator.address.rpartition(":")[2]))))
-    assert "was restarted and does not know this job" in warnings.lines.get(timeout=WAIT_S), "and not the first line again"
+    assert "was restarted and has lost this job" in warnings.lines.get(timeout=WAIT_S), "and not the first line again"
     member.leave()
     assert warnings.lines.empty()
     assert failures.errors == []

@@ -28,7 +28,7 @@ def plan(**fields: Any) -> Plan:
 @pytest.mark.parametrize(("fields", "said"), [
     ({"path": "allreduce", "codec": "topq()"}, "'topq' is unknown"),
     ({"codec": "topk(ratio=0.1)", "down": "topq()"}, "'topq' is unknown"),
-    ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes of 9 elements, the bucket has 64"),
+    ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes have 9 elements together, but the bucket has 64"),
     ({"by_node": ("int8()",)}, "codecs for 1 nodes, here are 2"),
     ({"path": GATHERED, "codec": "randomk()"}, "every rank adds payloads to a dense sum, allowed are codecs of one round"),
     ({"path": GATHERED, "codec": "powersgd()"}, "every rank adds payloads to a dense sum"),

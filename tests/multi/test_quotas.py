@@ -239,4 +239,4 @@ def test_a_clock_that_is_hours_off_is_one_line(monkeypatch: pytest.MonkeyPatch, 
         client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
         made.close()
     (line,) = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
-    assert "this machine's clock is 3.0 hours fast, compared with coordinator 127.0.0.1:" in line
+    assert "this machine's clock is 3.0 hours fast compared with coordinator 127.0.0.1:" in line

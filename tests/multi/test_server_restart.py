@@ -152,7 +152,7 @@ def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: b
     opened.clear()
     served.close()
     assert served.failures.errors == []
-    again = "resumed in generation 1, with "
+    again = "resumed in generation 1; "
     assert [again in said for said in served.said] == [False, True, True, True], served.said
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
@@ -168,7 +168,7 @@ def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: l
         served.ups[0].send_plan(0, records.encode(plan("topk(ratio=0.2)")), 3, {})  # asked for again it changes nothing
     opened.clear()
     served.close()
-    again = "resumed in generation 3, with "
+    again = "resumed in generation 3; "
     assert [again in said for said in served.said] == [False, True, True], served.said
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 

@@ -178,7 +178,7 @@ def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, o
 
 
 @pytest.mark.parametrize(("here", "there", "line"), [
-    ("grpc", "tcp", "server 0: accepts no gRPC .*carrier.*E-SETTING"),
+    ("grpc", "tcp", "server 0: .*accepts no gRPC .*carrier.*E-SETTING"),
     ("tcp", "grpc", "server 0: accepts only gRPC .*carrier.*E-SETTING"),
 ])
 def test_settings_that_do_not_meet_are_said(here: str, there: str, line: str, opened: contextlib.ExitStack) -> None:
@@ -200,7 +200,7 @@ def test_a_coordinator_without_a_server_takes_no_streams(opened: contextlib.Exit
     opened.callback(coordinator.close)
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
-    with pytest.raises(Refused, match="server 0: accepts no gRPC .*E-ADDRESS"):
+    with pytest.raises(Refused, match="server 0: .*accepts no gRPC .*E-ADDRESS"):
         uplink.dial_grpc(worker, SERVER_BASE, host_port(coordinator.address), None, soon())
 
 

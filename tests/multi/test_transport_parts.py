@@ -71,12 +71,12 @@ def test_bodies_that_travel_between_parts_of_others_come_out_whole_and_in_that_o
 
 
 @pytest.mark.parametrize(("frames", "words"), [
-    (lambda b: [b[1]], "part 1 of 4 .*follows.*E-FRAME"),
-    (lambda b: [b[0], b[2]], "part 2 of 4 .*follows.*E-FRAME"),
+    (lambda b: [b[1]], "part 1 of 4 .*next part.*E-FRAME"),
+    (lambda b: [b[0], b[2]], "part 2 of 4 .*next part.*E-FRAME"),
     (lambda b: [b[0], b[0]], "part 0 of 4 .*urgent.*E-FRAME"),
-    (lambda b: [b[0], frame(URGENT._replace(part=1, parts=4), bytes(25))], "part 1 of 4 .*follows.*E-FRAME"),
-    (lambda b: [b[0], frame(BULK._replace(part=1, parts=5), bytes(25))], "part 1 of 5 .*follows.*E-FRAME"),
-    (lambda b: [b[0], frame(BULK._replace(part=1, parts=4, flags=1), bytes(25))], "part 1 of 4 .*follows.*E-FRAME"),
+    (lambda b: [b[0], frame(URGENT._replace(part=1, parts=4), bytes(25))], "part 1 of 4 .*next part.*E-FRAME"),
+    (lambda b: [b[0], frame(BULK._replace(part=1, parts=5), bytes(25))], "part 1 of 5 .*next part.*E-FRAME"),
+    (lambda b: [b[0], frame(BULK._replace(part=1, parts=4, flags=1), bytes(25))], "part 1 of 4 .*next part.*E-FRAME"),
     (lambda b: [b[0], frame(BULK._replace(part=1, parts=4), bytes(24))], r"part 1 of 4 .*\b24 .*\b25 .*E-FRAME"),
     (lambda b: [*b[:3], frame(BULK._replace(part=3, parts=4), bytes(26))], r"part 3 of 4 .*\b26 .*\b25 .*E-FRAME"),
     (lambda b: [*b[:3], frame(BULK._replace(part=3, parts=4))], r"part 3 of 4 .*\b0 .*\b25 .*E-FRAME"),

@@ -178,15 +178,15 @@ def test_a_closure_is_evaluated_with_gradients() -> None:
 
 
 @pytest.mark.parametrize(("given", "named"), [
-    ({"lr": -1.0}, "LANS: lr -1.0,"),
-    ({"lr": math.nan}, "LANS: lr nan,"),
-    ({"lr": torch.ones(2)}, "LANS: lr of 2 elements,"),
-    ({"eps": math.inf}, "LANS: eps inf,"),
-    ({"weight_decay": -0.1}, "LANS: weight_decay -0.1,"),
-    ({"betas": (0.9, 1.0)}, "LANS: betas (0.9, 1.0),"),
-    ({"betas": 0.9}, "LANS: betas 0.9,"),
-    ({"phi": (2.0, 1.0)}, "LANS: phi (2.0, 1.0),"),
-    ({"phi": (0.0, 0.0)}, "LANS: phi (0.0, 0.0),"),
+    ({"lr": -1.0}, "LANS: lr is -1.0,"),
+    ({"lr": math.nan}, "LANS: lr is nan,"),
+    ({"lr": torch.ones(2)}, "LANS: lr is a tensor of 2 elements,"),
+    ({"eps": math.inf}, "LANS: eps is inf,"),
+    ({"weight_decay": -0.1}, "LANS: weight_decay is -0.1,"),
+    ({"betas": (0.9, 1.0)}, "LANS: betas are (0.9, 1.0),"),
+    ({"betas": 0.9}, "LANS: betas are 0.9,"),
+    ({"phi": (2.0, 1.0)}, "LANS: phi is (2.0, 1.0),"),
+    ({"phi": (0.0, 0.0)}, "LANS: phi is (0.0, 0.0),"),
 ])
 def test_bad_settings_are_one_line(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"^{re.escape(named)} [^\n]+ \[E-OPTIM-ARGUMENT\]$"):
@@ -197,7 +197,7 @@ def test_bad_tensors_are_one_line_and_leave_the_optimizer_as_it_was() -> None:
     optimizer = LANS([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match="LANS: .*complex64, .*float32, .*E-OPTIM-PARAMETER"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]})
-    with pytest.raises(ValueError, match=r"LANS: eps -1\.0.*E-OPTIM-ARGUMENT"):
+    with pytest.raises(ValueError, match=r"LANS: eps is -1\.0.*E-OPTIM-ARGUMENT"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "eps": -1.0})
     assert len(optimizer.param_groups) == 1
     table = nn.Embedding(5, 2, sparse=True)

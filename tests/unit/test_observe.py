@@ -161,7 +161,7 @@ def test_what_is_stale_says_why() -> None:
     assert event is None
     _, event = check.observe(0.03, 8)
     assert event == StalePlan(8, 0.01, 0.03, 2)
-    assert event.reason == "the plan is stale: steps take 30.0 ms, 10.0 were predicted, 2 steps in a row"
+    assert event.reason == "the plan is stale: the last 2 steps took 30.0 ms each; 10.0 ms were predicted"
 
 
 @pytest.mark.parametrize(("times", "said"), [

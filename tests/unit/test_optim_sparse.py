@@ -312,14 +312,14 @@ def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: s
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda p: SparseSGD(p, lr=-1.0), r"SparseSGD: lr -1\.0.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseSGD(p, momentum=-0.1), r"SparseSGD: momentum -0\.1.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseSGD(p, weight_decay=-1), "SparseSGD: weight_decay -1.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseSGD(p, nesterov=True), "SparseSGD: nesterov True.*momentum.*dampening.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseSGD(p, lag=0), "SparseSGD: lag 0.*1 to 250.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseSGD(p, lag=251), "SparseSGD: lag 251.*1 to 250.*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseAdamW(p, betas=(0.9, 1.0)), r"SparseAdamW: betas \(0\.9, 1\.0\).*E-OPTIM-ARGUMENT"),
-    (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps -1e-08.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lr=-1.0), r"SparseSGD: lr: got -1\.0.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, momentum=-0.1), r"SparseSGD: momentum: got -0\.1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, weight_decay=-1), "SparseSGD: weight_decay: got -1.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, nesterov=True), "SparseSGD: nesterov: got True.*momentum.*dampening.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=0), "SparseSGD: lag: got 0.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseSGD(p, lag=251), "SparseSGD: lag: got 251.*1 to 250.*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdamW(p, betas=(0.9, 1.0)), r"SparseAdamW: betas: got \(0\.9, 1\.0\).*E-OPTIM-ARGUMENT"),
+    (lambda p: SparseAdam(p, eps=-1e-8), "SparseAdam: eps: got -1e-08.*E-OPTIM-ARGUMENT"),
     (lambda p: SparseSGD([p[0].detach().half().requires_grad_()]), r"SparseSGD: .*\(3,\) .*torch\.float16.*E-OPTIM-PARAMETER"),
 ])
 def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> None:

@@ -211,7 +211,7 @@ def test_state_is_asked_and_restored_by_the_same_rules(kind: Kind, fields: dict[
         do(ask(kind, 1, 4, struct.pack("<d", 1.0), **fields))
     assert do(ask(kind, 1, 4, struct.pack("<d", 1.0), generation=0)) == []
     core.push(push(0, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match=rf"worker 1: {kind.name} .*step 0\b.*E-FRAME"):
+    with pytest.raises(CorruptFrame, match=rf"worker 1: sent {kind.name} .*step 0\b.*E-FRAME"):
         do(ask(kind, 1, 4, struct.pack("<d", 1.0), undone=int(kind == Kind.STATE_GET)))
     assert ops.residual == 3.0
     core.push(push(1, 1.0), 0.0)
@@ -252,7 +252,7 @@ def test_members_that_begin_at_different_steps_hear_both() -> None:
 
 def test_a_body_longer_than_any_payload_is_not_kept() -> None:
     core, _ = service()
-    with pytest.raises(CorruptFrame, match=r"worker 2: 9 bytes\b.*\b8\b.*E-FRAME"):
+    with pytest.raises(CorruptFrame, match=r"worker 2: sent 9 bytes\b.*\b8\b.*E-FRAME"):
         core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
     assert core.stalled(99.0) == []
 

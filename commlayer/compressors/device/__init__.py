@@ -1,1 +1,1 @@
-"""Codecs on a CUDA device."""
+"""Codecs on CUDA devices."""

@@ -1,9 +1,9 @@
-"""The kernels of codecs on a CUDA device. Names, arguments and results are those of commlayer._core on the host.
+"""Kernels of codecs on a CUDA device. Names, arguments and results are those of commlayer._core on the CPU.
 
 Payload bytes are uint8 tensors on the device of the other arguments, with floats at multiples of 4. A function that returns a
-value waits for the device; the others only queue work. Encoding a non-finite input returns False; the residual then holds the
-finite part. Unlike on the host, scattering trusts its positions, and corrupt bytes are found only after scratch positions are
-written. Positions as blocks of 16 are written in torch except for the block numbers.
+value waits for the device; the others only queue work. Encoding a non-finite input returns False; the residual then becomes the
+finite part. Unlike on the CPU, scattering does not check positions, and corrupt bytes are detected only after temporary
+positions are written. For positions as blocks of 16, only the block numbers use CUDA kernels; the rest is computed with torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start, words
 from commlayer.gpu.launch import serves as serves
 
 SEGMENT = 1024
-"""As in cuda/int8.cu."""
+"""Elements per warp, as in cuda/int8.cu."""
 
 
 def yes(like: torch.Tensor) -> torch.Tensor:
-    """A flag of 1 that a kernel may clear."""
+    """Returns a flag tensor with value 1, which a kernel may clear."""
     return torch.ones(1, dtype=torch.int64, device=like.device)
 
 
@@ -64,21 +64,22 @@ def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
 
 
 def within(scales: torch.Tensor, most: float) -> bool:
-    """Whether every float32 in these bytes is from 0 to `most`."""
+    """Returns whether every float32 in these bytes is from 0 to `most`."""
     valid = yes(scales)
     each("dense", "within", scales.nbytes // 4, scales, scales.nbytes // 4, float(most), valid)
     return bool(valid.item())
 
 
 def largest(src: torch.Tensor, width: int) -> int:
-    """The largest of the unsigned numbers of `width` bytes (1 or 2), or 0 if there are none."""
+    """Returns the largest of the unsigned numbers of `width` bytes (1 or 2); 0 if there are none."""
     if src.numel() == 0:
         return 0
     return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
 
 
 def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """The return value of an encode. If x is not finite, nothing was encoded and the residual takes the finite part of x."""
+    """Returns whether an encode's input was finite; waits for the device. If it was not, nothing was encoded, and the residual
+    becomes the finite part of x + residual."""
     if finite.item():
         return True
     if residual is not None:
@@ -133,35 +134,36 @@ def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
 
 
 def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    """val = src[idx]."""
+    """Copies elements: val = src[idx]."""
     each("draws", "take", idx.numel(), src, idx, val, idx.numel())
 
 
 TILE = 16 * THREADS
-"""Elements that a block scans, as in cuda/select.cu."""
+"""Number of elements that a CUDA block scans, as in cuda/select.cu."""
 
 UNPACK_TILE_NBYTES = 16 * THREADS
-"""As in cuda/positions.cu."""
+"""Number of bytes that a CUDA block unpacks, as in cuda/positions.cu."""
 
 TRIM_TILE = 4 * THREADS
 TRIM_DIGITS = 3
 TRIM_HISTOGRAMS = TRIM_DIGITS * 2048
-"""Histogram counters of 32 bits, as in cuda/trim.cu."""
+"""Number of 32-bit histogram counters, as in cuda/trim.cu."""
 
 ELIAS_FANO, BITMAP, SMALLER = 0, 1, -1
-"""Encodings of positions; SMALLER lets the kernel choose."""
+"""Encodings of positions. SMALLER: the kernel chooses the smaller encoding."""
 
 NO_VALUES = -1
 VALUES_BLOCK = 256
-"""As in cuda/layout.cuh."""
+"""Entries per scale, as in cuda/layout.cuh."""
 
 LEAST_THRESHOLD = 2.0**-126
 FOUND = 3
-"""Numbers that select_over returns: entries that passed, whether an element was not finite, entries from `start` on."""
+"""Number of results of select_over: entries that reached the threshold, whether an element was not finite, entries at or after
+`start`."""
 
 
 def tiles(n: int, start_: int) -> int:
-    """Tiles of a scan that begins at `start_` and wraps around."""
+    """Returns the number of tiles of a scan that starts at `start_` and wraps around."""
     return -(-(n - start_ // 4 * 4) // TILE) + -(-start_ // TILE)
 
 
@@ -173,13 +175,14 @@ def queue_scan(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, to: Entries, found: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Selects into `to`, in scan order. `found` and `state` (1 + tiles) must hold zeros."""
+    """Queues a selection into `to`, in scan order. `found` and `state` (1 + tiles) must contain zeros."""
     n, cap = g.numel(), min(to[0].numel(), to[1].numel())
     start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *to, cap, state, found)
 
 
 def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.Tensor) -> None:
-    """Reorders entries from scan order to position order. `first` of them lie after the scan's start."""
+    """Queues reordering entries from scan order to position order. `first`: how many of them are at or after the scan's
+    start."""
     cap = min(to[0].numel(), to[1].numel())
     each("select", "rotate", cap, *to, *from_, count, first, cap)
 
@@ -188,7 +191,7 @@ def queue_select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, raw: Entries, picked: Entries,
     found: torch.Tensor, state: torch.Tensor,
 ) -> None:
-    """Selects into `raw`, then copies to `picked` in position order. Arguments as in queue_scan."""
+    """Queues a selection into `raw`, then a copy to `picked` in position order. Other arguments as in queue_scan."""
     queue_scan(g, residual, threshold, start_, raw, found, state)
     queue_rotate(picked, raw, found, found[2:])
 
@@ -204,7 +207,8 @@ def _trim_tiles(cap: int) -> int:
 def queue_trim(
     to: Entries, from_: Entries, residual: torch.Tensor | None, k: int, room: int, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """Keeps the k largest of a scan's entries if there are more than `room`; the order does not change."""
+    """Queues keeping the k largest of a scan's entries, if there are more than `room`. The order does not change; the other
+    entries are added to the residual."""
     cap = from_[0].numel()
     histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
     above, equal = scans.chunk(2)
@@ -220,7 +224,7 @@ def select(
     if not threshold >= LEAST_THRESHOLD or not (0 <= start_ < n or start_ == n == 0):
         need = "threshold >= 2^-126 and 0 <= start < n"
         raise InvalidInput("E-CODEC-INPUT",
-                           f"select: got threshold {threshold} and start {start_} for {n} elements, need {need}")
+                           f"select: got threshold {threshold} and start {start_} for {n} elements, allowed: {need}")
     if n == 0:
         return 0, 0, True
     words = torch.zeros(FOUND + 1 + tiles(n, start_), dtype=torch.int64, device=g.device)
@@ -247,13 +251,13 @@ def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scal
 
 
 def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
-    """Packs `count` positions, at most `most`, after values of that kind."""
+    """Queues packing of `count` positions (at most `most`) below n into `out`, after values of format `values`."""
     each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)
 
 
 def smaller(n: int, k: int) -> tuple[int, int]:
-    """The smaller of both encodings for k >= 1 positions below n, and its exact size in bytes."""
+    """Returns the smaller of both encodings for k >= 1 positions below n, and its exact size in bytes."""
     low = max(0, (n // k).bit_length() - 1)
     sparse, dense = (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8, (n + 7) // 8
     return (ELIAS_FANO, sparse) if sparse < dense else (BITMAP, dense)
@@ -266,12 +270,12 @@ def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
 
 
 def ef_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the encoded positions."""
+    """Encodes positions as Elias-Fano. `out` must have exactly the size of the encoded positions."""
     return _encode(out, idx, n, ELIAS_FANO)
 
 
 def bitmap_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the encoded positions."""
+    """Encodes positions as a bitmap. `out` must have exactly the size of the encoded positions."""
     return _encode(out, idx, n, BITMAP)
 
 
@@ -282,16 +286,16 @@ def _decode(idx: torch.Tensor, n: int, src: torch.Tensor, kind: int) -> None:
     start("positions", "unpack_positions", grid, idx, k, n, src, kind, state, valid)
     each("positions", "check_increasing", k, idx, k, valid)
     if not valid.item():
-        raise CorruptPayload(f"positions: bytes are not {k} positions below {n}")
+        raise CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
 
 
 def ef_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    """For k >= 1 positions in exactly their encoded bytes."""
+    """Decodes k >= 1 positions from Elias-Fano; `src` must be exactly the encoded bytes. Raises CorruptPayload otherwise."""
     _decode(idx, n, src, ELIAS_FANO)
 
 
 def bitmap_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    """As ef_decode."""
+    """Decodes k >= 1 positions from a bitmap; `src` must be exactly the encoded bytes. Raises CorruptPayload otherwise."""
     _decode(idx, n, src, BITMAP)
 
 
@@ -310,7 +314,7 @@ ABS = 0x7FFFFFFF
 
 
 def _magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Magnitudes as integers: the same order, with NaN above infinity."""
+    """Returns magnitudes as integers of the same order, with NaN above infinity."""
     return x.view(torch.int32) & ABS
 
 
@@ -327,7 +331,7 @@ def trim(
     residual: torch.Tensor | None, n: int, idx: torch.Tensor, val: torch.Tensor, count: int, keep: int, start: int,
     scratch: torch.Tensor,
 ) -> int:
-    """As cuda/trim.cu, which the queued form of topk uses."""
+    """Keeps the `keep` largest entries with torch operations, like cuda/trim.cu, which the queued version of topk uses."""
     where, values = idx[:count].to(torch.int64) & 0xFFFFFFFF, val[:count].clone()
     order = torch.cat([(where >= start).nonzero().view(-1), (where < start).nonzero().view(-1)])
     best = order[_magnitudes(values)[order].sort(descending=True, stable=True).indices[:keep]]
@@ -349,7 +353,8 @@ def _widened(idx: torch.Tensor) -> torch.Tensor:
 
 
 def _block_numbers(n: int, count: int) -> tuple[int, int, int]:
-    """Blocks below n; the smaller encoding for the numbers of `count` of them; the bytes of that encoding."""
+    """Returns the number of blocks below n, the smaller encoding of `count` block numbers, and the size of that encoding in
+    bytes."""
     blocks = -(-n // BLOCK_NUMEL)
     kind, nbytes = smaller(blocks, count)
     return blocks, kind, nbytes
@@ -364,7 +369,7 @@ def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
 
 
 def blocks_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
-    """`out` has exactly the size of the encoded positions."""
+    """Encodes positions as blocks. `out` must have exactly the size of the encoded positions."""
     where = _widened(idx)
     numbers, owner = (where // BLOCK_NUMEL).unique_consecutive(return_inverse=True)
     count = numbers.numel()
@@ -384,7 +389,7 @@ def blocks_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
     k = idx.numel()
     if k == 0 and src.numel() == 0:
         return
-    corrupt = CorruptPayload(f"positions: bytes are not {k} positions below {n}")
+    corrupt = CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
     if src.numel() < COUNT_NBYTES:
         raise corrupt
     count = int.from_bytes(bytes(src[:COUNT_NBYTES].tolist()), "little")

@@ -1,8 +1,9 @@
-"""Top-k on a device with a single wait: selection.pick and the encoding, queued as kernels.
+"""Top-k on a device with only one wait for the device: selection.pick and the encoding, queued as kernels.
 
-The host decides nothing between gradient and bytes: sample, cut, scan, trim and pack follow each other on the device. At the
-end the host reads the size of the payload and what the threshold's filter learns from. If the scan found too few entries or a
-non-finite one, or if positions are smallest as blocks, nothing was packed. The caller then continues with the general method.
+The host decides nothing between gradient and payload: the device runs sample, threshold, scan, trim and pack one after the
+other. At the end the host reads the payload's size and the counts that update the threshold. If the scan found too few entries
+or a non-finite one, or if positions are smallest as blocks, nothing was packed. The caller then continues with the general
+method.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from commlayer.gpu.launch import each
 from commlayer.gpu.launch import start as launch
 
 CONTROL = 13
-"""Words of struct Control in cuda/control.cuh: integers, then three doubles."""
+"""Number of 64-bit words of struct Control in cuda/control.cuh: integers, then three doubles."""
 
 KEPT, COUNT, CUT = 3, 6, 10
-"""Offsets in Control: entries kept, followed by those from the scan's start on; count; cut, followed by slope and shift."""
+"""Offsets in Control. KEPT: entries kept, followed by how many of them are at or after the scan's start. COUNT: entries in the
+payload. CUT: threshold, followed by slope and shift."""
 
 RESELECT = -1
-"""A count that means: the host must select again."""
+"""Value of COUNT that means: the host must select again."""
 
 CUT_THREADS = 1024
 
@@ -31,7 +33,7 @@ CUT_THREADS = 1024
 def start(
     codec: int, values: int, k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: torch.Tensor
 ) -> tuple[int, Picked | None]:
-    """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) with nothing written."""
+    """Returns (nbytes, None) with the payload in `out`, or (0, the selected entries) if nothing was written."""
     n, scratch = x.numel(), state["_scratch"]
     idx, val = scratch["idx"], scratch["val"]
     begin, room = selection.rotation(n, state), selection.room(n, k, False)
@@ -53,7 +55,7 @@ def start(
     if count == RESELECT:
         return 0, selection.complete(k, x, residual, state, tracked, kept, passed - kept, not bad)
     selection.update(k, n, passed, tracked, state)
-    if count < 0 or infinite:  # positions as blocks; or the general method meets the infinite value again and flags the payload
+    if count < 0 or infinite:  # as blocks, or an infinite value: done by the general method
         return 0, Picked(idx[:kept], val[:kept], True)
     return nbytes, None
 
@@ -61,7 +63,7 @@ def start(
 def _queue_cut(
     k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, offset: int, control: torch.Tensor, cut: torch.Tensor
 ) -> None:
-    """Queues selection.estimate."""
+    """Queues selection.estimate, which computes the threshold."""
     n, sample = x.numel(), state["_scratch"]["sample"]
     usual, larger, rank, expected, calm = selection.sampling(n, k, state)
     tracked = torch.tensor([state["threshold"], state["slope"], state["doubt"]], dtype=torch.float64).to(x.device)
@@ -73,7 +75,8 @@ def _queue_cut(
 def _queue_trim(
     k: int, room: int, residual: torch.Tensor | None, scratch: State, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """Queues kernels.trim of the scan's entries in idx and val, if there are more than `room`; then restores position order."""
+    """Queues kernels.trim for the scan's entries in idx and val, if there are more than `room`; then restores position
+    order."""
     if "raw_idx" not in scratch:
         scratch["raw_idx"], scratch["raw_val"] = torch.empty_like(scratch["idx"]), torch.empty_like(scratch["val"])
     idx, val, raw_idx, raw_val = (scratch[name] for name in ("idx", "val", "raw_idx", "raw_val"))
