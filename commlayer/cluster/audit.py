@@ -76,7 +76,7 @@ class Audit:
                 if self._file >= 0:
                     os.write(self._file, line.encode())
         except OSError as error:
-            log.warning("audit: %s: %s; not written: %s", self._path, error.strerror, line.rstrip())
+            log.warning("audit file %s: %s; this event was not written: %s", self._path, error.strerror, line.rstrip())
 
     def close(self) -> None:
         """Closes the file. Idempotent. Later events are logged, but no longer written to the file."""

@@ -211,8 +211,8 @@ class KvJournal:
                 self.begin(self._snapshot)
 
     def wait(self) -> None:
-        """Waits until a pending write has ended. A slow disk also delays the coordinator's replies, so silent sites must not be
-        counted as gone in that time."""
+        """Waits until a pending journal write has ended. While a slow disk blocks a write, the coordinator cannot receive
+        calls. Sites must not count as silent in that time."""
         with self._lock:
             return
 

@@ -34,7 +34,7 @@ MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
 
 
 class QuotaOwner(NamedTuple):
-    """The writer whose quota values count against, with that quota."""
+    """A writer (certificate or site) whose stored values are counted, with its quota in bytes."""
 
     name: str
     most_nbytes: int = MAX_KEPT_NBYTES
@@ -195,11 +195,12 @@ class KvStore:
         released."""
         mine = self._charged[by.name] - (freed if owner == by.name else 0)
         if mine + nbytes > by.most_nbytes:
-            raise CorruptFrame(f"{by.name} stores {mine} bytes at the coordinator already, and its quota is "
+            raise CorruptFrame(f"{by.name} already stores {mine} bytes at the coordinator, and its quota is "
                                f"{by.most_nbytes}: store less in torch's store, or use fewer process groups "
                                "that span homes", code="E-QUOTA")
         if self.nbytes - freed + nbytes > by.all_nbytes:
-            raise CorruptFrame(f"the coordinator stores {self.nbytes} bytes of all homes already, allowed {by.all_nbytes}",
+            raise CorruptFrame(f"the coordinator already stores {self.nbytes} bytes for all homes together, allowed "
+                               f"{by.all_nbytes}",
                                code="E-QUOTA")
 
 

@@ -132,7 +132,7 @@ class CodecOps:
         self._undone = int(undone.item()) + (1 << 63)
 
     def begin_anew(self) -> None:
-        """Resets to the state before the first step; residuals are lost."""
+        """Resets the codec's server state to that before the first step; residuals are lost."""
         self._state = self._codec.init_server(self._spec)
         seed(self._state, self._job, self._bucket.id, SERVER)
         self._undone, self._mean = 0, None

@@ -467,8 +467,8 @@ def is_relayed() -> bool:
 
 
 def backend_for(ranks: Iterable[int], wanted: str | None) -> str | None:
-    """Returns the backend for a group of these ranks. Outside a relayed world this is `wanted`. In a relayed world, sockets are
-    used only within one machine."""
+    """Returns the torch backend for a group of these ranks; `wanted`: the requested one. If torch's default group relays
+    through the coordinator, only groups inside one machine use sockets; all others are relayed, too."""
     if not is_relayed():
         return wanted
     world = _worlds[-1]

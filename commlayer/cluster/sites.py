@@ -315,7 +315,7 @@ class PendingWait(NamedTuple):
     waited_s: Mapping[int, float]
     """Maps each waiting rank to the seconds for which it has waited."""
     limit_s: float
-    """The longest limit that one of the waiting ranks gave, in seconds."""
+    """The longest time limit that any of the waiting ranks has set for its wait, in seconds."""
 
 
 class _Wait(NamedTuple):

@@ -469,7 +469,8 @@ class BucketSum:
         self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
         self.totals: set[float] = set()
         self.expected = 0.0
-        """Total weight of all members for which they were asked to compress the step again; 0 if they were not asked."""
+        """Total weight of all members, with which the server has asked them to compress their contributions again; 0 if it has
+        not asked."""
         self.again_header: Header | None = None
         """Header of the AGAIN message that sent `expected` to the members; None if there was none."""
         self.abandoned = b""
@@ -530,7 +531,7 @@ class BucketSum:
 # Members repeat everything after that, since they have no reply to it yet.
 
 ENTRY_HEADER_NBYTES = 1024
-"""Upper bound of an entry's metadata, without the result, in bytes."""
+"""Upper bound of the size, in bytes, of a journal entry's metadata without the result's payload."""
 
 
 class SumEntry(Record, frozen=True):

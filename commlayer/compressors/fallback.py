@@ -236,7 +236,7 @@ def nibbles_decode(out: Any, q: Any, scale: Any, block: int) -> None:
 
 
 def _magnitudes(x: Array) -> Array:
-    """Returns magnitudes as integers of the same order, with NaN above infinity."""
+    """Returns the magnitudes of float32 numbers as integers with the same order; NaN is larger than infinity."""
     return (x.view(U32) & 0x7FFFFFFF).astype(np.int64)
 
 

@@ -65,7 +65,8 @@ class BudgetedTopK(CodecWrapper, frozen=True):
     max_ratio: float
     """Largest ratio that can be requested."""
     mean_ratio: float
-    """Mean of the members' own ratios. A server with another ratio keeps the proportion to this mean."""
+    """Mean of the ratios of the members' own codecs. A server whose codec has a different ratio sends more or fewer entries in
+    that proportion."""
     warmup_steps: int = 0
     shared: bool = False
     """Whether this bucket's entries are part of a budget that several buckets share."""

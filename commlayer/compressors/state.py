@@ -30,7 +30,7 @@ SERVER = -1
 
 MOST_KEY = (1 << 63) - 1
 KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
-"""Allowed range of the keys in a state."""
+"""Allowed range of the random-number keys in a codec's state."""
 
 
 LIMITS: Mapping[str, tuple[float, float]] = {**STATE_LIMITS, **KEYS, **BUDGET_LIMITS}

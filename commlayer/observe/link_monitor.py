@@ -49,7 +49,7 @@ IN_A_ROW = 3
 COST_S = 0.5
 """Total delay of these steps, in seconds, that justifies a plan change, which takes about as long."""
 WAYS = UP, DOWN = 0, 1
-"""Directions of a link, as indices into a node's values."""
+"""Directions of a link: upload and download, as indices into Rates and Throughput."""
 
 
 class Rates(NamedTuple):
@@ -170,7 +170,7 @@ def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Returns whether some rate differs enough for a new plan."""
+    """Returns whether some rate differs by more than FACTOR, so that a new plan is needed."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 

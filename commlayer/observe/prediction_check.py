@@ -54,7 +54,7 @@ class PredictionCheck(Record, frozen=True):
     """Number of consecutive steps up to now with an error beyond the limit in the direction of `sign`."""
     sign: int = 0
     silent: int = 0
-    """Remaining steps without reports."""
+    """Number of next steps in which no further event is returned."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):

@@ -50,9 +50,10 @@ class RecordedStep(NamedTuple):
     """The record from the end of one step's averaging to the end of the next step's. Times are in seconds since its begin."""
 
     ready: dict[int, float]
-    """Maps a tensor's number to when its gradient became final."""
+    """Maps a tensor's number to when its gradient became final, in seconds since the record's begin."""
     marks: dict[str, float]
-    """Points in time: "backward" (its end), "summed" (all buckets received), "end"."""
+    """Times in seconds since the record's begin: "backward" (end of the backward pass), "summed" (all buckets received),
+    "end"."""
     events: list[Event]
 
 

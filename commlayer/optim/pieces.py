@@ -26,7 +26,7 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def values_of(group: Mapping[str, Any]) -> Group:
-    """Returns a copy of a group's current hyperparameters, since schedules change them, tensors even in place."""
+    """Returns a copy of a group's current hyperparameters. Tensors are cloned, because schedules change them in place."""
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 

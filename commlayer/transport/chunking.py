@@ -119,7 +119,8 @@ def _breach(header: Header, what: str) -> CorruptFrame:
 CHUNK_NBYTES = 32
 """Size of a chunk: 16 float16 numbers, so an embedding row has several chunks. The bitmap has 1/256 of the body's size."""
 MIN_NBYTES = 4 << 10
-"""Smallest body that is examined. Smaller bodies fit in few packets, so leaving out zeros gains little."""
+"""Smallest message body from which zero chunks are left out. Smaller bodies fit in few packets, so leaving out zeros gains
+little."""
 MAX_NBYTES = 0xFFFFFFFF
 SAMPLES = 64
 """Number of chunks in the sample. The complete body is examined only if at least half of the sample is zero."""

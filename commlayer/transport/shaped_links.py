@@ -246,7 +246,7 @@ class Shaped(Wrapper):
             self._put(0.0, _Arrival(peer, error, 0.0))
 
     def _put(self, due: float, arrival: _Arrival) -> None:
-        """Adds an arrival to the delay line. Arrivals of one peer never overtake each other."""
+        """Queues an incoming frame, or the loss of a peer, until time `due`. Arrivals of one peer never overtake each other."""
         with self._work:
             self._seq += 1
             due = self._newest[arrival.peer] = max(due, self._newest.get(arrival.peer, due))
@@ -255,7 +255,8 @@ class Shaped(Wrapper):
             self._work.notify_all()
 
     def _delay(self) -> None:
-        """Runs the delay line: a frame reserves the downlink at its first bit, and is delivered when it is complete."""
+        """Emulates delay and downlink: a frame reserves the downlink when its first bit arrives, and is delivered when its last
+        bit has arrived."""
         host = self._hosts[self.rank]
         while not self._stop.is_set():
             with self._work:

@@ -109,5 +109,5 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCapture
         Audit(str(tmp_path / "missing" / "audit.jsonl"))
     full = Audit("/dev/full")
     full.note("joined", peer="worker 0")
-    assert 'No space left on device; not written: {"time"' in caplog.text
+    assert 'No space left on device; this event was not written: {"time"' in caplog.text
     Audit("").note("joined", peer="worker 0")

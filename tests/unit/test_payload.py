@@ -103,8 +103,8 @@ def header(codec: int, version: int, flags: int, aux: int, numel: int, count: in
     ("payload", "words"),
     [
         (b"", "payload of 0 bytes"),
-        (header(5, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by topk"),
-        (header(99, 1, 0, 0, 4, 4, 0) + bytes(16), "coded by codec 99"),
+        (header(5, 1, 0, 0, 4, 4, 0) + bytes(16), "compressed by topk"),
+        (header(99, 1, 0, 0, 4, 4, 0) + bytes(16), "compressed by codec 99"),
         (header(1, 2, 0, 0, 4, 4, 0) + bytes(16), "version 2"),
         (header(1, 1, 2, 0, 4, 4, 0) + bytes(16), "flags 0x02"),
         (header(1, 1, 0, 1, 4, 4, 0) + bytes(16), "aux 1"),
@@ -113,7 +113,7 @@ def header(codec: int, version: int, flags: int, aux: int, numel: int, count: in
         (header(1, 1, 0, 0, 4, 5, 0) + bytes(16), "5 entries, but the bucket has only 4"),
         (header(1, 1, 0, 0, 4, 4, 1) + bytes(16), "seed 1"),
         (header(1, 1, 0, 0, 4, 4, 0) + bytes(15), "bytes of body 15"),
-        (header(1, 1, 1, 0, 4, 0, 0) + bytes(1), "non-finite payload with 1 bytes"),
+        (header(1, 1, 1, 0, 4, 0, 0) + bytes(1), "got 1 bytes of body"),
     ],
 )
 def test_a_header_that_is_off_is_named(payload: bytes, words: str) -> None:

@@ -251,7 +251,8 @@ def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scal
 
 
 def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
-    """Queues packing of `count` positions (at most `most`) below n into `out`, after values of format `values`."""
+    """Queues encoding of `count` positions below n (at most `most`) into the payload `out`, after its values of format
+    `values`."""
     each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)
 
@@ -314,7 +315,7 @@ ABS = 0x7FFFFFFF
 
 
 def _magnitudes(x: torch.Tensor) -> torch.Tensor:
-    """Returns magnitudes as integers of the same order, with NaN above infinity."""
+    """Returns the magnitudes of float32 numbers as integers with the same order; NaN is larger than infinity."""
     return x.view(torch.int32) & ABS
 
 
