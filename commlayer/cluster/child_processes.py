@@ -47,11 +47,11 @@ class EmbeddedServer:
     def start(
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
     ) -> EmbeddedServer:
-        """Starts a coordinator and server `number` (None: no server); with `join`, a coordinator's address, only the server.
-        Returns when the child is ready.
+        """Starts a coordinator and summation server `number` in a child process (None: no server). With `join`, a coordinator's
+        address, starts only the server. Returns when the child is ready.
 
-        Raises CommError with the last lines of the child's standard error if it does not start, DeadlineExceeded if it takes
-        longer than join_deadline_s.
+        Raises CommError with the last lines of the child's standard error if the child does not start. Raises DeadlineExceeded
+        if it takes longer than join_deadline_s.
         """
         part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None}
         part["number"] = -1 if number is None else number

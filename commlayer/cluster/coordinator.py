@@ -56,7 +56,7 @@ EACH_WORKER = 8
 stream. Doubled for broken connections that the kernel has not detected yet."""
 TOLD_HEARTBEATS = 3
 """Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
-ended runs for this long, so that it can report the parent's death."""
+ended runs for this long, so it can report the parent's death."""
 Q = TypeVar("Q", bound=Record)
 
 

@@ -1,4 +1,4 @@
-"""The coordinator's journal: registrations, epoch and plan in a file, so that a restarted coordinator can resume the job.
+"""The coordinator's journal: registrations, epoch and plan in a file, so a restarted coordinator can resume the job.
 
 The file is rewritten when a registration or the epoch changes, which is rare. It contains no times: after a restart, every
 process is treated as if its last heartbeat had just arrived. The sites' key-value store has a second file (below), which is

@@ -288,7 +288,8 @@ class EpochChange(Record, frozen=True):
 
 
 def wire_generation(view: View) -> int:
-    """Returns the first wire generation of an epoch. Later plans in the same epoch count up from it.
+    """Returns the first generation number that frame headers contain in an epoch. Later plans in the same epoch count up from
+    it.
 
     >>> from commlayer.records import View
     >>> wire_generation(View(1, (), ())), wire_generation(View(3, (), ()))

@@ -1,8 +1,7 @@
 """Membership of a job: registration, heartbeats, failure detection and orderly leave, as functions of (state, request, now).
 
 A token identifies a process and its registration. Before the job begins, the registration of a silent process is removed, so
-that its restart can register. After the job has begun, a process that stays silent is permanently dead and its peers are
-notified.
+its restart can register. After the job has begun, a process that stays silent is permanently dead and its peers are notified.
 """
 
 from __future__ import annotations

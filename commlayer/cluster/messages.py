@@ -30,7 +30,7 @@ MAX_NBYTES = 256 << 10
 R = TypeVar("R", bound=Record)
 Kind = Literal["worker", "server"]
 ANY = -1
-"""As a rank or node: the coordinator chooses it."""
+"""Value of a rank, node or index that means: the coordinator chooses it."""
 
 
 class Join(Record, frozen=True):

@@ -55,8 +55,7 @@ class RendezvousService:
 
     def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
-        frees, and the reason. `still_s`: how long this process was stopped until now, so that it could not receive
-        heartbeats."""
+        frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s

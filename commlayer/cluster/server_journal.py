@@ -1,4 +1,4 @@
-"""A summation server's journal: identity, plan and sums, so that a restarted server can resume.
+"""A summation server's journal: identity, plan and sums, so a restarted server can resume.
 
 A server that is restarted with the same folder restores its registration, its address, the plan in use and each bucket's sum.
 """

@@ -39,7 +39,7 @@ PARTS_IN_FLIGHT = 8
 """Number of chunks in flight at once, enough to fill a link of high latency. It also limits the data that the coordinator
 stores for each member."""
 ERROR_NOTICE_S = 5.0
-"""Seconds that a wait without its own timeout lasts longer than the collective, so that the error can name missing ranks."""
+"""Seconds that a wait without its own timeout lasts longer than the collective, so the error can name missing ranks."""
 Rows = list[bytes | None]
 """The bytes of each member, in member order; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             self._thread.join(timeout_s)
 
     def move(self, kv: KvClient, place: str, ranks: Sequence[int], rank: int) -> None:
-        """Continues with other members; call it after shutdown(). DDP keeps the group object that it was created with, so that
+        """Continues with other members; call it after shutdown(). DDP keeps the group object that it was created with, so
         object must work with new members."""
         self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
         self._kv, self._place, self._ranks, self._mine = kv, place, list(ranks), rank
@@ -246,7 +246,7 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _exchanged(self, data: bytes, nbytes: int) -> Rows:
         """Exchanges bytes with all members and returns them in member order. `nbytes`: the size of the largest contribution,
-        equal on all members, so that all count the same chunks."""
+        equal on all members, so all count the same chunks."""
         if self._failed:
             raise CommError(self._failed)
         begins = range(0, max(nbytes, 1), PART_NBYTES)

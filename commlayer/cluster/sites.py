@@ -22,7 +22,7 @@ from commlayer.transport.protocol import SERVER_BASE
 SILENCE_S = 30.0
 """Minimum silence in seconds after which a site counts as gone. Its launcher may be short of CPU time while workers import."""
 MAX_FORMER = 64
-"""Maximum number of departed sites that are remembered, so that they can be sent the reason."""
+"""Maximum number of departed sites that are remembered, so they can be sent the reason."""
 
 
 RESTARTED = coded("E-RENDEZVOUS-ENDED",
@@ -162,8 +162,9 @@ def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
 
 
 def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Returns the token of the site whose restart sends `request`; "" for none. That site has the same certificate and host
-    name, and has been silent for `silence_s`. `seen_s`: maps a rank to the time of its last heartbeat."""
+    """Returns the token of the registered site that has been restarted and now sends `request`; "" if there is none. That site
+    has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: maps a rank to the time of its last
+    heartbeat."""
     if not request.certificate or request.leave or request.home in state.present or request.home in state.former:
         return ""
     same = [token for token, site in state.present.items()

@@ -274,7 +274,8 @@ class Summation:
         return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
 
     def _again(self, cell: BucketSum) -> list[Reply]:
-        """Requests all members to compress the step again with the correct total weight. No result has been sent yet."""
+        """Asks all members to compress their contributions to this step again, with the correct total weight. No result has
+        been sent yet."""
         header = self._header(cell, Flag.AGAIN)
         expected = as_float32(cell.weight)
         cell.begin(cell.step, 0)
@@ -391,7 +392,7 @@ def _applied(undone: int) -> str:
 
 
 def as_float32(weight: float) -> float:
-    """Rounds the weight as a frame header does, so that both ends compare the same number."""
+    """Rounds the weight as a frame header does, so both ends compare the same number."""
     return struct.unpack("<f", struct.pack("<f", weight))[0]  # type: ignore[no-any-return]
 
 
@@ -472,7 +473,8 @@ class BucketSum:
         """Total weight of all members, with which the server has asked them to compress their contributions again; 0 if it has
         not asked."""
         self.again_header: Header | None = None
-        """Header of the AGAIN message that sent `expected` to the members; None if there was none."""
+        """Header of the AGAIN message that asked the members to compress again with the weight `expected`; None if they were
+        not asked."""
         self.abandoned = b""
         """Text that says which member aborted the step and why; empty if none did."""
         self.summed = 0
@@ -541,7 +543,8 @@ class SumEntry(Record, frozen=True):
     round: int
     open: bool
     again_header: tuple[int | float, ...] | None = None
-    """Header of the last AGAIN message, if members were asked to compress the step again."""
+    """Header of the AGAIN message that asked members to compress this step's contributions again; None if they were not
+    asked."""
     result: tuple[int | float, ...] | None = None
     body: bytes = b""
 

@@ -86,8 +86,8 @@ class Stalled(Record, frozen=True):
 
 
 def stalled_key(generation: int) -> Key:
-    """Returns the key that all STALLED frames have, so that one posted receive matches each of them. The bucket and step are in
-    the body."""
+    """Returns the key that all STALLED frames have, so one posted receive matches each of them. The bucket and step are in the
+    body."""
     return key(Header(Kind.STALLED, generation))
 
 
@@ -405,8 +405,8 @@ STALL_S = 4.0
 
 
 class DataServer:
-    """The summation server of a process. It listens from construction on, so that its address is known before it joins the job.
-    It accepts workers after start()."""
+    """The summation server of a process. It listens from construction on, so its address is known before it joins the job. It
+    accepts workers after start()."""
 
     def __init__(self, bind: str, port: int, config: Config, coordinator: Coordinator | None = None) -> None:
         """`coordinator`: the coordinator in the same process, if any. gRPC streams then use the coordinator's port, otherwise a

@@ -236,7 +236,8 @@ def goaway(reason: str) -> bytes:
 
 
 def reason_of(data: bytes) -> str:
-    """Returns the reason in a server's first bytes; "" if they are something else or incomplete.
+    """Returns the reason for refusing the connection from the first bytes that an HTTP/2 server sent. "" if the bytes are
+    something else or incomplete.
 
     >>> reason_of(goaway("come again later"))
     'come again later'

@@ -429,7 +429,7 @@ def leave_job(
     """Leaves the job and ends the servers that this process started.
 
     Without a `reason` the process leaves in order: the data that it has sent arrives, and its servers run until the last worker
-    has left, at most `stay_s`. With a `reason` the servers run for `notice_s`, so that other workers can receive the reason.
+    has left, at most `stay_s`. With a `reason` the servers run for `notice_s`, so other workers can receive the reason.
     `exchanges`: number of exchanges to which this process contributed.
     """
     until = time.monotonic() + (notice_s if reason else stay_s)

@@ -157,7 +157,7 @@ def int4(block: int = 64) -> Int4:
 
 
 class Qsgd(Blockwise, frozen=True):
-    """Rounds each element up or down at random, so that the expected value of the result equals the input: unbiased.
+    """Rounds each element up or down at random, so the expected value of the result equals the input: unbiased.
 
     If the input is not finite, nothing is sent, no random numbers are used and the step counter stays. Alistarh, Grubic, Li,
     Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization (2017).

@@ -344,7 +344,7 @@ class CodecWrapper(msgspec.Struct, frozen=True):
 
 def check_codec(name: str, inner: object) -> Codec:
     if not isinstance(inner, Codec):
-        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner must be a codec, got {inner!r}")
+        raise InvalidInput("E-CODEC-ARGUMENT", f"{name}: inner is {inner!r}, but it must be a codec")
     return inner
 
 
@@ -353,8 +353,8 @@ def check_outermost(name: str, inner: object) -> None:
     if it were a gradient."""
     if isinstance(inner, CodecWrapper) and inner.feedback_inside:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"{name}: inner must not be {inner}, because {inner.name} changes the input; put {inner.name} "
-                           f"around {name} instead")
+                           f"{name}: inner is {inner}, but {inner.name} changes the input; put {inner.name} around {name} "
+                           "instead")
 
 
 def check_plain(name: str, inner: object) -> Codec:
@@ -363,5 +363,5 @@ def check_plain(name: str, inner: object) -> Codec:
     check_outermost(name, inner)
     if codec.keeps or len(codec.rounds) != 1:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"{name}: inner must be a codec of one round that keeps no residual itself, got {inner}")
+                           f"{name}: inner is {inner}, but it must be a codec of one round that keeps no residual itself")
     return codec

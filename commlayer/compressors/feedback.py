@@ -197,16 +197,16 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner must be a codec other than error_feedback, got {inner}")
+                           f"error_feedback: inner is {inner}, but it must be a codec other than error_feedback")
     check_outermost("error_feedback", inner)
     if inner.keeps:
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: {inner} already keeps a residual or velocity; put error_feedback inside it "
-                           "instead")
+                           f"error_feedback: inner is {inner}, which already keeps a residual or velocity; put error_feedback "
+                           "inside it instead")
     if len(inner.rounds) > 1 and not isinstance(inner, ReportsSent):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: {inner} has {len(inner.rounds)} rounds but no method sent(), which is needed to "
-                           "compute the residual")
+                           f"error_feedback: inner is {inner}, which has {len(inner.rounds)} rounds but no method sent() to "
+                           "compute the residual with")
     check_arguments("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 
@@ -245,8 +245,7 @@ def wrap(codec: Codec) -> Codec:
 
 
 def in_updates(codec: Any) -> bool:
-    """Returns whether the codec's input must be gradient times learning rate, so that its sum must be divided by that rate
-    again.
+    """Returns whether the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
 
     In these units every residual keeps its learning rate, also on servers, and a change of the rate needs no message.
     """
@@ -259,8 +258,8 @@ MOST = kernels.MOST["fp32"]
 
 
 class Momentum(CodecWrapper, frozen=True):
-    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so
-    that it is flagged, and the velocity stays unchanged."""
+    """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so it
+    is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
     feedback_inside: ClassVar[bool] = True

@@ -94,7 +94,8 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         state["entries"] = entries
 
     def demand(self, state: State, ratio: float) -> Demand:
-        """Returns the demand of this bucket for the next step. `ratio`: the bucket's own ratio in that step."""
+        """Returns what this bucket needs from the shared budget in the next step. `ratio`: the bucket's own ratio in that
+        step."""
         spec, sent = state["_spec"], state["sent"]
         plain = self._count(spec, ratio)
         fewest, most = max(1, plain // MAX_SHARE), self._count(spec, min(self.max_ratio, MAX_SHARE * ratio))
@@ -209,8 +210,8 @@ EMPTY_TAIL = Tail(1e-9, 1.0, 1.0)
 
 
 class Demand(NamedTuple):
-    """One bucket's demand: its present number of entries, and for its next payload the fewest, the number by its own ratio
-    (`plain`), and the most."""
+    """What one bucket needs from a budget of entries that several buckets share. `now`: entries of its last payload. `plain`:
+    entries that its own ratio gives. `fewest`, `most`: limits for its next payload."""
 
     now: int
     fewest: int

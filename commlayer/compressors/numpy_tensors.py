@@ -1,4 +1,4 @@
-"""A numpy replacement for the part of torch that a server's codecs use, so that a server runs without torch.
+"""A numpy replacement for the part of torch that a server's codecs use, so a server runs without torch.
 
 Names, arguments and results (bit for bit) are those of torch, for host memory only. Codec functions that only workers call are
 not supported. Codecs import this module through tensors.py, as `torch`.

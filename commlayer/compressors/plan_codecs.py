@@ -38,7 +38,7 @@ log = logging.getLogger("commlayer")
 WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
 READ_AS_WRAPPED = (BudgetedTopK, ErrorFeedback, Momentum)
 _reported: set[str] = set()
-"""Texts of launcher errors that have been logged, so that each is logged once."""
+"""Texts of launcher errors that have been logged, so each is logged once."""
 
 
 class TwoWay(msgspec.Struct, frozen=True):
@@ -104,11 +104,11 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
     of the sum."""
     if not _sums(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"two_way: up must be a codec of one round with a dense float32 sum, got {up}")
+                           f"two_way: up is {up}, but it must be a codec of one round with a dense float32 sum")
     if not is_download_codec(down):
         raise InvalidInput("E-CODEC-ARGUMENT",
-                           "two_way: down must be a codec of one round with a dense float32 sum, with or without "
-                           f"error_feedback, got {down}")
+                           f"two_way: down is {down}, but it must be a codec of one round with a dense float32 sum, with or "
+                           "without error_feedback")
     return TwoWay(up, down)
 
 
@@ -164,7 +164,7 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
     """Raises InvalidInput unless the server, which uses the bucket's codec, can read the payloads of this node's codec."""
     if _read(server) != _read(node):
         raise InvalidInput("E-PLAN-BY-NODE",
-                           f"bucket {bucket.id}: by_node has {node}, whose payloads a server with {server} cannot read; only "
+                           f"bucket {bucket.id}: by_node has {node}, whose payloads a server with {server} does not read; only "
                            "the ratios may differ")
     if node.keeps != server.keeps:
         raise InvalidInput("E-PLAN-BY-NODE",

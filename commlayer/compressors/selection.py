@@ -175,7 +175,7 @@ CALM, CALM_SHARE = 0.003, 8
 size, enough to detect jumps."""
 
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
-"""A sample has at most max(SAMPLE_FLOOR, numel / SAMPLE_SHARE) elements, so that it is cheap compared with the scan."""
+"""A sample has at most max(SAMPLE_FLOOR, numel / SAMPLE_SHARE) elements, so it is cheap compared with the scan."""
 
 LIFT = 1.0
 """The target count exceeds k by this multiple of the sample's noise, because dropping entries costs far less than a second

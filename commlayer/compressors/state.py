@@ -67,7 +67,7 @@ def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def remembered(state: State) -> dict[str, torch.Tensor]:
-    """Returns a server's snapshot plus what `undo_server` needs, so that a restarted server can resume from its journal."""
+    """Returns a server's snapshot plus what `undo_server` needs, so a restarted server can resume from its journal."""
     tensors = snapshot(state)
     for path, owner in _memories(state):
         tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))
@@ -115,7 +115,8 @@ def _check_values(path: str, value: torch.Tensor) -> None:
     least, most = LIMITS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
     if value.ndim == 0 and not least <= value.item() <= most:
         raise InvalidInput("E-CODEC-STATE",
-                           f"codec state {path}: got {value.item()}, allowed: {least} to {most}; use an earlier checkpoint")
+                           f"codec state {path}: is {value.item()}, but it must be {least} to {most}; use an earlier "
+                           "checkpoint")
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:

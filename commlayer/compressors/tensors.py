@@ -25,7 +25,7 @@ _chosen = "torch"
 real = True
 """Whether the module in use is torch, not numpy_tensors."""
 _handed: set[str] = set()
-"""Names that were copied into this module's globals, so that later accesses are fast."""
+"""Names that were copied into this module's globals, so later accesses are fast."""
 
 
 def __getattr__(name: str) -> Any:

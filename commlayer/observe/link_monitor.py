@@ -170,7 +170,7 @@ def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Returns whether some rate differs by more than FACTOR, so that a new plan is needed."""
+    """Returns whether some rate differs by more than FACTOR, so a new plan is needed."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 

@@ -12,7 +12,7 @@ from commlayer.records import Record
 LIMIT = 0.25
 """Relative error above which a prediction counts as wrong."""
 PATIENCE = 8
-"""Number of consecutive wrong steps that are required, so that one slow step does not count."""
+"""Number of consecutive wrong steps that are required, so one slow step does not count."""
 QUIET = 50
 """Number of steps without another report after a stale plan was reported, because the reaction takes time to have an effect."""
 

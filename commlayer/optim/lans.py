@@ -1,8 +1,8 @@
 """LANS, and CLAN for compressed gradients: Nesterov momentum with step lengths relative to each tensor's norm.
 
 Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 Minutes (2020), algorithm 2. A block is a
-parameter tensor, and phi(z) clamps z. If a norm is 0 its ratio is 1, as in the published code, so that parameters that start at
-zero change.
+parameter tensor, and phi(z) clamps z. If a norm is 0 its ratio is 1, as in the published code, so parameters that start at zero
+change.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tens
 
 
 def _positive(norms: torch.Tensor) -> torch.Tensor:
-    """Returns norms for use as divisors: 0 becomes 1, so that a zero tensor stays zero."""
+    """Returns norms for use as divisors: 0 becomes 1, so a zero tensor stays zero."""
     return torch.where(norms > 0, norms, 1.0)
 
 

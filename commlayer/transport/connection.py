@@ -74,7 +74,7 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 def _on_one_machine(sock: ByteChannel) -> bool:
-    """Returns whether both ends are on one machine, so that no link is used. False if unknown."""
+    """Returns whether both ends are on one machine, so no link is used. False if unknown."""
     if not isinstance(sock, socket.socket):
         return False
     try:

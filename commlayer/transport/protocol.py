@@ -67,8 +67,8 @@ MAY_LACK_ZEROS = frozenset((Kind.PUSH, Kind.RESULT))
 """Kinds whose bodies are sent without zero chunks. Gradients of embeddings and experts have zero chunks; probes must keep their
 size."""
 NUMBERED = frozenset((Kind.STATE_GET, Kind.STATE, Kind.UNDO, Kind.PLAN))
-"""Kinds of requests that have a sequence number in `used`, so that repeats are recognized. Numbers start at 1 for each worker
-and server; 0: no number."""
+"""Kinds of requests that have a sequence number in `used`, so repeats are recognized. Numbers start at 1 for each worker and
+server; 0: no number."""
 
 
 class Header(NamedTuple):

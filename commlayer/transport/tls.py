@@ -20,7 +20,7 @@ from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, of_
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
-"""Bytes that are encrypted at once and sent before the next ones, so that they stay in the cache."""
+"""Bytes that are encrypted at once and sent before the next ones, so they stay in the cache."""
 LEAST_RAW_NBYTES, RAW_NBYTES = 8 << 10, 256 << 10
 """Initial and largest size of the receive buffer. It grows when a full buffer arrives after the handshake, so unauthenticated
 peers use little memory."""
@@ -148,7 +148,7 @@ class TlsSocket(socket.socket):
             self._raw = memoryview(bytearray(2 * n))
 
     def _send_alert(self, deadline: float) -> None:
-        """Sends the TLS alert and drains what the other end still sends, so that it receives the alert."""
+        """Sends the TLS alert and drains what the other end still sends, so it receives the alert."""
         try:
             self._flush(deadline)
             self.shutdown(socket.SHUT_WR)

@@ -97,11 +97,11 @@ def test_restore_refuses_keys_and_steps_below_zero(name: str, value: int) -> Non
 BROKEN = [  # codec, numel, (byte of the body, value), words
     (int4(block=8), 16, {1: 0x7E}, "scale"),
     (int4(block=8), 16, {1: 0x80}, "scale"),
-    (int4(block=8), 15, {11: 0x10}, "past its last element"),
+    (int4(block=8), 15, {11: 0x10}, "after its last element"),
     (qsgd(block=8, levels=1), 16, {0: 0x00, 1: 0x7F}, "scale"),
-    (qsgd(block=8, levels=3), 10, {7: 0x40}, "past its last element"),
+    (qsgd(block=8, levels=3), 10, {7: 0x40}, "after its last element"),
     (onebit(block=8), 16, {0: 0x80, 1: 0x7F}, "scale"),
-    (onebit(block=8), 9, {5: 0x02}, "past its last element"),
+    (onebit(block=8), 9, {5: 0x02}, "after its last element"),
 ]
 
 
