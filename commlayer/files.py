@@ -59,5 +59,5 @@ def between(page: str, begin: str, end: str, made: str) -> str:
     before, first, rest = page.partition(begin)
     _, last, after = rest.partition(end)
     if not first or not last:
-        raise InvalidInput("E-ARGUMENT", f"the page has no mark {begin} before a mark {end}")
+        raise InvalidInput("E-ARGUMENT", f"the page has no {begin} before {end}")
     return f"{before}{begin}\n{made}\n{end}{after}"
