@@ -140,7 +140,7 @@ class Suggestion(NamedTuple):
 
 
 Line = LogLine | Suggestion | StalePlan
-"""What the user is told. A StalePlan is also an event of session.inspect."""
+"""A line for the user. A StalePlan is also an event of session.inspect."""
 
 
 class Request(IntEnum):

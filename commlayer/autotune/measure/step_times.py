@@ -228,12 +228,12 @@ def batches_of(source: Any) -> BatchOf:
             return source  # type: ignore[no-any-return]
         raise InvalidInput("E-USER-CODE",
                            f"profile: got {type(source).__name__} for batches, allowed: a DataLoader, or a function that gives "
-                           "a batch of so many samples")
+                           "a batch of N samples")
     dataset, collate = source.dataset, source.collate_fn
     if isinstance(dataset, IterableDataset):
         raise InvalidInput("E-USER-CODE",
-                           f"profile: the dataset {type(dataset).__name__} has no samples by index, allowed in place of the "
-                           "loader: a function that gives a batch of so many samples")
+                           f"profile: the dataset {type(dataset).__name__} has no samples by index, allowed instead of the "
+                           "loader: a function that gives a batch of N samples")
 
     def batch_of(samples: int) -> Any:
         places = list(range(samples))
