@@ -128,7 +128,7 @@ def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
 def check_json(path: Path | None) -> None:
     """Checks the file of write_json before the command does its work."""
     if path is not None:
-        check_out(path)
+        check_out(path, "--json ")
 
 
 def write_json(path: Path | None, text: str) -> None:
@@ -137,15 +137,15 @@ def write_json(path: Path | None, text: str) -> None:
         write({path: text + "\n"})
 
 
-def check_out(path: Path) -> None:
+def check_out(path: Path, option: str = "") -> None:
     """Checks an output file before the command does its work."""
     folder = path.absolute().parent
     if path.is_dir():
-        raise InvalidInput("E-CLI-OPTION", f"{path}: is a folder, allowed: the name of a file")
+        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: is a folder, allowed: the name of a file")
     if not folder.is_dir():
-        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} does not exist")
+        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: the folder {folder} does not exist")
     if not os.access(folder, os.W_OK):
-        raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {folder} cannot be written to")
+        raise InvalidInput("E-CLI-OPTION", f"{option}{path}: the folder {folder} cannot be written to")
 
 
 def write(texts: Mapping[Path, str]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterable
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commlayer.cli.arguments import check_json, write_json
 from commlayer.demo.settings import CODEC, DemoSettings, read_settings
 from commlayer.errors import CommError
 
@@ -36,10 +37,7 @@ def demo(
 ) -> None:
     """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
     settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, target=target, quick=quick)
-    if json is not None:
-        from commlayer.demo.report import check_json
-
-        check_json(json)
+    check_json(json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _run(settings, json)
@@ -73,30 +71,23 @@ def _run(settings: DemoSettings, path: Path | None) -> None:
         console.print(report.table(settings, figures))
         console.print(report.notes(settings, figures, native=native), markup=False)
         if path is not None:
-            report.write_json(path, figures, native=native)
+            write_json(path, dumps(report.record(figures, native=native), indent=1))
         for _ in stream:
             pass  # until all workers have ended normally
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
 
 
 def _watch(stream: Iterable[Event | None], progress: DemoProgress, console: Console, begin: float) -> None:
-    """Shows progress until both runs are over: a panel updated in place, or lines if there is no terminal."""
-    from rich.live import Live
+    """Prints a line of progress every LINE_S until both runs are over."""
+    from commlayer.demo.report import line
 
-    from commlayer.demo.report import line, panel
-
-    live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     due, last_line = begin, ""
-    with live or contextlib.nullcontext():
-        for event in stream:
-            now = time.monotonic()
-            if event is not None:
-                progress.take(event)
-            if live is not None and (now >= due or progress.over):
-                live.update(panel(progress, now - begin), refresh=True)
-                due = now + TICK_S
-            elif live is None and now >= due and last_line != (last_line := line(progress)):
-                console.print(f"{now - begin:4.0f} s  {last_line}")
-                due = now + LINE_S
-            if progress.over:
-                return
+    for event in stream:
+        now = time.monotonic()
+        if event is not None:
+            progress.take(event)
+        if now >= due and last_line != (last_line := line(progress)):
+            console.print(f"{now - begin:4.0f} s  {last_line}")
+            due = now + LINE_S
+        if progress.over:
+            return

@@ -24,15 +24,15 @@ app = typer.Typer(
 )
 
 
-def tell_version(asked: bool) -> None:
-    if asked:
+def show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"commlayer {messages.version()}")
         raise typer.Exit
 
 
 @app.callback()
 def commlayer(
-    version: Annotated[bool, typer.Option("--version", callback=tell_version, is_eager=True, help="Show it and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")] = False,
 ) -> None:
     """Options before the command."""
 

@@ -1,27 +1,19 @@
-"""The demo's output: progress while it runs, then a table with notes, and JSON."""
+"""The demo's output: lines of progress while it runs, then a table with notes, and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from commlayer.demo.fleet import Event, Progress, RunBegan, RunEnded
 from commlayer.demo.settings import DENSE, DemoSettings
-from commlayer.errors import InvalidInput
-from commlayer.files import write_whole
 
 COLUMNS = ("steps", "sent in\nall", "sent a\nstep", "test\naccuracy", "step\ntime", "exposed\ncomm.", "speed-\nup")
 NONE = "-"
@@ -73,20 +65,13 @@ def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -
     return "\n".join(text)
 
 
-def check_json(path: Path) -> None:
-    """Called before the demo runs, so that it does not end without a place to write."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        problem = "is a folder" if path.is_dir() else f"folder {str(path.parent)!r} does not exist or cannot be written to"
-        raise InvalidInput("E-CLI-OPTION", f"--json {str(path)!r}: {problem}; allowed is a file in a folder that exists")
-
-
-def write_json(path: Path, results: Mapping[str, Any], *, native: bool) -> None:
-    """Writes {"name", "machine", "rows", "summary"}, completely or not at all."""
+def record(results: Mapping[str, Any], *, native: bool) -> dict[str, Any]:
+    """The result for --json: {"name", "machine", "rows", "summary"}."""
     machine = {
         "system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch"),
         "backend": "native" if native else "fallback",
     }
-    write_whole({path: (json.dumps({"name": "demo", "machine": machine, **results}, indent=1) + "\n").encode()})
+    return {"name": "demo", "machine": machine, **results}
 
 
 # ---- figures
@@ -137,10 +122,9 @@ def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
     return slow["train_s"] / fast["train_s"] if slow["reached"] and fast["reached"] else None
 
 
-# ---- progress: a panel on a terminal, a line anywhere else
+# ---- progress
 
 NAMES = ("dense", "compressed")
-PANEL_WIDTH = 80
 
 
 @dataclasses.dataclass
@@ -172,23 +156,6 @@ class DemoProgress:
         return self.latest[-1] if len(self.latest) > len(self.reached) else None
 
 
-def panel(progress: DemoProgress, wall_s: float) -> Panel:
-    settings = progress.settings
-    parts: list[Text | Table] = []
-    for run, name in enumerate(NAMES):
-        codec = (DENSE, settings.codec)[run]
-        parts.append(Text.assemble((f"{run + 1}  {name}  ", "bold"), (codec, "cyan")))
-        if run < len(progress.latest):
-            now = progress.latest[run]
-            texts = (_counts(now), _costs(now)) if now.step else ("begins",)
-            parts += [_bar(now, settings.target), *(Text(f"   {text}") for text in texts)]
-        else:
-            parts.append(Text(f"   {waiting(progress)}" if run == len(progress.reached) else "   to come", style="dim"))
-    title = f"commlayer demo: {settings.workers} workers, {link_text(settings)}"
-    return Panel(Group(*parts), title=title, subtitle=f"{wall_s:.0f} s", title_align="left", subtitle_align="right",
-                 width=PANEL_WIDTH, padding=(0, 1))
-
-
 def line(progress: DemoProgress) -> str:
     now = progress.training
     if now is None:
@@ -196,7 +163,8 @@ def line(progress: DemoProgress) -> str:
     if not now.step:
         return f"{NAMES[now.run]:10}  begins"
     costs = f"{span(now.step_s)}, {size(now.step_nbytes)} a step"
-    return f"{NAMES[now.run]:10}  {_counts(now)}  accuracy {now.accuracy:5.1%}  {costs}"
+    return (f"{NAMES[now.run]:10}  step {now.step:<4} loss {now.loss:5.3f}   training {now.train_s:4.1f} s  "
+            f"accuracy {now.accuracy:5.1%}  {costs}")
 
 
 def waiting(progress: DemoProgress) -> str:
@@ -231,18 +199,3 @@ def size(nbytes: float) -> str:
 def _figures(number: float) -> str:
     """Three significant digits, without an exponent."""
     return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"
-
-
-def _bar(now: Progress, target: float) -> Table:
-    row = Table.grid(padding=(0, 1))
-    row.add_row("   test accuracy", ProgressBar(total=target, completed=min(now.accuracy, target), width=32),
-                f"{now.accuracy:.1%}, to reach {target:.1%}")
-    return row
-
-
-def _counts(now: Progress) -> str:
-    return f"step {now.step:<4} loss {now.loss:5.3f}   training {now.train_s:4.1f} s"
-
-
-def _costs(now: Progress) -> str:
-    return f"a step: {span(now.step_s)}, {size(now.step_nbytes)} sent; {now.exposed:.0%} of the time waiting for communication"
