@@ -161,7 +161,7 @@ class Groups:
 # Calls of different groups need no common order, so the stages of several buckets overlap.
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Newer versions of torch call this function all_gather_single."""
+"""torch's all-gather into one tensor, which newer versions of torch call all_gather_single."""
 
 
 class Channel:

@@ -466,7 +466,7 @@ def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
 
 
 MOST = 2
-"""Maximum number of plans kept. The oldest is dropped. A job has one plan."""
+"""Maximum number of uploaded plans that are kept, although a job uses only one. The oldest plan is dropped first."""
 
 
 class _Coming:

@@ -162,8 +162,8 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
     def _lossy_emit(self) -> bool:
-        """Returns whether the server compresses its sum again, and so has a residual: for GATHER. A server sends the sum of a
-        SUM round unchanged."""
+        """Returns whether a server compresses its sum again and keeps a residual, which is the case for GATHER codecs. A server
+        sends the sum of a SUM codec unchanged."""
         return self.rounds == (Round.GATHER,)
 
     def _start(self, x: torch.Tensor, state: State, out: Out) -> int:

@@ -129,7 +129,7 @@ class LazyOptimizer(Optimizer):
         state["sweep_position"] = 0 if high == p.numel() else high
 
     def _table(self, rows: torch.Tensor, memo: Memo) -> torch.Tensor:
-        """Returns the table in the form of the kernels: float32, padded with rows of zeros to ROWS rows."""
+        """Returns the table of missed updates in the form of the kernels: float32, padded with rows of zeros to ROWS rows."""
         if id(rows) not in memo:
             written = self._kernel_table(rows)
             table = torch.zeros(ROWS, written.shape[1])
@@ -209,7 +209,7 @@ class LazyOptimizer(Optimizer):
         raise NotImplementedError
 
     def _kernel_table(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of a table in the form of the kernels."""
+        """Converts the rows of a table of missed updates to the form of the kernels."""
         raise NotImplementedError
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:

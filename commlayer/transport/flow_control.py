@@ -177,7 +177,8 @@ class Pacer:
         self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
 
     def follow(self, bps: float) -> None:
-        """Sets the link's measured rate in bit/s; 0: unknown, so no share of the link is set."""
+        """Sets the measured upload rate of this machine's link in bit/s, which connections share. 0: unknown, so connections
+        are not limited to a share."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
             for sock in list(self._shares):
