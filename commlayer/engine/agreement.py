@@ -1,10 +1,12 @@
-"""Decides in which step the remaining members of a job meet when its members change. Pure functions, without communication.
+"""Decides in which step the remaining members of a job continue after its members have changed. Pure functions, without
+communication.
 
-Each round has two words (messages) per member. The first word is the step that the member is in. The second word follows if all
-first words name one step, or if the member completed its step before it had the others' words. The second word is binding: the
-member stays in that step, or has completed it. A first word alone may be outdated when it is read.
+In each round of votes, each member sends up to two votes. The first vote is the step that the member is in. The second vote
+follows if all first votes name the same step, or if the member completed its step before it received the other votes. The
+second vote is binding: the member stays in that step, or has completed it. A first vote can be outdated when another member
+reads it.
 
-regroup.py sends the words and carries out the result; bench/chaos builds schedules of the same decisions.
+regroup.py sends the votes and carries out the result; bench/chaos builds schedules of the same decisions.
 """
 
 from __future__ import annotations
@@ -17,61 +19,62 @@ from commlayer.records import ServerInfo, View
 
 
 class Vote(NamedTuple):
-    """What a member sends during an epoch change."""
+    """A message that a member sends during an epoch change: the step that it is in."""
 
     step: int
     weight: float
-    """The weight of its gradients in that step."""
+    """The weight of the member's gradients in that step."""
 
 
 AWAY = Vote(-2, 0.0)
-"""Sent to a joining member instead of "ready": members have left at a time when the job admits no new member."""
+"""Vote that tells a joining member that it cannot join now, because other members have left at a time when the job admits no
+new member."""
 
 
 def name_of(view: View, what: str, rank: int) -> str:
-    """The key of a word in the rendezvous store."""
+    """Key of a vote in the rendezvous store: epoch, kind of vote and round (`what`), and rank of the voter."""
     return f"regroup{view.generation}/{what}/{rank}"
 
 
 class VoterState(NamedTuple):
-    """What a member has sent and found so far."""
+    """Record of what a member has sent and learned so far, during changes of members."""
 
     rounds_sent: tuple[int, int] = (0, 0)
-    """The epoch, and the number of rounds in it for which the member has sent its words."""
+    """The epoch's generation, and the number of rounds in it for which the member has sent its votes."""
     completed: int = -1
-    """The step that another member has completed, so that this member will complete it, too."""
+    """The step that another member is known to have completed, so that this member will complete it, too; -1: none."""
     bound: tuple[int, int] = (0, -1)
-    """The epoch, and the step that the member has bound itself not to complete. A newer epoch cancels the bond: either no
-    member has all such words, or all have. Otherwise other members could wait for this one without sending."""
+    """The epoch's generation, and the step that this member has promised not to complete. A newer epoch cancels the promise:
+    either no member has all such votes, or all have. Otherwise other members could wait for this member without sending."""
 
     def gone_over(self) -> VoterState:
-        """The state after an epoch change. The same step is repeated and may be aborted again."""
+        """The state after an epoch change. Promises are cancelled: the same step is repeated and might be aborted again."""
         return VoterState(self.rounds_sent)
 
 
 class Claims(NamedTuple):
-    """A word to all remaining members. The member then waits for their words under the same name."""
+    """A vote to send to all remaining members. The member then waits for their votes of the same kind."""
 
     what: str
     word: Vote
     ends: bool
-    """Whether the wait ends as soon as this member has all data of its step."""
+    """Whether the wait ends as soon as this member has received all data of its step."""
 
 
 class AgreementOutcome(enum.Enum):
     WHOLE = enum.auto()
-    """Another member has completed this member's step, so this member will complete it, too."""
+    """Another member has completed the step of this member, so this member will complete it, too."""
     APART = enum.auto()
-    """Other members are in earlier steps. They catch up, and another round follows."""
+    """Some members are in earlier steps. They catch up, and another round of votes follows."""
     TOGETHER = enum.auto()
-    """All are in one step, and no member has completed or will complete it."""
+    """All members are in the same step, and no member has completed or will complete it."""
 
 
 # ---- views
 
 
 def new_in(view: View, former: View) -> list[int]:
-    """Members that have joined since the former view."""
+    """Ranks of the members that have joined since the epoch `former`."""
     former_ranks = {m.rank for m in former.members}
     return [m.rank for m in view.members if m.rank not in former_ranks]
 
@@ -82,13 +85,13 @@ def gone_from(former: View, view: View) -> list[int]:
 
 
 def staying(former: View, view: View) -> list[int]:
-    """Members that send words: those of both views, in the order of the newer one."""
+    """Ranks of the members that vote: those of both epochs, in the order of the newer epoch."""
     new = new_in(view, former)
     return [m.rank for m in view.members if m.rank not in new]
 
 
 def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
-    """The servers to which this member reports the newer view."""
+    """The servers to which this member must report the new epoch. The remaining members share the servers among themselves."""
     ids = [m.rank for m in view.members]
     among = len(ids) - len(new_in(view, former))
     return [server for number, server in enumerate(view.servers) if number % among == ids.index(mine)]
@@ -98,13 +101,13 @@ def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
 
 
 def missed(step: int, finished: Iterable[int]) -> bool:
-    """Whether a member left without its part of that step. `finished`: for each member that left, the exchanges that it
-    completed; -1 if it did not leave in order."""
+    """Whether a member left without sending its gradients of `step`. `finished`: for each member that left, the number of
+    exchanges that it completed; -1 if it did not leave in order."""
     return any(exchanges <= step for exchanges in finished)
 
 
 def calls(state: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
-    """Whether a member that waits in that step has to send its word."""
+    """Whether a member that waits in `step` must send its first vote now. `lets_in`: the job currently admits new members."""
     if step == state.completed:
         return False
     # A member that was about to join may be gone again, after some members have sent their words.
@@ -119,8 +122,8 @@ def first(state: VoterState, view: View, mine: Vote) -> Claims:
 def second(
     state: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, complete: bool,
 ) -> tuple[VoterState, Claims | None]:
-    """`words`: the first words of all remaining members; empty if this member had all of the step before. `complete`: whether
-    it has all of it now. Returns no word if members are in different steps."""
+    """The second vote of a member, after the first votes of all remaining members (`words`; empty if this member received all
+    data of its step first). `complete`: whether it has all data now. Returns no vote if members are in different steps."""
     if words and not _alike(words, mine.step):
         return state, None
     # A member that completed its step and moved on finds its old word in the next round.
@@ -132,7 +135,8 @@ def second(
 
 def outcome(state: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
           ) -> tuple[VoterState, AgreementOutcome]:
-    """The result of a round. `sure`: the second words; empty if there are none or this member does not wait for them."""
+    """The result of a round of votes. `words`: the first votes. `sure`: the second votes; empty if there are none, or if this
+    member does not wait for them."""
     if not words:
         return state._replace(completed=step), AgreementOutcome.WHOLE
     state = state._replace(rounds_sent=(view.generation, _round(state, view) + 1))

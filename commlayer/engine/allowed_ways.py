@@ -1,4 +1,4 @@
-"""Decides which sync modes a job can use, and why others are excluded. Changes nothing."""
+"""Decides which sync modes a job can use, and gives the reasons that exclude the others. It has no side effects."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ from commlayer.errors import InvalidInput
 from commlayer.optim.pieces import hooked, indivisible
 
 SHARDED = "ZeroRedundancyOptimizer"
-"""A name, because torch has the class only if torch.distributed is built, and importing it is slow."""
+"""Name of an optimizer class that is detected by name: torch has the class only if torch.distributed is built, and importing it
+is slow."""
 
 
 def allowed_ways(connection: JobContext) -> set[str]:
-    """The modes of `WAYS` that a planner may choose on this rank."""
+    """The sync modes in `WAYS` that a planner can choose on this rank."""
     return {way for way, why in forbidden_ways(connection).items() if not why}
 
 
 def forbidden_ways(connection: JobContext) -> dict[str, str]:
-    """For each of `WAYS`, why a planner may not choose it; "" if it may. Ranks may differ, so they exchange the results."""
+    """Maps each sync mode in `WAYS` to the reason why a planner cannot choose it, or to "" if it can. Reasons can differ
+    between ranks, so ranks exchange them."""
     terms = connection.terms
     return {way: _asked_otherwise(connection, way) or terms.forbids(way) or terms.useless(way) for way in WAYS}
 
 
 def takes_fragments(connection: JobContext) -> bool:
-    """Whether a planner may choose the number of fragments: the script did not set it, and members are fixed. If members may
-    leave, an exchange must be complete before any part of it is applied."""
+    """Whether a planner can choose the number of fragments: the script did not set it, and the workers cannot change. If
+    workers might leave, an exchange must be complete before any part of it is applied."""
     return connection.terms.requested.fragments is None and connection.members is None
 
 
 def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
-    """Modes that would run without any benefit."""
+    """Returns a function from a sync mode to the reason why the mode would bring no benefit in this job; "" if it might."""
 
     def useless(way: str) -> str:
         if way != "forward":
             return ""
         if scaler is not None and scaler.is_enabled():
-            return "a GradScaler decides from all gradients whether to skip a step, so backward() waits for them"
+            return "a GradScaler needs all gradients to decide whether to skip a step, so backward() would wait for them"
         if clips:
-            return "max_norm= clips by the norm of all gradients, so step() waits for them"
+            return "max_norm clips by the norm of all gradients, so step() would wait for them"
         if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
-            return "the ranks' optimizers are in different states since they stepped locally"
+            return "the optimizers have different states on different ranks, because they have stepped locally"
         return ""
 
     return useless
 
 
 def _asked_otherwise(connection: JobContext, way: str) -> str:
-    """The script's arguments to attach() hold for every plan."""
+    """The reason why the arguments of attach(), which apply to every plan, exclude a sync mode; "" if they allow it."""
     requested = connection.terms.requested
     if way == "forward" and (requested.updates or requested.overlap == "round"):
         return f"attach() was given {requested}"
@@ -69,8 +71,8 @@ def _asked_otherwise(connection: JobContext, way: str) -> str:
 
 
 def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
-    """Which modes the arguments of attach() exclude. Checked at each call, because the optimizer may have changed. `hook`:
-    commlayer's hook state on DDP."""
+    """Returns a function from a sync mode to the reason why model, optimizer or wrapper exclude it; "" if they allow it. It
+    checks at each call, because the optimizer can change. `hook`: commlayer's hook state on DDP; None: there is none."""
 
     def forbids(way: str) -> str:
         try:
@@ -88,51 +90,57 @@ def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer:
 
 
 def check_local(optimizer: Any, said: str = "") -> None:
-    """Raises ValueError for an optimizer that cannot take local steps. `said`: the argument of attach()."""
+    """Raises ValueError for an optimizer that cannot take local steps. `said`: the argument of attach() that requested them; ""
+    if none did."""
     name, also = f"{said}: " if said else "", f", {said}" if said else ""
     if not hasattr(optimizer, "register_step_post_hook"):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}got optimizer {type(optimizer).__name__}, allowed: a torch.optim.Optimizer, after whose "
-                           f"steps weights are exchanged: attach(model, optimizer{also})")
+                           f"{name}got optimizer {type(optimizer).__name__}, but local steps need a torch.optim.Optimizer, "
+                           f"after whose steps weight changes are exchanged: attach(model, optimizer{also})")
     if not hooked(optimizer):  # a wrapper that only pretends to be an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}got optimizer {type(optimizer).__name__}, which has no hooks on its steps: pass the "
-                           "optimizer inside it")
+                           f"{name}got optimizer {type(optimizer).__name__}, which does not support step hooks: pass the "
+                           "optimizer that it wraps")
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}{SHARDED} steps each parameter on one rank alone, which would learn from its own batches "
-                           "only; allowed: the optimizer that it shards, or every=1 with gradients")
+                           f"{name}{SHARDED} is not supported with local steps: it updates each parameter on one rank, "
+                           "which would learn only from its own batches; pass the optimizer that it shards, or use every=1 "
+                           "with gradients")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidInput("E-SYNC-OPTIMIZER",
-                           f"{name}LBFGS makes its own number of backward passes per step, which differs between ranks; "
-                           "allowed: an optimizer with one backward pass per step, such as AdamW, or every=1 with gradients")
+                           f"{name}LBFGS is not supported with local steps: it makes a variable number of backward passes "
+                           "per step, which differs between ranks; use an optimizer with one backward pass per step, such "
+                           "as AdamW, or every=1 with gradients")
 
 
 def check_overlap(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> None:
-    """Raises ValueError if averages may not arrive after backward() has returned."""
+    """Raises ValueError if the model, its wrapper or its optimizer does not support averages that arrive after backward() has
+    returned."""
     if isinstance(model, DistributedDataParallel):
         raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward': DistributedDataParallel ends backward() only when gradients are final; attach "
-                           "the module inside it, and leave DistributedDataParallel out")
+                           "overlap='forward' is not supported with DistributedDataParallel, whose backward() ends only "
+                           "when gradients are final; attach the module inside it, without DistributedDataParallel")
     if optimizer is None:
         raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward' calls the optimizer when results arrive: attach(model, optimizer, ...)")
+                           "overlap='forward' needs the optimizer, because it applies updates when results arrive: call "
+                           "attach(model, optimizer, ...)")
     if why := indivisible(optimizer):
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward' applies a step in pieces, and {why}; remedy: another optimizer, or "
-                           "leave overlap out")
+                           f"overlap='forward' applies a step in pieces, but {why}; use another optimizer, or leave overlap "
+                           "out")
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if missing := [name for name, p in named if id(p) not in stepped]:
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward': {len(missing)} parameters are not in the optimizer that was given, the first "
-                           "is "
-                           f"{missing[0]}: one optimizer has to step all of them, or leave these out with requires_grad=False")
+                           f"overlap='forward': {len(missing)} parameters do not belong to the optimizer, for example "
+                           f"{missing[0]}: one optimizer must step all parameters; add them, or exclude them with "
+                           "requires_grad=False")
     weights = sparse_weights(model)
     if sparse := [name for name, p in named if id(p) in weights]:
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward': the gradient of {sparse[0]} is sparse, and sparse averages are not split; pass "
-                           "sparse=False to its nn.Embedding, or leave overlap out")
+                           f"overlap='forward' is not supported with the sparse gradient of {sparse[0]}, because sparse "
+                           "averages cannot be applied in pieces; pass sparse=False to its nn.Embedding, or leave overlap "
+                           "out")
     if stepped_lazily(optimizer, [p for _, p in named]):
         raise InvalidInput("E-SYNC-FORWARD",
-                           f"overlap='forward': {type(optimizer).__name__} takes sparse averages, which are not split; use the "
-                           "dense optimizer, or leave overlap out")
+                           f"overlap='forward' is not supported with {type(optimizer).__name__}, whose sparse averages "
+                           "cannot be applied in pieces; use the dense optimizer, or leave overlap out")

@@ -1,13 +1,14 @@
-"""Detects how the script used a step's averages: applied by an optimizer, accumulated, or discarded.
+"""Detects whether the script applied, accumulated or discarded the averages of a step; writes averages; clips them.
 
 An exchange becomes final once an optimizer has stepped with its averages, or a later backward pass has added to them. If the
-script clears averages before that, this module reports it, and the exchange can be undone. Examples are a GAN's generator loss
-that runs through the discriminator, a probe, and a step that a scaler skips. Writes inside an optimizer's step do not count.
+script clears averages before that, this module reports it, and the exchange can be rolled back. Examples are a GAN's generator
+loss that runs through the discriminator, a probe, and a step that a GradScaler skips. Writes inside an optimizer's step do not
+count.
 
 Clearing a gradient triggers no hook. So `.grad` is checked later: when a tensor's next gradient is about to be added, or when
 an optimizer is about to step with it. By then `.grad` is unchanged, None or zeros. The check needs two hooks on every
-parameter. They are registered only while a codec of the plan keeps residuals; otherwise nothing could be undone. Values are
-read only of gradients that were written to since (also by clipping), and of these seldom more than one tensor.
+parameter. They are registered only while a codec of the plan keeps residuals; without residuals there is nothing to roll back.
+Values are read only from gradients that have been written since (also by clipping), and usually from one tensor only.
 """
 
 from __future__ import annotations
@@ -32,37 +33,39 @@ from commlayer.optim.sparse import LazyOptimizer
 log = logging.getLogger("commlayer")
 
 NOBODY_STEPS = (
-    "gradients were cleared without a step of a torch optimizer, and none that holds these parameters is known: their averages "
-    "count as applied. Put backward passes whose gradients are thrown away into session.no_sync(), or name an optimizer"
+    "gradients were cleared without a step of a torch optimizer, and commlayer knows no optimizer of these parameters: it "
+    "treats their averages as applied. Run backward passes whose gradients are discarded inside session.no_sync(), or pass "
+    "the optimizer to attach()"
 )
 BY_LOSS = (
-    "LBFGS with line_search_fn=%r goes by the loss that its closure returns: return the mean over all ranks (all-reduce it), "
-    "or ranks make unequal numbers of backward passes to a step, and average gradients of different steps"
+    "LBFGS with line_search_fn=%r depends on the loss that its closure returns: return the mean over all ranks (all-reduce "
+    "the loss). Otherwise ranks make unequal numbers of backward passes per step, and average gradients of different steps"
 )
 
 
 SMALL_NUMEL = 1 << 12
-"""Smaller averages may well be all zeros if few entries are sent."""
+"""Number of elements below which an average can consist of zeros by chance, if few entries are sent."""
 
 
 class AverageUse:
-    """Watches the parameters of one model."""
+    """Observes how the script uses the averages in the gradients of one model's parameters."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
         applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: HeldParameters | None = None,
     ) -> None:
-        """`cleared(number)` receives a tensor whose average was discarded, `applied(numbers)` those that an optimizer has
-        applied. `anything(number)` returns whether that average had nonzero elements."""
+        """`cleared(number)` is called for a tensor whose average was discarded, `applied(numbers)` for tensors whose averages
+        an optimizer has applied. `anything(number)` returns whether a tensor's average had nonzero elements."""
         self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
         self._held = held or HeldParameters(parameters)
         self._open: dict[int, int] = {}
-        """Tensors whose average's use is not known yet, with the version of `.grad` that holds the average."""
+        """Tensors whose average has been neither applied nor discarded yet, with the version of `.grad` that contains the
+        average."""
         self.touched: set[int] = set()
-        """Tensors to which a backward pass has added a gradient since the last exchange."""
+        """Numbers of the tensors to which a backward pass has added a gradient since the last exchange."""
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: set[int] = set()
-        """Tensors held by a known optimizer, whose steps can be observed."""
+        """Numbers of the tensors that belong to a known optimizer, whose steps can be observed."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self._meet(optimizer)
         self._said = False
@@ -71,12 +74,12 @@ class AverageUse:
 
     @property
     def watching(self) -> bool:
-        """Whether the hooks are registered. They are not during the first backward pass."""
+        """Whether the hooks on parameters are registered. They are not during the first backward pass."""
         return bool(self._of_parameters)
 
     def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
-        """A step has ended and its averages are in `.grad`. `keeps`: part of the exchange could be undone, so the use of the
-        averages matters. Tensors in `known` are known to be applied already."""
+        """Starts to observe the averages that a step has written into `.grad`. `keeps`: part of the exchange could be rolled
+        back, so the use of the averages matters. `known`: numbers of tensors whose averages have already been applied."""
         self.touched.clear()
         self._open.clear()
         if keeps != self.watching:
@@ -98,18 +101,18 @@ class AverageUse:
         self._of_parameters.clear()
 
     def settle(self) -> None:
-        """Reports the averages cleared so far."""
+        """Reports the averages that the script has cleared so far."""
         for number in [n for n in self._open if self._gone(n)]:
             self._report(number)
 
     def discard(self) -> None:
-        """Averages that no optimizer has applied yet count as discarded: this rank has no further pass of its own."""
+        """Reports all averages that no optimizer has applied yet as discarded, because this rank has no further backward pass.
+        """
         for number in [*self._open]:
             self._report(number)
 
     def end(self) -> None:
-        """The pass has ended and its gradients are about to be exchanged. Tensors without a gradient in this pass are checked
-        now."""
+        """Checks tensors without a gradient in the backward pass that has just ended, before its gradients are exchanged."""
         self.settle()
         self._open.clear()
 
@@ -133,8 +136,9 @@ class AverageUse:
         return not _any(grad)
 
     def _look(self, numbers: Iterable[int]) -> None:
-        """Reports which of these were cleared. It runs before each optimizer step, so it reads few values. Tensors written to
-        equally often form a group, and one nonzero tensor proves the group uncleared: clipping and unscaling write to all."""
+        """Reports which of these tensors' averages were cleared. It runs before each optimizer step, so it reads few values.
+        Tensors that were written equally often form a group. One nonzero tensor shows that its group was not cleared, because
+        clipping and unscaling write to all tensors."""
         alike: dict[int, list[int]] = {}
         for number in sorted(numbers):
             if (grad := self._parameters[number].grad) is None:
@@ -176,7 +180,7 @@ class AverageUse:
                 self._applied(stepped)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        """The numbers of the parameters that the optimizer is about to step."""
+        """Registers an optimizer that is about to step. Returns the numbers of the parameters that it will update."""
         mine = self._held.by(optimizer)
         self._known.update(mine)
         if mine and optimizer not in self._met:
@@ -194,13 +198,15 @@ def _any(grad: torch.Tensor) -> bool:
 # ---- writes averages into parameters' gradients
 
 def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """The tensors to write averages into: `.grad`; a new one if only other ranks had a gradient; None if no rank had one."""
+    """The tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient; None if no rank had
+    one."""
     pairs = zip(parameters, worker.used(), strict=False)
     return [None if not anyone else torch.empty_like(p) if p.grad is None else p.grad for p, anyone in pairs]
 
 
 def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
-    """Waits for late results and writes them into gradients; the others become None. Returns whether there are any."""
+    """Waits for averages that are one step late and writes them into `.grad`; all other gradients become None. Returns whether
+    there were any."""
     worker.drain()
     grads = targets_of(worker, parameters)
     has_late = any(grad is not None for grad in grads)
@@ -215,7 +221,8 @@ def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> None:
-    """Writes into `.grad`, unless the average is already there. `keep`: `.grad` may share the memory of `average`."""
+    """Writes an average into `.grad`, unless `.grad` shares its memory. `keep`: if there is no `.grad`, `average` itself
+    becomes the gradient, without a copy."""
     if p.grad is None:
         p.grad = average if keep else average.clone()
     elif p.grad.data_ptr() != average.data_ptr():
@@ -227,18 +234,18 @@ def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> Non
 # Nothing is written before all workers have ended their backward pass (Worker.agreed).
 
 class PartialStep:
-    """Of one worker, from `Worker.complete` to `Worker.end`. Methods return the newly completed tensors."""
+    """One step of a worker whose results are applied one by one: from `Worker.complete` to `Worker.end`. Methods return the
+    numbers of tensors that have become complete."""
 
     def __init__(
         self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
     ) -> None:
-        """`tensors`: gradients, None where this rank has none, then buffers. Averages are written into them.
-
-        Where only others have a gradient, the average goes into a new tensor `like` its parameter."""
+        """`tensors`: gradients (None where this rank has none), then buffers; averages are written into them. If only other
+        ranks have a gradient, the average is written into a new tensor with the shape of the parameter in `like`."""
         self.worker, self._like, self._deadline_s = worker, like, deadline_s
         self.step = worker.step
         self.averages = list(tensors)
-        """By number; None if no worker has a gradient. Only complete tensors may be read."""
+        """Averages by tensor number; None if no worker has a gradient. Read only tensors that are complete."""
         self._left = {bucket.id: bucket for bucket in worker.buckets}
         self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
         self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
@@ -246,7 +253,7 @@ class PartialStep:
             self.averages[tensor] = None  # it has no elements, so it is not sent
         self._copies: dict[int, torch.Tensor] = {}
         self.not_finite: set[int] = set()
-        """Tensors whose averages are not finite. They must not be applied."""
+        """Numbers of tensors whose averages are not finite. They must not be applied."""
         self._deadline: float | None = None
 
     @property
@@ -264,7 +271,8 @@ class PartialStep:
         return self._took()
 
     def wait(self, tensors: Iterable[int]) -> list[int]:
-        """Waits until these tensors are complete, then takes all other buckets that have arrived."""
+        """Waits until the given tensors are complete, then writes all other buckets that have arrived. Returns the newly
+        complete tensors."""
         wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
         if wanted:
             self._deadline = self._deadline or time.monotonic() + self._deadline_s
@@ -314,7 +322,8 @@ class PartialStep:
 # ---- attach(..., max_norm=): clips averages at the start of the optimizer's step, when they are final
 
 def checked(max_norm: Any, optimizer: Any) -> float | None:
-    """Raises ValueError if `max_norm` is no norm, or if there is no optimizer step at which to clip."""
+    """Returns the argument max_norm as a number, or None. Raises ValueError if it is not a finite positive number, or if there
+    is no supported optimizer at whose step to clip."""
     if max_norm is None:
         return None
     try:
@@ -322,25 +331,26 @@ def checked(max_norm: Any, optimizer: Any) -> float | None:
     except (TypeError, ValueError):
         norm = -1.0
     if not 0 < norm < float("inf"):
-        raise InvalidInput("E-CLIP", f"max_norm: got {max_norm!r}, allowed: a finite number > 0")
+        raise InvalidInput("E-CLIP", f"max_norm: got {max_norm!r}, but it must be a finite number above 0")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidInput("E-CLIP",
-                           "max_norm clips at the start of the optimizer's step: pass the optimizer, attach(model, optimizer, "
-                           "max_norm=...)")
+                           "max_norm clips at the start of the optimizer's step, but attach() has no optimizer: call "
+                           "attach(model, optimizer, max_norm=...)")
     if isinstance(optimizer, LazyOptimizer):
         raise InvalidInput("E-CLIP",
-                           f"max_norm with {type(optimizer).__name__}, whose gradients may be sparse, which torch cannot clip: "
-                           "leave max_norm out, or use an optimizer of torch.optim")
+                           f"max_norm is not supported with {type(optimizer).__name__}, because torch cannot clip its "
+                           "sparse gradients: leave max_norm out, or use an optimizer of torch.optim")
     return norm
 
 
 def clipping(named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, max_norm: float | None) -> Clipping | None:
-    """None if there is no norm to clip to."""
+    """Creates the clipping of an optimizer's steps; None if `max_norm` is None."""
     return None if max_norm is None else Clipping([p for _, p in named], optimizer, max_norm)
 
 
 class Clipping:
-    """Does what clip_grad_norm_(parameters, max_norm) would do before each step, on gradients without loss scale."""
+    """Clips gradients before each optimizer step as clip_grad_norm_(parameters, max_norm) does. The norm is that of gradients
+    without loss scale."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float) -> None:
         self._parameters, self._max_norm = parameters, max_norm
@@ -349,9 +359,9 @@ class Clipping:
     def _clip(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if closure_of(args, kwargs) is not None:
             raise InvalidInput("E-CLIP",
-                               "max_norm clips at the start of the optimizer's step, but a closure computes this step's "
-                               "gradients: clip with clip_grad_norm_ inside the closure, after backward(), and leave max_norm "
-                               "out")
+                               "max_norm clips at the start of the optimizer's step, but a closure computes the gradients "
+                               "of this step later: call clip_grad_norm_ inside the closure, after backward(), and leave "
+                               "max_norm out")
         scale = getattr(optimizer, "grad_scale", None)  # set by a fused optimizer, which unscales inside its step
         nn.utils.clip_grad_norm_(self._parameters, self._max_norm * (1.0 if scale is None else float(scale)))
 

@@ -17,24 +17,24 @@ from commlayer.records import Job
 
 
 class BucketAssembler:
-    """The bucket assembler of one worker, for the current step."""
+    """Assembles the gradients of one worker's current step into buckets."""
 
     def __init__(
         self, job: Job, buckets: Sequence[WorkerBucket], routes: Paths, staging: Staging, step: Step,
         opens: Callable[[], None],
     ) -> None:
-        """`opens` is called before a step's first gradient."""
+        """`opens` is called before the first gradient of each step."""
         self._job, self._buckets, self._routes = job, buckets, routes
         self._staging, self._step, self._opens = staging, step, opens
         self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
-        """For each tensor the buckets that hold it, each with the index of the slice."""
+        """For each tensor number, the buckets that contain elements of the tensor, each with the index of the slice."""
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
         self._order = CollectiveOrder([b for b in buckets if routes.of[b.id].ordered], self._begin)
         self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
-        """The bucket held back until backward has ended. Its sum proves that all workers reached the end of their backward
-        pass."""
+        """The bucket that is not sent before backward has ended. Its sum proves that all workers reached the end of their
+        backward pass."""
         self.reset()
 
     def reset(self) -> None:
@@ -44,17 +44,18 @@ class BucketAssembler:
         self._seen = [False] * len(self._job.tensors)
         self._opened = self._ending = False
         self.begun = False
-        """Whether the step has had a gradient. Read before each gradient."""
+        """Whether the current step has received a gradient or a weight change."""
 
     def cut(self, tensor: int) -> bool:
-        """Whether the tensor is split over several buckets, which then read and write it by element ranges."""
+        """Whether a tensor is split over several buckets, which then read and write it by element ranges."""
         return len(self.by_tensor[tensor]) > 1
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
         if self._seen[tensor]:
             raise InvalidState("E-GRADIENT-TWICE",
-                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass: it is used outside and "
-                "inside of a reentrant checkpoint; pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+                f"gradient of {self._job.tensors[tensor].name} became final twice in one backward pass, because the "
+                "parameter is used both inside and outside a reentrant checkpoint; pass use_reentrant=False to "
+                "torch.utils.checkpoint.checkpoint"
             )
         self._seen[tensor] = self.begun = True
         if self._step.recorder.on:
@@ -62,8 +63,8 @@ class BucketAssembler:
         self._feed(tensor, gradient)
 
     def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
-        """Completes these buckets with `changes`, by tensor. Of a tensor split over buckets only the elements in these buckets
-        count."""
+        """Completes these buckets with weight changes, by tensor number, and starts their exchange. Of a tensor split over
+        buckets, only the elements in these buckets are read."""
         self.begun = True
         mark = self._open()
         for bucket in buckets:
@@ -77,7 +78,8 @@ class BucketAssembler:
             self._complete(bucket)
 
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Backward has ended: tensors without a hook call take their gradient from `leftovers`."""
+        """Completes all buckets after backward has ended: tensors for which no hook was called get their gradient from
+        `leftovers`."""
         held_back = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True
         for tensor, seen in enumerate(self._seen):
@@ -101,7 +103,8 @@ class BucketAssembler:
                 self._complete(bucket)
 
     def _open(self) -> object:
-        """Starts the step if this is its first gradient. Returns a mark after which the gradients are final on the device."""
+        """Starts the step if this is its first gradient. Returns a CUDA event after which the gradients are final; None on CPU.
+        """
         if not self._opened:
             self._opened = True
             self._opens()
@@ -126,9 +129,10 @@ class BucketAssembler:
 class CollectiveOrder:
     """Calls `begin` on buckets strictly in the given order.
 
-    All ranks must call collectives in one order. Ready order differs between ranks (an unused parameter, another branch), so a
-    bucket waits until those before it in the plan are ready. The thread that makes a bucket ready also starts the buckets that
-    waited for it. Only the order matters; a handover to another thread would cost more than the call.
+    All ranks must call collectives in the same order. The order in which buckets become ready differs between ranks (an unused
+    parameter, another branch). So a bucket waits until all buckets before it in the plan are ready. The thread that makes a
+    bucket ready also starts the buckets that waited for it. Only the order matters; a handover to another thread would cost
+    more than the call.
     """
 
     def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:

@@ -1,11 +1,12 @@
-"""overlap="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are exact.
+"""Implements overlap="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
+bit for bit those without overlap.
 
-    hand_in       backward has ended: `.grad` holds placeholders (pending-gradient marks) that raise if they are used
-    step()        the optimizer applies the averages that have arrived; for the rest its hyperparameters are kept
-    forward       each module waits for its own tensors; the whole model waits for tensors of modules that are not called
-    end           the next backward pass begins: the remaining averages arrive, the step ends, observers read it
+    hand_in       after backward: `.grad` contains placeholders (pending-gradient marks) that raise if they are used
+    step()        the optimizer applies the averages that have arrived; it keeps its hyperparameters for the others
+    forward       each module waits for its own tensors; the model as a whole waits for tensors of modules that are not called
+    end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
 
-If a weight is used outside its module, engine/deferred_tensor.py waits for it. engine/gradient_mark.py handles access to
+If a weight is used outside its module, a deferred tensor (see below) waits for it. engine/gradient_mark.py handles access to
 pending gradients. Some steps need all averages at once: a loss scaler, a closure, observers of sums or times. Such a step waits
 for them at the end of its backward pass.
 """
@@ -37,14 +38,15 @@ log = logging.getLogger("commlayer")
 
 
 class ForwardOverlap:
-    """Overlap of one attached module and its optimizer. At most one step is in flight."""
+    """Overlaps the exchanges of one attached module with its next forward pass. At most one step's exchange is running."""
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
         hooks: OptimizerHooks, loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *,
         clips: bool,
     ) -> None:
-        """`named`: the parameters, by number. `clips`: the optimizer's step begins with a norm of all gradients."""
+        """`named`: the parameters with their names, in the order of their numbers. `clips`: the optimizer's step begins with
+        clipping by the norm of all gradients."""
         self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
@@ -56,20 +58,21 @@ class ForwardOverlap:
         self._out: PartialStep | None = None
         self._buffers: Sequence[torch.Tensor] = ()
         self._later: dict[int, Group] = {}
-        """Parameters not updated yet, with the hyperparameters of their step."""
+        """Numbers of parameters that are not updated yet, with the hyperparameters of the optimizer step that will update them.
+        """
         self._held: list[int] = []
-        """Parameters withheld from the running optimizer step, because their average has not arrived."""
+        """Numbers of parameters that the running optimizer step must skip, because their averages have not arrived."""
         self._stepping = self._unobserved = self._shared = False
         self._stepped: set[int] = set()
         self._gone: set[int] = set()
-        """Parameters whose averages were discarded before an optimizer step."""
+        """Numbers of parameters whose averages were discarded before an optimizer step."""
         self._passed_over = False
-        """Whether some averages were skipped because they are not finite."""
+        """Whether some averages of this step were not applied because they are not finite."""
         self._after: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._error: CommError | None = None
         self._seen: set[int] = set()
-        """Tensors of the modules called since the last call of the whole model."""
+        """Numbers of the tensors of modules that were called since the last call of the complete model."""
         self._whole_called = False
         self._handles: list[Any] = []
         self._hook(model, buffers())
@@ -94,9 +97,9 @@ class ForwardOverlap:
     # ---- after the backward pass
 
     def takes(self) -> bool:
-        """Whether the step whose backward pass has ended can overlap with the next forward pass."""
+        """Whether the step whose backward pass has just ended can overlap with the next forward pass."""
         if self._scaler is not None and self._scaler.is_enabled():
-            return self._not("a GradScaler decides from all gradients whether to skip a step")
+            return self._not("a GradScaler needs all gradients to decide whether to skip a step")
         if self._stepping:
             return self._not("the optimizer's closure needs its gradients at once")
         return not self._loop.looked_at
@@ -104,17 +107,17 @@ class ForwardOverlap:
     def _not(self, why: str) -> bool:
         if why not in self._said:
             self._said.add(why)
-            log.warning("overlap='forward': %s, so backward() waits for them", why)
+            log.warning("overlap='forward' has no effect in this step: %s, so backward() waits for the averages", why)
         return False
 
     def hand_in(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Hands over all gradients and buffers to be exchanged, without waiting."""
+        """Starts to exchange all gradients and buffers, without waiting. Replaces `.grad` by placeholders."""
         with self._lock:
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 if p.dtype != mark.dtype:
                     raise InvalidInput("E-MODEL-CHANGED",
-                                       f"parameter {mark.owner} is {p.dtype}, and was {mark.dtype} when the model was "
-                                       "attached: overlap='forward' does not support the change; convert the model before "
+                                       f"parameter {mark.owner} has dtype {p.dtype}, but had {mark.dtype} when the model was "
+                                       "attached: overlap='forward' does not support this change; convert the model before "
                                        "attach()")
             # This may differ between ranks: a step completed here is observed at the same point as on the other ranks.
             finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
@@ -144,7 +147,7 @@ class ForwardOverlap:
             undefer_state(self._optimizer)
 
     def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Takes the averages that have arrived and withholds the other parameters from the optimizer."""
+        """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
         if self._out is None:
             return
         closure = closure_of(args, kwargs)
@@ -203,7 +206,7 @@ class ForwardOverlap:
             self._need(sorted(unseen))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """These tensors are about to be used: waits for them."""
+        """Waits for tensors that are about to be used, and applies their updates."""
         with self._lock:
             if self._out is None:
                 return
@@ -215,20 +218,20 @@ class ForwardOverlap:
             self._end_if_over()
 
     def _bring_in(self) -> None:
-        """Brings weights and buffers up to date with the last step."""
+        """Waits until all weights and buffers contain the last step's updates."""
         self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
 
     # ---- the end of a step
 
     def _before_adding(self, p: torch.Tensor, _gradient: torch.Tensor) -> None:
-        """Inside a backward pass: a gradient is about to be added to `.grad`."""
+        """Ends the previous step when a backward pass is about to add its first gradient. Called by gradient hooks."""
         if self._out is not None or self._unobserved:
             self.look()
         if self._waits and not self._shared:
             self._shared = gradient_held(p)
 
     def look(self) -> None:
-        """Ends the last step and lets observers read it."""
+        """Ends the previous step and lets observers read it."""
         with self._lock:
             self.end()
             if self._unobserved:
@@ -236,8 +239,8 @@ class ForwardOverlap:
                 self._loop.observe(between=False)
 
     def end(self) -> bool:
-        """Waits for all averages in flight. Then weights, buffers and gradients are as without overlap. Returns whether there
-        were any."""
+        """Waits for all averages that have not arrived. Then weights, buffers and gradients are as without overlap. Returns
+        whether there were any."""
         with self._lock:
             if self._out is None:
                 return False
@@ -247,7 +250,7 @@ class ForwardOverlap:
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
-        """A script reads that gradient. If it belongs to the step in flight, the step is completed first, as without
+        """Returns a gradient that the script reads. If its average has not arrived, the step is completed first, as without
         overlap."""
         with self._lock:
             if self._out is not None and not self._out.complete(number) and (
@@ -278,7 +281,7 @@ class ForwardOverlap:
         self._act()
 
     def _act(self) -> None:
-        """Runs the actions postponed to the end of the step."""
+        """Runs the actions that were postponed to the end of the step."""
         after, self._after = self._after, []
         for act in after:
             act()
@@ -293,7 +296,7 @@ class ForwardOverlap:
         self._passed_over = False
 
     def then(self, act: Callable[[], None]) -> None:
-        """Calls `act` when the step in flight has ended, or now if there is none."""
+        """Calls `act` when the running step has ended, or at once if no step is running."""
         with self._lock:
             if self._out is None:
                 act()
@@ -327,7 +330,7 @@ class ForwardOverlap:
             self._apply(due)
 
     def _put(self, number: int) -> None:
-        """Handles a result without a pending update: writes the average, if there is one, into `.grad`."""
+        """Handles a result whose update is not pending: writes the average, if there is one, into `.grad`."""
         assert self._out is not None
         p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
         if self._later.pop(number, None) is not None:
@@ -340,7 +343,7 @@ class ForwardOverlap:
         self._marks.became(number, average)
 
     def _pass_over(self, number: int) -> None:
-        """The optimizer's step has run already and the average is not finite: drops the update."""
+        """Drops an update whose average is not finite, when the optimizer's step has already run."""
         p, mark = self._parameters[number], self._marks[number]
         del self._later[number]
         undefer(p)
@@ -351,7 +354,7 @@ class ForwardOverlap:
         self._marks.became(number, None)
 
     def _keep_from_step(self) -> None:
-        """The optimizer is about to step: removes averages that have arrived and are not finite."""
+        """Removes averages that have arrived and are not finite, before the optimizer's step."""
         assert self._out is not None
         for number in self._out.not_finite:
             p = self._parameters[number]
@@ -361,7 +364,7 @@ class ForwardOverlap:
                 self._passed_over = True
 
     def _apply(self, numbers: Sequence[int]) -> None:
-        """Makes the updates that the optimizer's step left pending."""
+        """Applies the updates of these parameters, which the optimizer's step has left pending."""
         assert self._out is not None
         groups: dict[int, Group] = {}
         previous = {}
@@ -390,7 +393,7 @@ class ForwardOverlap:
     # ---- failure and end
 
     def _abandon(self) -> None:
-        """Abandons the step: gradients are this rank's own again, and nothing has been applied."""
+        """Abandons the step: `.grad` contains this rank's own gradients again, and no update has been applied."""
         assert self._out is not None
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
@@ -404,7 +407,7 @@ class ForwardOverlap:
         self._act()
 
     def _say(self, error: CommError) -> None:
-        """Adds to the error how many parameters the failed step has updated. Once per error."""
+        """Adds to an error how many parameters the failed step has updated. Changes each error once."""
         if self._later and self._out is not None and error is not self._error:
             self._error = error
             done, total = len(self._stepped), len(self._stepped) + len(self._later)
@@ -412,19 +415,20 @@ class ForwardOverlap:
                            else f"; step {self._out.step} updated no parameter")
 
     def detach(self) -> None:
-        """Removes the hooks. The step in flight can still be completed."""
+        """Removes the hooks. The running step can still be completed."""
         self._steps.leave(self._around)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def drop(self) -> None:
-        """The connection has closed, so averages that have not arrived are dropped."""
+        """Drops averages that have not arrived, because the connection has closed."""
         with self._lock:
             if self._out is None:
                 return
             if self._later:
-                log.warning("step %d: the updates of %d parameters did not arrive, and are not applied", self._out.step,
+                log.warning("step %d: the averages for %d parameters did not arrive before the connection "
+                            "closed, so these parameters are not updated", self._out.step,
                             len(self._later))
             self._abandon()
             for p, mark in zip(self._parameters, self._marks, strict=True):
@@ -437,7 +441,7 @@ class ForwardOverlap:
 # class.
 
 _waiting_method: WeakKeyDictionary[Optimizer, Callable[[], None]] = WeakKeyDictionary()
-"""By optimizer, the function that the first use of its state calls."""
+"""Maps an optimizer to the function that the first use of its state calls."""
 
 
 class _DeferredState:
@@ -459,7 +463,7 @@ def _deferred_class(kind: type) -> type:
 
 
 def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
-    """From now on `wait()` is called before the first use of its state."""
+    """Makes the first use of the optimizer's state call `wait()`."""
     if optimizer not in _waiting_method:
         _waiting_method[optimizer] = wait
         kind: Any = type(optimizer)
@@ -467,7 +471,7 @@ def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
 
 
 def undefer_state(optimizer: Any) -> None:
-    """Called when no update is pending."""
+    """Makes the optimizer's state readable without waiting again. Called when no update is pending."""
     _waiting_method.pop(optimizer, None)
     if isinstance(optimizer, _DeferredState):
         optimizer.__class__ = type(optimizer).__mro__[2]
@@ -489,7 +493,7 @@ def _fetched(optimizer: Any) -> Any:
 # intercepted.
 
 _waits: Any = WeakIdKeyDictionary()
-"""By deferred tensor, the function that its first use calls."""
+"""Maps a deferred tensor to the function that its first use calls."""
 _T: Any = torch.Tensor
 _ATTRIBUTES = (
     _T.grad, _T.shape, _T.dtype, _T.device, _T.layout, _T.requires_grad, _T.is_leaf, _T.ndim, _T.grad_fn, _T._version,
@@ -500,7 +504,7 @@ _HARMLESS: set[Any] = {
     _T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.element_size,
     _T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__len__,
 }
-"""Functions that do not read a tensor's contents."""
+"""Functions of torch that do not read a tensor's contents, so they do not wait."""
 
 
 class _Deferred:
@@ -539,8 +543,8 @@ _OWN = {deferred: own for own, deferred in _CLASSES.items()}
 
 
 def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
-    """From now on `wait()` is called before the tensor's first use, which also ends the deferral. False if the tensor cannot be
-    deferred."""
+    """Makes the first use of the tensor call `wait()`, which must also end the deferral. Returns False if this kind of tensor
+    cannot be deferred."""
     if type(tensor) not in _CLASSES:
         return False
     _waits[tensor] = wait
@@ -549,7 +553,7 @@ def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
 
 
 def undefer(tensor: torch.Tensor) -> None:
-    """Called when the value has been written, or never will be."""
+    """Makes a deferred tensor an ordinary one again. Called when its new value has been written, or will never be."""
     if type(tensor) in _OWN:
         tensor.__class__ = _OWN[type(tensor)]
         _waits.pop(tensor, None)

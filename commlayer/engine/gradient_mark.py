@@ -1,8 +1,8 @@
-"""A placeholder in `.grad` for a pending average: a tensor without contents that raises or waits if it is used.
+"""A placeholder in `.grad` for a pending average: a tensor without contents that raises or waits when it is used.
 
-It has the gradient's shape, type and device, so that `.grad` accepts it, and `zero_grad()` can clear it. With overlap
-requested, any other use raises an error instead of exposing part of an average. If the script did not request overlap, a use
-waits for the average. Such a script may keep the placeholder like any gradient, even over later steps.
+It has the gradient's shape, type and device, so that `.grad` accepts it, and `zero_grad()` can clear it. If the script
+requested overlap, any other use raises an error instead of exposing part of an average. If the script did not request overlap,
+a use waits for the average. Such a script can keep the placeholder like any gradient, even over later steps.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ _KEEPS = {_aten.detach_.default}
 
 
 class GradientMark(torch.Tensor):
-    """The placeholder of one parameter. `zeroed`: it was set to zeros since `fresh()`."""
+    """The placeholder of one parameter. `zeroed`: the script has set it to zeros since `fresh()`. `final`: see `of`."""
 
     owner: str
     zeroed: bool
     final: Callable[[GradientMark], torch.Tensor] | None
     value: torch.Tensor | None
-    """The average, once it has arrived."""
+    """The average, once it has arrived; None before."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # all uses arrive in __torch_dispatch__
 
     @staticmethod
     def of(name: str, p: torch.Tensor, final: Callable[[GradientMark], torch.Tensor] | None = None) -> GradientMark:
-        """`final` waits for the average, for a script that did not request overlap. None makes each use raise."""
+        """Creates the placeholder of parameter `p`. `final` waits for the average and returns it, for a script that did not
+        request overlap. None: each use raises an error."""
         mark: GradientMark = torch.Tensor._make_wrapper_subclass(
             GradientMark, p.shape, strides=p.stride(), dtype=p.dtype, device=p.device)
         mark.owner, mark.zeroed, mark.final, mark.value = name, False, final, None
         return mark
 
     def fresh(self) -> GradientMark:
-        """Resets the placeholder for another step."""
+        """Resets the placeholder for the next step and returns it."""
         self.zeroed = False
         return self
 
@@ -92,12 +93,13 @@ def _final(value: Any) -> Any:
 
 
 class Marks:
-    """The placeholders of all parameters, by number."""
+    """The placeholders of all parameters, by parameter number."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], final: Callable[[int, GradientMark], torch.Tensor] | None,
     ) -> None:
-        """`final` gets a parameter's number and its placeholder, and returns the average after waiting for it."""
+        """`final` receives a parameter's number and its placeholder, waits for the average and returns it. None: each use
+        raises an error."""
         self._lasts = final is not None
         self._all = [GradientMark.of(name, p, None if final is None else functools.partial(final, number))
                      for number, (name, p) in enumerate(named)]
@@ -110,12 +112,13 @@ class Marks:
         return iter(self._all)
 
     def became(self, number: int, average: torch.Tensor | None) -> None:
-        """The average has arrived: placeholders kept by a script now refer to it."""
+        """Stores the arrived average in the parameter's placeholder, so that references that a script has kept can read it."""
         if self._lasts:
             self._all[number].value = average
 
     def let_go(self) -> None:
-        """Called at the end of a step. Placeholders kept by a script keep their values and are replaced by new ones."""
+        """Prepares all placeholders for the next step. Those that a script still references keep their values and are replaced
+        by new ones."""
         is_held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
         for number, mark in enumerate(self._all):
             if is_held[number] and mark.value is not None:

@@ -1,18 +1,20 @@
 """Local steps (as in DiLoCo): every H steps, the workers average their weight changes since the last exchange.
 
-An exchange uses the same codecs and residuals as gradients do, with start minus end instead of the gradient. The average is the
-outer optimizer's gradient at the start. All workers continue from its result, bit for bit the same.
+An exchange uses the same codecs and residuals as gradients do, with start minus end instead of the gradient, where start are
+the common weights after the last exchange. The average serves as the outer optimizer's gradient at the start. All workers
+continue from its result, bit for bit the same.
 
-With overlap, workers continue training at once. Let s be a worker's weights when an exchange began and w its weights now. The
-exchange is merged before the next one: the outer optimizer updates start with the mean change, and w becomes start + (w - s).
-So each change is sent once, starts are the same on all workers, and weights differ by the changes not sent yet.
+With overlap, workers continue training during the exchange. Let s be a worker's weights when an exchange began and w its
+weights now. The exchange is merged before the next one: the outer optimizer updates start with the mean change, and w becomes
+start + (w - s). So each change is sent once, starts are the same on all workers, and weights differ by the changes not sent
+yet.
 
-If the outer optimizer asks for it (Outer.matched), each mean is scaled to the norm of the ranks' changes.
+If the outer optimizer requests it (Outer.matched), each mean is scaled to the norm of the ranks' changes.
 
 When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
-completed that exchange, and the new members join there.
+completed that exchange, and the new members join in it.
 
-An outer step may be split into fragments: one group of buckets is exchanged every H / fragments steps. (The code calls such an
+An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. (The code calls such an
 exchange a turn.) With overlap it is merged at the next turn, otherwise at once. A tensor split over turns is exchanged by
 element ranges in row-major order.
 """
@@ -38,7 +40,7 @@ from commlayer.records import Slice
 
 log = logging.getLogger("commlayer")
 
-SPOILT = "some worker's weights are not finite: all go back to those of the last exchange"
+SPOILT = "the weights of some worker are not finite: all workers return to the weights of the last exchange"
 
 
 def _spoilt(_own: int, *, finite: bool) -> None:
@@ -47,15 +49,15 @@ def _spoilt(_own: int, *, finite: bool) -> None:
 
 
 class StepWeights:
-    """The weight of a worker's change in an exchange: the mean weight of the batches of its steps since the last one."""
+    """Weight of a worker's change in an exchange: the mean weight of the batches in its steps since the last exchange."""
 
     def __init__(self, weight: float, total: float | None) -> None:
         self._now = weight, total
         self._sum = [0.0, 0.0, 0.0, 0.0]
-        """Sums over steps: count, weight, steps with a known total, that total."""
+        """Sums over the steps since the last exchange: number of steps, weight, steps with a known total, these totals."""
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """Sets weight and total of the batches from now on; see Worker.weigh."""
+        """Sets the weight of this worker's batches from now on, and the total of all workers' weights; see Worker.weigh."""
         self._now = weight, total
 
     def count(self) -> None:
@@ -68,12 +70,13 @@ class StepWeights:
         return self._now
 
     def regroup(self) -> None:
-        """The members have changed, so totals of earlier steps are no longer valid."""
+        """Forgets totals, because the members have changed: totals of earlier steps are no longer valid."""
         self._now = self._now[0], None
         self._sum[2] = 0.0
 
     def take(self) -> tuple[float, float | None]:
-        """Returns weight and total for an exchange of the steps so far, and starts again at zero."""
+        """Returns weight and total for an exchange of the steps so far, and resets the sums. The total is None unless it was
+        known in all steps."""
         (steps, weights, steps_with_total, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
         if not steps:
             return self._now
@@ -87,69 +90,70 @@ class StepWeights:
 
 
 class _Sent(NamedTuple):
-    """An exchange in progress. Keys are tensor numbers."""
+    """A running exchange of one fragment. The keys of its maps are tensor numbers."""
 
     turn: int
     ranges: dict[int, list[tuple[int, int]]]
-    """The elements exchanged."""
+    """Ranges of elements of each tensor that are exchanged."""
     changes: dict[int, torch.Tensor]
-    """Weight changes; for buffers their values. Each has the shape of its tensor, though only the elements in `ranges` count.
-    The means are written into the same memory."""
+    """Changes of parameters; for buffers their values. Each has the shape of its tensor, but only the elements in `ranges` are
+    valid. The means are written into the same memory."""
     ends: dict[int, list[torch.Tensor]]
-    """By range, the tensors' values when the exchange began. Only filled with overlap."""
+    """Values of each range when the exchange began. Empty without overlap."""
     held: bool = False
-    """Whether this rank withholds its part until all ranks wait for it."""
+    """Whether this rank withholds its part until all ranks wait for it, so that new members can join in this exchange."""
 
     def weights(self, count: int) -> list[torch.Tensor]:
-        """By range, the changes of the first `count` tensors."""
+        """The changes of the tensors numbered below `count`, one tensor for each range."""
         return [part for n, change in self.changes.items() if n < count for part in _parts(change, self.ranges[n])]
 
 
 class LocalSteps:
-    """Local steps of one model. Their schedule may change between two outer steps."""
+    """Local steps of one model on one rank, and their exchanges. The schedule can change between two outer steps."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False, regroup: Callable[[], Worker] | None = None, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:
-        """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` as Worker.not_finite.
+        """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
 
-        `regroup`: after EpochChanged, returns the worker for the remaining ranks. `lengths`: None if this rank is alone.
-        `hold`: whether new members wait and this rank has to withhold its part of an exchange.
+        `regroup` returns the worker for the remaining ranks after EpochChanged. `lengths` exchanges norms; None if this rank
+        has no others. `hold` returns whether new members wait and this rank must withhold its part of an exchange.
         """
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._merged = merged
         self._matched = outer.matched
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
-        """Steps since the last exchange began."""
+        """Number of this rank's steps since the last exchange began."""
         self._steps = 0, 0
-        """Steps in the current outer step, and steps since that outer step began."""
+        """Two numbers of steps: those whose changes are being exchanged, and those after the current outer step began."""
         self.starts = [_wide(p) for p in parameters]
-        """The weights common to all ranks. After an exchange without overlap they equal the weights."""
+        """The weights that are common to all ranks, as of the last merged exchange. Without overlap they equal the weights
+        right after an exchange."""
         self.apart = False
-        """Whether weights may differ between ranks."""
+        """Whether weights might differ between ranks."""
         self._outer = outer
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
-        """The outer optimizer's momentum."""
+        """The outer optimizer's momentum for each parameter; None entries if it has none."""
         self._turn = 0
         self._sent: _Sent | None = None
         self._idle = 0
-        """Number of coming exchanges to which this rank contributes nothing."""
+        """Number of coming exchanges to which this rank contributes nothing, because it has just joined."""
         self._owed: dict[int, torch.Tensor] = {}
-        """By tensor, this rank's residuals of gradients, to be added to its next gradients."""
+        """Maps a tensor number to this rank's residual of gradients, which will be added to its next gradient."""
         self._paid: dict[int, torch.Tensor] = {}
-        """By tensor, the residuals added to gradients that no optimizer step has applied yet."""
+        """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
         self.recorder = Recorder()
-        """Records steps without exchanges; a worker records exchanges."""
+        """Records steps that have no exchange; the worker's recorder records exchanges."""
         self._rooms: dict[int, torch.Tensor] = {}
-        """For the changes of split tensors, in the current outer step."""
+        """Maps the number of a split tensor to the memory for its change in the current outer step."""
         self._sound: list[bool] = []
-        """By turn of the current outer step so far, whether the mean was finite."""
+        """One flag for each turn of the current outer step so far: whether the mean was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
-        """Sets the schedule. No exchange may be in progress."""
+        """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
         self.every, self._fragments, self._overlap = every, fragments, overlap
         self._lengths = lengths if self._matched else None
 
@@ -159,7 +163,7 @@ class LocalSteps:
         return self._lengths is not None
 
     def owe(self, debts: Sequence[ResidualSlice]) -> None:
-        """Takes over the residuals of a plan that averaged gradients. They are added to this rank's next gradients."""
+        """Receives the residuals of a plan that averaged gradients. They will be added to this rank's next gradients."""
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
             if (owed := residual_on(debts, elements)) is not None:
@@ -167,11 +171,12 @@ class LocalSteps:
 
     @property
     def unpaid(self) -> list[ResidualSlice]:
-        """The residuals that are still to be applied: their gradients were missing, sparse, not finite or cleared so far."""
+        """Residuals that are still to be applied, because so far their gradients were missing, sparse, not finite or cleared.
+        """
         return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
 
     def pay(self, scale: float = 1.0) -> None:
-        """Adds the residuals to gradients, of a loss times `scale`, that are about to be applied."""
+        """Adds the pending residuals to gradients that are about to be applied. `scale`: loss scale of these gradients."""
         grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
         if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
             for number, grad in grads.items():
@@ -179,13 +184,14 @@ class LocalSteps:
                 grad.detach().add_(owed.to(grad.dtype), alpha=scale)
 
     def take_back(self, numbers: Iterable[int] | None = None) -> None:
-        """Gradients were cleared before an optimizer step applied them: the residuals added to them are pending again.
-        `numbers`: those of these parameters alone."""
+        """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
+        `numbers`: only these parameters; None: all."""
         for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
             self._owed[number] = self._paid.pop(number)
 
     def count(self) -> None:
-        """Counts a step before its optimizer step. Residuals added to the gradients of the last step have been applied."""
+        """Counts a step, before its optimizer step. Residuals that were added to the gradients of the previous step count as
+        applied."""
         self._paid.clear()
         self.recorder.mark("backward")
         self.recorder.next()
@@ -195,7 +201,7 @@ class LocalSteps:
         self.weights.count()
 
     def begin(self) -> None:
-        """Called before an optimizer step of this rank."""
+        """Called before an optimizer step of this rank: from now on its weights might differ from those of other ranks."""
         if not self.apart:
             for start, p in zip(self.starts, self._parameters, strict=True):
                 if not torch.equal(start.to(p.dtype), p):  # the script has replaced the weights
@@ -208,17 +214,18 @@ class LocalSteps:
 
     @property
     def behind(self) -> int:
-        """Number of the last steps not yet shared by all ranks; they are lost with a rank that dies. The same on all ranks."""
+        """Number of recent steps whose changes not all ranks have yet. They are lost with a rank that dies. The same on all
+        ranks."""
         return sum(self._steps)
 
     @property
     def unsent(self) -> int:
-        """Number of the last steps that are in no exchange yet and that `settle` will not send."""
+        """Number of recent steps whose changes are in no exchange yet, and will not be sent by `settle`."""
         return self._steps[1] if self.apart else 0
 
     @property
     def shifted(self) -> bool:
-        """Whether ranks' weights are never all equal, so that only `starts` can be compared."""
+        """Whether the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
         return self._overlap or self._fragments > 1
 
     @property
@@ -229,7 +236,8 @@ class LocalSteps:
     # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Runs one turn. Afterwards merged elements are the same on all ranks, except for steps after the exchange began."""
+        """Runs one turn; all ranks call it. Afterwards the merged elements are the same on all ranks, apart from steps that
+        were made after the exchange began."""
         if self._idle and self._overlap:
             self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
         if self._sent is not None:
@@ -244,7 +252,7 @@ class LocalSteps:
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
         """Joins while the other ranks are in an exchange that ends with this rank's first step. This rank contributes nothing
-        to that exchange and continues from its result. `given` is the `snapshot` of another rank."""
+        to that exchange and continues from its result. `given`: the `snapshot` of another rank."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._go_on(number, given.get(f"local.velocity.{number}"))
@@ -253,14 +261,14 @@ class LocalSteps:
         self._steps = sent, since - 1  # this rank's first step is the last of these
 
     def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
-        """Between two exchanges: `agree` may change starts. Weights are shifted by the same amount."""
+        """Lets `agree` change the starts between two exchanges, and shifts the weights by the same amounts."""
         before = [start.clone() for start in self.starts]
         agree(self.starts)
         for start, old, p in zip(self.starts, before, self._parameters, strict=True):
             p.detach().copy_(start + (p.detach() - old))
 
     def settle(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
-        """Completes the exchange in progress and the rest of the outer step. Returns the current worker."""
+        """Completes the running exchange and the rest of the outer step. Returns the worker to use from now on."""
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         while self._turn:
@@ -268,8 +276,8 @@ class LocalSteps:
         return worker
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
-        """Settles, then exchanges all remaining steps, so that weights and buffers are the same on all ranks. Returns whether
-        there were any."""
+        """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.
+        Returns whether there were any remaining steps."""
         worker = self.settle(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
         for _ in range(self._fragments if was_apart else 0):
@@ -324,14 +332,14 @@ class LocalSteps:
             raise
 
     def _own(self, number: int) -> bool:
-        """Whether the parameter's own memory holds its change, and then the mean, until the merge."""
+        """Whether the parameter's own memory contains its change, and then the mean, until the merge."""
         if self._overlap or number >= len(self.starts):
             return False
         p = self._parameters[number]
         return p.is_contiguous() and p.dtype == self.starts[number].dtype
 
     def _put_back(self, sent: _Sent) -> None:
-        """After a failed exchange: restores the weights from before it, up to rounding."""
+        """Restores the weights from before a failed exchange, up to rounding."""
         self._sent = None
         for n, of_turn in sent.ranges.items():
             if self._own(n):
@@ -339,7 +347,7 @@ class LocalSteps:
                     torch.sub(start, change, out=change)
 
     def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """Memory for the change of that tensor. All turns of a split tensor share it, because buckets keep references to it."""
+        """Memory for the change of a tensor. All turns of a split tensor share it, because buckets keep references to it."""
         if ranges == [(0, like.numel())]:
             return torch.empty_like(like)
         if number not in self._rooms:
@@ -352,12 +360,13 @@ class LocalSteps:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
-        """Starts the exchange of this rank's norm, while the change is being sent."""
+        """Starts the exchange of this rank's norm, while its change is being sent."""
         if self._lengths is not None:
             self._lengths.start(worker.weight, square_of(sent.weights(len(self.starts))))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
-        """Returns the current worker: a new one if members have left."""
+        """Waits for the means of an exchange and applies the outer optimizer. Returns the worker to use from now on: a new one
+        if members have left."""
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
         with self._whole(sent):
             worker = self._here(worker, sent, len(tensors), deadline_s)
@@ -397,7 +406,8 @@ class LocalSteps:
         return worker
 
     def _here(self, worker: Worker, sent: _Sent, tensors: int, deadline_s: float) -> Worker:
-        """Waits for the means. Returns the current worker."""
+        """Waits for the means of an exchange, and repeats it with the remaining ranks if members leave. Returns the worker to
+        use from now on."""
         again = False
         while True:
             try:
@@ -424,13 +434,13 @@ class LocalSteps:
                     self._outer.step(start, mean, of_start)
 
     def _go_on(self, number: int, left: torch.Tensor | None) -> None:
-        """Continues with the momentum that the outer optimizer of another run left for this tensor."""
+        """Sets the outer optimizer's momentum of a tensor to `left`, the momentum of another run; None: zeros."""
         if (velocity := self._velocity[number]) is not None:
             velocity.zero_() if left is None else velocity.copy_(left)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint, with no exchange in progress. It holds the starts: between two exchanges no model file has
-        them."""
+        """State for a checkpoint; call it while no exchange is running. It includes the starts, because between two exchanges
+        no model file contains them."""
         tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                    "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
         tensors |= {f"local.residual.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
@@ -453,13 +463,13 @@ class LocalSteps:
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:
-    """A contiguous copy, in float32 if the parameter is narrower, so that small changes of many exchanges add up."""
+    """A contiguous copy of a parameter, in float32 if its dtype is narrower, so that small changes of many exchanges add up."""
     wide = torch.float32 if p.element_size() < 4 else p.dtype
     return p.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
 
 
 def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Those elements of a contiguous tensor."""
+    """Views of the given element ranges of a contiguous tensor."""
     flat = x.view(-1)
     return [flat[start:stop] for start, stop in ranges]
 
@@ -470,36 +480,41 @@ def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Ten
 # workers' updates has 1 / sqrt(W) of the norm of Adam's update from the mean gradient. Its direction is right.
 
 BITS = 16
-"""Precision of an entry relative to the largest one. If that is 10,000 times the typical entry, rounding changes the norm by a
-thousandth."""
+"""Bits of precision of an element relative to the largest one. Even if the largest one is 10,000 times a typical one, rounding
+changes the norm by only a thousandth."""
 PIECE_NUMEL = 1 << 18
-"""Squares of that many entries sum to less than 2 ** 53, and temporaries stay in the processor's cache."""
+"""Number of elements whose squares are summed at once: the sum stays below 2 ** 53, and temporaries stay in the processor's
+cache."""
 SMALLEST_UNIT = 2.0**-100
-"""Down to this unit, the reciprocal is a float32."""
+"""Smallest rounding unit whose reciprocal is representable in float32."""
 
 
 class Lengths(Protocol):
-    """Exchanges two numbers between all ranks for each turn of an exchange, without waiting."""
+    """Exchanges two numbers per rank in each turn, without waiting, for norm-matched averaging."""
 
     def start(self, weight: float, square: float) -> None:
-        """`weight`: of this rank's change in the mean; `square`: the sum of its squares. All ranks call it together."""
+        """Starts to exchange the numbers; all ranks call it together. `weight`: weight of this rank's change in the mean.
+        `square`: the sum of the change's squares."""
         ...
 
     def read(self) -> Sequence[Sequence[float]]:
-        """The rows of the last `start`, in rank order; empty if members have gone since."""
+        """Returns the rows (weight, square) of the last `start`, in rank order; empty if members have left since."""
         ...
 
 
 def largest_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The largest absolute value; not finite if some element is not. Takes a tenth of the time of an infinity norm."""
+    """The largest absolute value in all tensors; not finite if some element is not. It takes a tenth of the time of an infinity
+    norm."""
     ends = [end for x in tensors if x.numel() for end in torch.aminmax(x)]
     return float(torch.stack(ends).abs().max()) if ends else 0.0
 
 
 def square_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The sum of all squares; NaN unless all are finite. The same bits on any device and with any number of threads.
+    """The sum of all elements' squares; NaN unless all are finite. The result has the same bits on any device and with any
+    number of threads.
 
-    Entries are rounded to multiples of a unit, so sums are exact in any order."""
+    Elements are rounded to multiples of a unit, so sums are exact in any order.
+    """
     flat = [tensor.detach().reshape(-1) for tensor in tensors if tensor.numel()]
     most = largest_of(flat)
     if most == 0 or not math.isfinite(most):
@@ -515,10 +530,11 @@ def square_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def scale_of(rows: Sequence[Sequence[float]], square: float) -> float:
-    """The factor that matches the norm. `rows`: weight and square of each rank's change; `square`: of their mean. 1 if nothing
-    can be matched.
+    """The factor that scales a mean to the norm of the changes that it averages; 1 if that is impossible. `rows`: weight and
+    sum of squares of each rank's change. `square`: sum of squares of their mean.
 
-    At most the factor for changes that have nothing in common: the square root of their number, with equal weights."""
+    It is at most the factor for changes that have nothing in common: the square root of their number, with equal weights.
+    """
     weight, weights = math.fsum(w for w, _ in rows), math.fsum(w * w for w, _ in rows)
     each = math.fsum(w * own for w, own in rows)
     if not (weight > 0 and 0 < square < math.inf and each < math.inf):

@@ -1,4 +1,4 @@
-"""Builds the plan that a job requests: a Plan, a plan file with its inputs beside it, one codec, or the default."""
+"""Builds the plan that a job requests: a Plan, a plan file with its inputs file, one codec for all tensors, or the default."""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
 FINE = ("int4()", "int8()")
-"""Codecs for plan="auto" between nodes, in both directions, until a planner chooses: the first one within the budget.
+"""Codecs of plan="auto" between nodes, for uploads and downloads, until the planner has chosen. The first one within the loss
+budget is used.
 
-The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec loses more there than a minute
-of quick steps gains.
+The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec costs more progress there than
+a minute of faster steps gains.
 """
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
-"""For a loss model that knows neither of FINE; LEAST_RATIO is the smallest ratio."""
+"""Codec of the first steps if the loss model has no measurement of the codecs in FINE, and its smallest ratio."""
 FREE = "fp16()"
-"""If a budget allows none of them."""
+"""Codec of the first steps if the loss budget allows none of the others."""
 
 UPDATES_CODEC = FINE[0]
-"""Codec of plan="auto" for changes of weights. No plan is searched then, because a search measures gradients."""
+"""Codec of plan="auto" for weight changes. The planner does not search then, because a search measures gradients."""
 
 Tell = Callable[[str], None]
 
 
 def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
            optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
-    """A plan for that many ranks. The settings `ratio_over` and `warmup` override the plan's own.
+    """Returns the plan that `plan` requests, for `world` ranks. The settings `ratio_over` and `warmup` override the plan's own.
 
-    `updates`: changes of weights are coded. `optimizer`: its family, on which budgets depend. `forward`: results arrive during
-    the next forward pass. `fragments`: of an outer step."""
+    `updates`: weight changes are exchanged. `optimizer`: name of its family, on which loss budgets depend. `forward`: results
+    arrive during the next forward pass. `fragments`: number of parts of an outer step.
+    """
     base = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
@@ -83,7 +85,7 @@ def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, upd
 
 
 def is_file(plan: Any) -> bool:
-    """Whether `plan` names a plan file rather than a codec. ValueError if it is neither."""
+    """Whether `plan` names a plan file. Raises ValueError if it is text that names neither a file nor a codec."""
     if not isinstance(plan, str | Path) or str(plan) == "auto":
         return False
     if os.path.isfile(plan):
@@ -93,38 +95,41 @@ def is_file(plan: Any) -> bool:
     if isinstance(plan, str) and plan.rstrip().endswith(")"):
         raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")
     raise InvalidInput("E-PLAN-NAME",
-                       f"plan {str(plan)!r}: no such file (allowed: 'auto', a plan file, a codec such as \"fp16()\", a Plan)")
+                       f"plan {str(plan)!r}: no such file; `plan` must be 'auto', the path of a plan file, a codec such as "
+                       '\"fp16()\", or a Plan')
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
-    """The inputs of the plan; None, with a line for the log, if they cannot be read. Training does not need them."""
+    """Reads the plan file with the inputs from which it was made. If they cannot be read, reports that through `tell` and
+    returns None: training does not need them."""
     try:
         return plan_file.basis_of(plan)
     except ValueError as error:
-        tell(f"nothing is predicted: {error}")
+        tell(f"the plan has no predictions, because its inputs cannot be read: {error}")
         return None
 
 
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
-    """Keeps the plan's servers on its nodes, if they can be started there."""
+    """Returns the plan with its servers on the nodes that it names, if servers can be started on these nodes. Otherwise reports
+    the reason through `tell`."""
     for line in untouched(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
     if planned != nodes:
-        tell(f"the plan was made for {planned} nodes and this job has {nodes}: its predictions do not apply")
+        tell(f"the plan was made for {planned} nodes, but this job has {nodes}: its predictions do not apply")
     hosts = plan_file.server_nodes_of(plan, made_from, nodes)
     if len(hosts) != len(plan.hosts):
         alone = [structs.replace(plan, servers=1, hosts=(host,)) for host in plan.hosts]
         absent = [str(one.hosts[0]) for one in alone if not plan_file.server_nodes_of(one, made_from, nodes)]
         why = f"no rank trains on node {' and '.join(absent)}" if absent else \
             f"it names {len(plan.hosts)} nodes for {plan.servers} servers"
-        tell(f"servers run where the setting `servers` says, not on the nodes of the plan: {why}; `commlayer serve` starts "
-             "servers elsewhere, and join names them")
+        tell(f"servers run on the nodes that the setting `servers` selects, not on those of the plan: {why}; to run servers "
+             "on other machines, start `commlayer serve` there and set join to its address")
     return plan if hosts == plan.hosts else structs.replace(plan, hosts=hosts)
 
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
-    """The first codec of plan="auto". A loss model is read on rank 0 only."""
+    """The codec of plan="auto" for the first steps. Reads the loss model, which exists only on rank 0."""
     rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
     if config.loss:
         model = loss_model.read(Path(config.loss))
@@ -137,11 +142,11 @@ def _first_codec(config: Config, recipe: Recipe) -> str:
 # ---- shares rank 0's plan with every rank, and checks that a plan fits the job, before the first step or a change of plan
 
 REFUSED = b"!"
-"""Prefix of the error text that rank 0 sends instead of a plan; a plan's bytes begin with a brace."""
+"""Prefix of an error text that rank 0 sends instead of a plan. (The bytes of a plan start with a brace.)"""
 
 
 def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
-    """Returns the result of settle() on rank 0, on every rank, or raises its error on every rank."""
+    """Returns the plan that settle() returns on rank 0, on every rank, or raises rank 0's error on every rank."""
     return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
 
 
@@ -154,12 +159,12 @@ def plan_in(data: bytes) -> Plan:
 
 
 class OfferedPlan:
-    """The result of make() on rank 0, made before it is shared, so that ranks can exchange its size together with other data.
-    If make() fails, its error is shared."""
+    """Result of make() on rank 0, before it is sent to the other ranks. So ranks can exchange its size together with other
+    data. If make() fails, its error text is sent instead."""
 
     def __init__(self, make: Callable[[], bytes], rank: int) -> None:
         self.data = b""
-        """Empty on other ranks."""
+        """Bytes to send; empty on ranks other than 0."""
         self._error: Exception | None = None
         if rank == 0:
             try:
@@ -168,7 +173,7 @@ class OfferedPlan:
                 self.data, self._error = REFUSED + str(error).encode(), error
 
     def taken(self, data: bytes) -> bytes:
-        """Called on every rank with rank 0's data. Returns the data, or raises rank 0's error."""
+        """Returns the data that rank 0 has sent, or raises rank 0's error. Called on every rank."""
         if self._error is not None:
             raise self._error
         if data.startswith(REFUSED):
@@ -177,9 +182,9 @@ class OfferedPlan:
 
 
 def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
-    """Returns the result of make() on rank 0, on every rank; or raises its error on every rank.
+    """Returns the bytes that make() returns on rank 0, on every rank, or raises rank 0's error on every rank.
 
-    `wait_s`: for small results that may take longer than a collective of a step.
+    `wait_s`: seconds to wait for small results that can take longer than a collective of a step; 0: use a collective.
     """
     if groups is None:
         return make()
@@ -190,7 +195,8 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 def check_plan(
     plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids, *, reachable: bool = True,
 ) -> None:
-    """Raises ValueError with the first reason why the plan cannot run."""
+    """Raises ValueError with the first reason why this plan cannot run in this job. `forbids` returns why a sync mode is
+    excluded."""
     problems = planner.verify(plan, job) or unsuited(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
         [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
@@ -215,26 +221,29 @@ def check_plan(
 class PlanTerms:
     def __init__(self) -> None:
         self.requested = RequestedModes()
-        """The sync mode that the user requested in attach(); it holds for every plan."""
+        """The sync mode that the user requested in attach(); it applies to every plan."""
         self.forbids: Forbids = lambda _: ""
-        """Why a plan cannot use a sync mode here: see allowed_ways.py."""
+        """Returns why a plan cannot use a sync mode in this job, or ""; see allowed_ways.py."""
         self.useless: Forbids = lambda _: ""
-        """Why a sync mode would bring no benefit here."""
+        """Returns why a sync mode would bring no benefit in this job, or ""."""
         self.auto = False
-        """Whether commlayer chooses the plan."""
+        """Whether commlayer chooses the plan (plan="auto"), instead of the user."""
         self.suggested = False
-        """On rank 0: whether the log has suggested local steps."""
+        """Whether the log has already suggested local steps; used only on rank 0."""
         self.optimizer = ""
-        """The family of the script's optimizer; empty if unknown."""
+        """Name of the family of the script's optimizer; empty if unknown."""
         self.balanced = False
-        """Whether a controller moves shares of the batch, from its measurements of averaged steps."""
+        """Whether the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients.
+        """
         self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
-        """`loss`: the loss model's file. `learning`: the file of the steps that sync modes cost; empty for the shipped table.
-        `max_loss`: the budget, 0 for none. `floor`: the level (engine/codec_floor.py) below which the guard allows no codec."""
+        """`loss`: path of the loss model. `learning`: path of the table of convergence factors; empty: the built-in table.
+        `max_loss`: the loss budget; 0: none. `floor`: the precision level (see `level`) below which the quality guard allows no
+        codec."""
         self.basis: Basis | None = None
-        """On rank 0: the inputs of the current plan, if known."""
+        """The plan and the inputs from which it was made, if known; used only on rank 0."""
         self.price: tuple[float, float] | None = None
-        """On rank 0: seconds of communication under the current plan, and the part of computing that hides it."""
+        """Seconds of communication per step under the current plan, and the fraction of it that computation hides; None if
+        unknown. Used only on rank 0."""
 
 
 # ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs
@@ -242,14 +251,15 @@ class PlanTerms:
 # planner.verify checks the plan itself, without codecs and without the process that is to run it.
 
 def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
-    """All reasons against it, one per line, the same on every rank. `cuda`: the model is on GPUs. `reachable`: nodes reach each
-    other, so collectives may span them."""
+    """All reasons why a plan cannot run on these nodes, one per line, the same on every rank. `cuda`: the model is on GPUs.
+    `reachable`: nodes can connect to one another, so collectives can span them."""
     try:
         fragments_of(plan.buckets, plan.fragments)
     except ValueError as error:
         return [str(error)]
     if plan.ranks_per_node != per_node and any(b.path != "allreduce" for b in plan.buckets):
-        return [f"made for {plan.ranks_per_node} ranks per node, here are {per_node}: make it again, or set ranks_per_node"]
+        return [f"the plan was made for {plan.ranks_per_node} ranks per node, but this job has {per_node}: make it again, "
+                "or set ranks_per_node"]
     apart = nodes > 1 and not reachable
     return [f"bucket {b.id}: {line}" for b in plan.buckets
             for line in (*_crossings(b, apart=apart), *_bucket(plan, b, nodes, cuda))]
@@ -258,29 +268,29 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reach
 def _crossings(bucket: Bucket, *, apart: bool) -> Iterator[str]:
     if apart and not bucket.served and any(op.name not in paths.CODING and op.where != "node"
                                            for op in paths.parse(bucket.path)):
-        yield (f"path {bucket.path!r}: a collective crosses nodes, and these reach a server alone (commlayer launch), allowed: "
-               "'service'")
+        yield (f"path {bucket.path!r} has a collective between nodes that can reach only a server (commlayer launch): use "
+               "the path 'service'")
 
 
 def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]:
     if bucket.by_node and len(bucket.by_node) != nodes:
-        yield f"codecs for {len(bucket.by_node)} nodes, here are {nodes}"
+        yield f"the bucket has codecs for {len(bucket.by_node)} nodes, but this job has {nodes}"
         return
     try:
         codecs = [codec_of(bucket, node, plan) for node in (None, *range(nodes if bucket.by_node else 0))]
         for codec in codecs:
             if (nbytes := codec.bound(bucket.spec)) > MAX_FRAME_NBYTES and bucket.path == "service":
-                yield (f"payloads of {codec} may have {nbytes} bytes of {bucket.numel} elements, a frame carries "
-                       f"{MAX_FRAME_NBYTES}: cut it into several, or take a codec that sends less")
+                yield (f"payloads of {codec} can have {nbytes} bytes for {bucket.numel} elements, but a frame is limited to "
+                       f"{MAX_FRAME_NBYTES}: split the bucket, or use a codec that sends less")
                 return
     except ValueError as error:
         yield str(error).removeprefix(f"bucket {bucket.id}: ")
         return
     if bucket.stale and bucket.path != "service":
-        yield f"path {bucket.path!r} gives its result in the same step, allowed for results that are a step late: 'service'"
+        yield f"path {bucket.path!r} does not support results that are one step late: use the path 'service'"
     path = paths.parse(bucket.path)
     if grammar.served(path) and bucket.path != "service":
-        yield f"path {bucket.path!r}: workers know paths over servers as 'service' alone (planner.lower spells them so)"
+        yield f"path {bucket.path!r} must be written as 'service', because it uses a server (planner.lower converts it)"
         return
     up = [promise_of(wrap(parse(text))) for text in (bucket.codec, *bucket.by_node)]
     down = promise_of(wrap(parse(bucket.down))) if bucket.down else None
@@ -304,23 +314,23 @@ CODES = ("gradients", "updates")
 OVERLAPS = ("round", "forward")
 WAYS = ("forward", "updates", "local", "round")
 Forbids = Callable[[str], str]
-"""For one of `WAYS`, the reason why this rank cannot use it; "" if it can."""
+"""Function from one of `WAYS` to the reason why this rank cannot use that sync mode; "" if it can."""
 
 
 class RequestedModes(NamedTuple):
-    """The arguments of attach(), the same on all ranks. None: as the plan defines. They hold for every plan of the job."""
+    """The sync mode that attach() requests, the same on all ranks and for every plan of the job. None: as the plan defines."""
 
     every: int | None = None
     codes: str | None = None
     overlap: str | None = None
     fragments: int | None = None
     exact: bool | None = None
-    """True: every plan must step on the average of all gradients, apart from coding. None: only plans that the script requests
-    may deviate. False: the automatic plan may take local steps."""
+    """True: every plan must use the average of all gradients in each step, apart from compression. None: only plans that the
+    script requests can deviate. False: the automatic plan can use local steps."""
 
     @property
     def updates(self) -> bool:
-        """Whether changes of weights are exchanged, whatever the plan defines."""
+        """Whether weight changes are exchanged, whatever the plan defines."""
         return (self.every or 1) > 1 or self.codes == "updates"
 
     def __str__(self) -> str:
@@ -333,34 +343,38 @@ class RequestedModes(NamedTuple):
 
 
 def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> RequestedModes:
-    """ValueError, of one line, for values that no plan can have."""
+    """Checks the arguments of attach() that define the sync mode. Raises a ValueError of one line for values that no plan can
+    have."""
     if every is not None and not _whole(every):
-        raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, allowed: a whole number of steps to an exchange, 1 or more")
+        raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, but the number of steps per exchange must be a whole "
+                                           "number, 1 or more")
     if codes not in (None, *CODES):
-        raise InvalidInput("E-SYNC-MODE", f"codes: got {codes!r}, allowed: {', '.join(map(repr, CODES))}")
+        raise InvalidInput("E-SYNC-MODE", f"codes: got {codes!r}, but it must be one of {', '.join(map(repr, CODES))}")
     several = every is not None and every > 1
     if several and codes == "gradients":
         raise InvalidInput("E-SYNC-MODE",
-                           f"codes='gradients' with every={every}: gradients are averaged in every step; leave codes out, or "
-                           "take every=1")
+                           f"codes='gradients' contradicts every={every}, because gradients are averaged in every step; "
+                           "leave codes out, or use every=1")
     if overlap not in (None, *OVERLAPS):
         raise InvalidInput("E-SYNC-MODE",
-                           f"overlap: got {overlap!r}, allowed: 'round', with every=2 or more or codes='updates', or 'forward'")
+                           f"overlap: got {overlap!r}, but it must be 'round' (with every=2 or more, or codes='updates') or "
+                           "'forward'")
     if overlap == "forward" and (several or codes == "updates"):
         raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward' writes a step's gradients during the next forward pass; allowed: without every "
-                           "and codes='updates', which exchange weights and have overlap='round'")
+                           "overlap='forward' writes a step's averaged gradients during the next forward pass, so it needs "
+                           "gradients; leave out every and codes='updates', which exchange weight changes, or use "
+                           "overlap='round' with them")
     if fragments is not None and not _whole(fragments):
         raise InvalidInput("E-SYNC-FRAGMENTS",
-                           f"fragments: got {fragments!r} with every={every}, allowed: a divisor of every, since one fragment "
-                           "is exchanged every H / fragments steps")
+                           f"fragments: got {fragments!r} with every={every}, but it must be a divisor of every, because "
+                           "one fragment is exchanged every (every / fragments) steps")
     if exact is not None and not isinstance(exact, bool):
-        raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, allowed: True or False")
+        raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, but it must be True or False")
     request = RequestedModes(every, codes, overlap, fragments, exact)
     if exact and (request.updates or overlap == "round"):
         raise InvalidInput("E-SYNC-MODE",
-                           f"{request}: each rank then steps on its own gradients; allowed: exact=True without every, "
-                           "codes='updates' and overlap='round'")
+                           f"{request}: exact=True contradicts the other arguments, with which each rank applies its own "
+                           "gradients; leave out exact, or every, codes='updates' and overlap='round'")
     return request
 
 
@@ -369,11 +383,11 @@ def _whole(number: Any) -> bool:
 
 
 def stepping(plan: Plan, requested: RequestedModes) -> Plan:
-    """The plan with attach()'s arguments in it. ValueError if they conflict."""
+    """Returns the plan with attach()'s arguments written into it. Raises ValueError if the plan contradicts them."""
     if requested.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
-                           "plan: has results that are a step late with coded updates, on which ranks step: make it without "
-                           "staleness")
+                           "plan: it has results that are one step late, which is not supported when weight changes are "
+                           "exchanged: make the plan without staleness")
     if requested.every is not None and requested.every != plan.local_steps > 1:
         raise InvalidInput("E-SYNC-PLAN",
                            f"every={requested.every}, but the plan has {plan.local_steps} local steps: leave every out, or "
@@ -390,9 +404,8 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
                            f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
     if requested.overlap == "round" and every == 1 and "updates" not in (requested.codes, plan.codes):
         raise InvalidInput("E-SYNC-MODE",
-                           f"overlap='round' with every={requested.every}: a step on averaged gradients waits for them; "
-                           "allowed: "
-                           "every=2 or more, or codes='updates'")
+                           f"overlap='round' with every={requested.every} is not supported, because a step on averaged "
+                           "gradients waits for them; use every=2 or more, or codes='updates'")
     if requested.overlap is not None and plan.overlap not in ("", requested.overlap):
         raise InvalidInput("E-SYNC-PLAN",
                            f"overlap={requested.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
@@ -401,9 +414,8 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
             every % requested.fragments or plan.fragments not in (1, fragments, requested.fragments)):
         has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
         raise InvalidInput("E-SYNC-FRAGMENTS",
-                           f"fragments: got {requested.fragments} with every={every}{has}, allowed: a divisor of every, since "
-                           "one "
-                           "fragment is exchanged every H / fragments steps")
+                           f"fragments: got {requested.fragments} with every={every}{has}, but it must be a divisor of "
+                           "every, because one fragment is exchanged every (every / fragments) steps")
     laid = structs.replace(
         plan, local_steps=every, codes=requested.codes or plan.codes, overlap=requested.overlap or plan.overlap,
         fragments=plan.fragments if requested.fragments is None else fragments)
@@ -415,7 +427,7 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
 
 
 def ways_of(plan: Plan) -> list[tuple[str, str]]:
-    """Which of `WAYS` a plan uses, with a description."""
+    """Returns the modes in `WAYS` that a plan uses, each with a description."""
     modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
         modes.append(("local", f"of {plan.local_steps} local steps"))
@@ -431,17 +443,19 @@ def ways_of(plan: Plan) -> list[tuple[str, str]]:
 
 DENSE = "identity()"
 STEPS = ((0.3, "int8()"), (0.6, "fp16()"), (1.0, DENSE))
-"""(floor, codec): replaces a codec without ratio up to that floor, and a sparse codec that would send as much."""
+"""Pairs (floor, codec) in ascending order. Up to that floor, the codec replaces a codec without a ratio, or a sparse codec that
+would send as much."""
 TYPICAL = Spec((1 << 16,))
-"""The size at which codecs outside any bucket are measured."""
+"""Shape at which codecs are measured if they do not belong to a bucket."""
 SMALL = 1 << 12
-"""Elements up to which headers would dominate the level."""
+"""Number of elements up to which headers dominate the measured level of a codec."""
 EQUAL = 0.99
-"""Tolerance, because ratios are written with three digits."""
+"""Tolerance for comparing levels, because ratios are written with three digits."""
 
 
 def level(codec: Codec, spec: Spec = TYPICAL) -> float:
-    """
+    """Precision level of a codec: its ratio, or else the fraction of float32 bytes that it sends.
+
     >>> level(parse("error_feedback(topk(ratio=0.01))")), level(parse("fp16()"))
     (0.01, 0.5)
     """
@@ -454,42 +468,45 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
 
 
 def at_least(floor: float, texts: list[str]) -> list[str]:
-    """The codecs of `texts` at or above the floor, plus topk with the floor as ratio, so that one codec is just above it."""
+    """The codecs in `texts` whose level is at least `floor`, and a topk with the floor as its ratio, so that one codec is just
+    above the floor."""
     fine_enough = [text for text in texts if level(parse(text)) >= floor * EQUAL]
     finest = STEPS[0][0]
     return [*fine_enough, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else fine_enough
 
 
 def lossy(bucket: Bucket) -> bool:
-    """Whether any codec of the bucket loses information."""
+    """Whether any of the bucket's codecs loses information."""
     return bucket.path != "allreduce" and any(level(codec, bucket.spec) < 1 for codec in _codecs(bucket))
 
 
 def lowest(plan: Plan) -> float:
-    """The level of the coarsest codec in use; 1 for a plan without any."""
+    """The level of the coarsest codec in the plan; 1 if all buckets are sent without loss."""
     return min((level(codec, b.spec) for b in plan.buckets if lossy(b) for codec in _codecs(b)), default=1.0)
 
 
 def carries_gradients(codec: Any) -> bool:
-    """Whether the codec sends gradients and not a velocity."""
+    """Whether the codec sends gradients, and not a momentum (velocity)."""
     if isinstance(codec, Momentum):
         return False
     return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
 
 
 def exchanges_gradients(bucket: Bucket) -> bool:
-    """Whether every node's codec sends gradients. The result is the same on all ranks, whatever codec their own node has."""
+    """Whether every node's codec of this bucket sends gradients. The result is the same on all ranks, whatever codec their own
+    node has."""
     return all(carries_gradients(codec) for codec in _codecs(bucket))
 
 
 def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
-    """The plan with no codec below the floor. A bucket is sent uncompressed if none of the finer codecs fits its path."""
+    """Returns the plan with all codecs at `floor` or above. A bucket is sent uncompressed if none of the finer codecs supports
+    its path."""
     buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
     return structs.replace(plan, buckets=buckets)
 
 
 def nbytes(plan: Plan) -> float:
-    """Upper bound of bytes sent and received by a worker in a step, for comparing two plans of a job."""
+    """Upper bound for the bytes that a worker sends and receives in a step, for comparing two plans of the same job."""
     return sum(codec_of(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
                for b in plan.buckets)
 
@@ -509,7 +526,8 @@ def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) ->
 
 
 def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
-    """First the same codec with a higher ratio, then others from coarse to exact."""
+    """Finer versions of a bucket to try in order: first the same codec with a higher ratio, then other codecs from coarse to
+    exact."""
     floor = min(floor, 1.0)
     if floor <= STEPS[0][0]:
         texts = (bucket.codec, bucket.down, *bucket.by_node)
@@ -525,7 +543,7 @@ def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
 
 
 def _with_ratio(codec: Any, floor: float) -> Any:
-    """Raises every ratio inside the codec to at least the floor."""
+    """Returns the codec with every ratio inside it raised to at least `floor`."""
     changed = {}
     for name in codec.__struct_fields__:
         value = getattr(codec, name)

@@ -1,4 +1,4 @@
-"""connect(): from a Job to a running Worker. Settles the plan, starts or finds the servers, registers, and connects."""
+"""Starts training on one rank: chooses the plan, starts or finds the servers, registers with the coordinator, and connects."""
 
 from __future__ import annotations
 
@@ -72,12 +72,13 @@ def connect(
     must: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
 ) -> JobContext:
-    """Joins the job that the environment names; all ranks call it together, inside `start`.
+    """Connects this rank to the job that the environment names. All ranks call it together, inside `start`.
 
-    `must`: further values that must be the same on all ranks. `settings`: of optimizers, which may differ with drift="warn".
-    `forbids`: why a plan cannot use a sync mode here (allowed_ways.py). `optimizer`: its family. `replica`: the state that this
-    rank gives to later workers, or receives. `full_job`: this job with buffers that are not averaged here; a plan may be for
-    either."""
+    `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
+    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (allowed_ways.py). `optimizer`: name of the
+    optimizer's family. `replica`: the state that this rank sends to workers that join later, or receives if it joins.
+    `full_job`: this job with buffers that are not averaged here; a plan can be for either job.
+    """
     kernels.choose(config.backend)
     must = {"plan": plan_kind(plan), "steps": str(requested), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
@@ -129,8 +130,8 @@ def connect(
             job_context.say(f'{met.differs}; training continues, since drift="warn"')
         if config.min_workers and not elastic and job_context.rank == 0:
             job_context.say(
-                f"min_workers {config.min_workers} is ignored, and all ranks must stay: it applies to homes (commlayer launch) "
-                "whose workers all train together; other process groups cannot lose a rank")
+                f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
+                "(commlayer launch) whose workers all train together; other process groups cannot lose a rank")
         nodes = job_context.world // per_node
         job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
             plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
@@ -138,9 +139,8 @@ def connect(
         ), full_job), requested), job_context.groups)
         if job_context.rank == 0 and (requested.fragments or 1) > job_context.plan.fragments:
             job_context.say(
-                f"fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a round has at most as many "
-                "as "
-                f"the plan has buckets ({len(job_context.plan.buckets)})")
+                f"fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a plan cannot have more "
+                f"fragments than buckets ({len(job_context.plan.buckets)})")
         if elastic and (why := unfit(job_context.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(job_context.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
@@ -163,7 +163,7 @@ def connect(
 
 
 def _of(plan: Plan, full_job: Job | None) -> Plan:
-    """A plan for the whole job is also one for this job."""
+    """Removes buffers from a plan that was made for `full_job`; None: the plan is for this job already."""
     return plan if full_job is None else without_buffers(plan, full_job)
 
 
@@ -172,12 +172,13 @@ def _enter(
     replica: Replica | None,
     must_match: Mapping[str, str],
 ) -> None:
-    """Joins a running job."""
+    """Registers this worker with a job that is already running, and receives the state of its workers."""
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
-                           "joining a running job: allowed is attach(model, optimizer) in a home (commlayer launch) whose "
-                           "server was started with --min-workers; not a communication hook that the script registers, nor a "
-                           "DistributedDataParallel module that ignores parameters or has mixed_precision")
+                           "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
+                           "(commlayer launch), with a server that was started with --min-workers. Not supported are a "
+                           "communication hook that the script registers, and a DistributedDataParallel module that "
+                           "ignores parameters or has mixed_precision")
     context.id = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:
@@ -192,7 +193,8 @@ def _join(
     context: JobContext, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
 ) -> None:
-    """Starts the embedded servers if none were named, then registers with the coordinator and connects."""
+    """Starts this node's servers unless the setting `join` names a coordinator, then registers with the coordinator and
+    connects."""
     assert context.plan is not None
     node, local = divmod(context.rank, per_node)
     address = config.join
@@ -207,19 +209,22 @@ def _join(
 
 
 def _placed(config: Config, address: str, context: JobContext) -> Config:
-    """Servers on loopback serve one machine only. If ranks run on several machines, this node's servers listen on `address`."""
+    """Returns settings with `address` as the address on which this node's servers listen, if ranks run on several machines.
+    Servers on loopback serve one machine only."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
     if context.rank == 0:
-        context.say(f"the servers of this node listen on {address}, the address of this machine towards MASTER_ADDR; the "
-                    "setting bind overrides it")
+        context.say(f"the servers of this node listen on {address}, the address of this machine on the route to "
+                    "MASTER_ADDR; the setting bind overrides it")
     return msgspec.structs.replace(config, bind=address)
 
 
 def _start_embedded(context: JobContext, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
-    """Starts this node's `commlayer serve` processes: where the plan has its servers, else as the setting `servers` says.
+    """Starts this node's `commlayer serve` processes. The plan decides on which nodes servers run, otherwise the setting
+    `servers`.
 
-    Returns the coordinator's address and the job's secret, which rank 0 makes and the group shares."""
+    Returns the coordinator's address and the job's secret, which rank 0 creates and sends to the other ranks.
+    """
     plan = context.plan
     assert plan is not None
     nodes = context.world // per_node
@@ -267,11 +272,12 @@ AHEAD = ("this home joins a running job, whose workers take part in no collectiv
          "step: move the call after a step (a communication hook that a script registers itself makes such calls: join with "
          "attach())")
 OWN = (None, "", "env://")
-"""Values of init_method that leave the rendezvous to the launcher."""
+"""Values of init_method with which a script leaves the rendezvous to the launcher."""
 
 
 def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
-    """Creates torch's default group. `inside`: the backend for groups within this machine. `timeout_s`: deadline_s if 0."""
+    """Creates torch's default process group. `inside`: the backend for groups within this machine. `timeout_s`: seconds that
+    collectives wait; 0: the setting deadline_s."""
     from commlayer.cluster import site_process_group
     from commlayer.cluster.site_client import KvClient
 
@@ -285,8 +291,8 @@ def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
 
 
 def main() -> None:
-    """`python -m commlayer.engine.start PARENT line|traceback SCRIPT ARGS...`. The second argument is the form of
-    errors."""
+    """Runs a training script: `python -m commlayer.engine.start PARENT line|traceback SCRIPT ARGS...`. PARENT is the launcher's
+    process id. The second argument selects how errors are printed."""
     parent, how, script, *args = sys.argv[1:]
     try:
         _end_with(int(parent))
@@ -302,8 +308,8 @@ def main() -> None:
 
 
 def line_for(error: BaseException) -> str:
-    """The one line that describes an error that ends a script: Ctrl-C, or an error of commlayer with a code. "" for an
-    error of the script itself or a defect, which need their traceback."""
+    """The one line that describes an error that ends a script: Ctrl-C, or an error of commlayer with a code. "" for an error in
+    the script itself or a bug, which need their traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, Coded) else ""
@@ -320,8 +326,8 @@ def _run(script: str, args: list[str]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process as Ctrl-C would if the launcher is killed (on Linux). Shells let background processes ignore SIGINT,
-    and children inherit that; a SIGINT from the launcher must still end this process."""
+    """Makes this process end as if by Ctrl-C when the launcher is killed (only on Linux). Shells make background processes and
+    their children ignore SIGINT; this function restores the default, so that the launcher's SIGINT ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
@@ -330,7 +336,7 @@ def _end_with(parent: int) -> None:
 
 
 class _Unheard(logging.StreamHandler[TextIO]):
-    """Prints commlayer's log lines unless the script has its own log handlers."""
+    """Log handler that prints commlayer's log lines, unless the script has log handlers of its own."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or len(_LOG.handlers) > 1:
@@ -339,7 +345,7 @@ class _Unheard(logging.StreamHandler[TextIO]):
 
 
 def tell() -> None:
-    """Shows commlayer's log lines to the user who started the home. A script's own logging configuration takes precedence."""
+    """Prints commlayer's log lines for the user who started the home. A script's own logging configuration takes precedence."""
     handler = _Unheard()
     handler.setFormatter(logging.Formatter("commlayer: %(message)s"))
     _LOG.addHandler(handler)
@@ -350,7 +356,7 @@ def tell() -> None:
 
 
 def _stand_in() -> None:
-    """Replaces torch's functions that create groups, in every module where scripts find them."""
+    """Replaces torch's functions that create process groups, in every module from which scripts import them."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -361,7 +367,8 @@ def _stand_in() -> None:
 
 
 def _ddp_alone() -> None:
-    """DDP's constructor compares and shares weights. A joining home receives its weights later, in attach()."""
+    """Prevents DDP's constructor from comparing and sharing weights. A home that joins a running job receives its weights
+    later, in attach()."""
     from torch.nn.parallel import DistributedDataParallel
 
     from commlayer.cluster import site_process_group
@@ -390,8 +397,9 @@ def _init(known: Callable[..., Any], backend: str | None = None, init_method: st
     launch = read_launch()
     if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
         raise InvalidInput("E-PROCESS-GROUP",
-                           f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}): allowed "
-                           f"under `commlayer launch`: nothing of these, or env:// with rank {launch.rank} of {launch.world}")
+                           f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}) is not "
+                           "supported under `commlayer launch`: leave these arguments out, or pass env:// with rank "
+                           f"{launch.rank} of {launch.world}")
     inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)
     return None
@@ -417,53 +425,53 @@ if __name__ == "__main__":
 # rows. So an error on one machine is one line on every rank, and no rank waits in a collective that others never enter.
 
 NAMED = 3
-"""Most differing settings that one line names."""
+"""Largest number of differing settings that one error names."""
 HEARD_S = 5.0
-"""Seconds for which a failing rank stays, so that the others can read the reason: the store may be in its process."""
+"""Seconds that a failing rank keeps running, so that other ranks can read the reason: the store might be in its process."""
 
 
 class RankRow(NamedTuple):
     host: str
-    """In a home, the name in its certificate."""
+    """Host name of the rank's machine; in a home, the name in its certificate."""
     machine: str
     agent: int = -1
     address: str = ""
-    """This machine's address, as seen from the machine of the rendezvous."""
+    """The machine's address on its route to the machine of the rendezvous."""
     insecure: bool = False
     keys: bool = False
     must: Mapping[str, str] = {}
-    """Values that must be the same on all ranks."""
+    """Values that must be the same on all ranks, by name."""
     settings: Mapping[str, str] = {}
-    """Of the optimizer: the same on all ranks, unless the user allows different ones."""
+    """Settings of the optimizer, which must be the same on all ranks unless drift="warn"."""
     model: str = ""
     error: str = ""
 
 
 class Rendezvous(NamedTuple):
-    """The result. `members` is None if there are no other ranks."""
+    """Result of a job's rendezvous, as one rank sees it. `members` is None if there are no other ranks."""
 
     members: Members | None
     launch: Launch
     per_node: int = 1
     local_world: int = 1
-    """Number of ranks on this machine."""
+    """Number of the job's ranks on this machine."""
     address: str = ""
-    """Of this machine, to listen on; empty if all ranks are on one machine."""
+    """Address of this machine, on which servers can listen; empty if all ranks are on one machine."""
     note: str = ""
-    """A line for the log on the layout."""
+    """A line to log about uneven numbers of ranks per machine; empty if there is none."""
     reachable: bool = True
-    """Whether ranks reach those on other machines."""
+    """Whether ranks on different machines can connect to one another directly."""
     differs: str = ""
-    """How optimizers differ between ranks, if that is allowed."""
+    """Text that describes how optimizers differ between ranks, if the settings allow it; empty if they are equal."""
     logs: bool = True
-    """Whether this rank is the first of its node, or home."""
+    """Whether this rank logs for its node or home, because it is the first rank there."""
 
 
 class Start:
-    """One start of a job, as a context manager: an error inside it before the rendezvous is reported to all ranks."""
+    """Context manager for one start of a job: an error inside it before the rendezvous is sent to all ranks."""
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
-        """`process_group`: the ranks to train with, None for the whole world."""
+        """`process_group`: the ranks to train with; None: all ranks of the job."""
         self._group, self._device, self._told = process_group, device, False
 
     def __enter__(self) -> Start:
@@ -479,8 +487,8 @@ class Start:
                 _stay(members)
 
     def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Rendezvous:
-        """Exchanges rows; all ranks call it together. ValueError, the same on all, if they were not started alike. With
-        drift="warn", optimizer `settings` may differ."""
+        """Exchanges one row per rank; all ranks call it together. Raises the same ValueError on all ranks if they were not
+        started alike. With drift="warn", the optimizers' `settings` can differ."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
@@ -500,7 +508,8 @@ class Start:
         if differs and config.drift != "warn":
             _stay(members)
             raise InvalidInput("E-RANKS-DIFFER",
-                               f'{differs}; allowed: the same on all ranks; drift="warn" trains with different ones')
+                               f'{differs}; they must be the same on all ranks, or set drift="warn" to train with different '
+                               "ones")
         per_node, note = (config.ranks_per_node, "") if config.ranks_per_node else ranks_per_node(rows)
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
@@ -516,7 +525,8 @@ class Start:
         if not dist.is_initialized():
             if self._group is not None:
                 raise InvalidInput("E-PROCESS-GROUP",
-                                   f"process_group: got {self._group!r}, but torch.distributed is not initialised")
+                                   f"process_group: got {self._group!r}, but torch.distributed is not initialized; call "
+                                   "init_process_group first")
             return None
         members = Members(self._group)
         return members if members.world > 1 else None
@@ -531,23 +541,23 @@ class Start:
 
 
 def group_of(process_group: Any) -> Any:
-    """The process group of the script's argument, which may be a DeviceMesh of one dimension."""
+    """Returns the process group for the argument `process_group`, which can be a DeviceMesh of one dimension."""
     if not isinstance(process_group, DeviceMesh):
         return process_group
     if process_group.ndim != 1:
         raise InvalidInput("E-PROCESS-GROUP",
-                           f"process_group: got {process_group!r}, allowed: a DeviceMesh of one dimension, such as mesh['dp'] "
-                           "where dimensions have names")
+                           f"process_group: got {process_group!r}, but a DeviceMesh must have one dimension: pass for "
+                           "example mesh['dp'] if dimensions have names")
     return process_group.get_group()
 
 
 def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
-    """All values that must be the same on all ranks."""
+    """All values that must be the same on all ranks, by name: versions, `must`, and settings."""
     return _versions() | dict(must) | alike(config)
 
 
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
-    """Makes the default process group, under a launcher, if the script has not made one."""
+    """Creates the default process group under a launcher, if the script has not created one."""
     if dist.is_initialized() or launch.world == 1:
         return
     if launch.home:
@@ -560,7 +570,8 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
         join = timedelta(seconds=config.join_deadline_s)
         store, rank, world = next(rendezvous("env://", launch.rank, launch.world, timeout=join))
     except (RuntimeError, ValueError) as error:
-        raise CommError(f"start: rank {launch.rank} cannot reach the job's store: {str(error).splitlines()[0]}",
+        raise CommError(f"start: rank {launch.rank} cannot connect to the store of the job's rendezvous: "
+                        f"{str(error).splitlines()[0]}",
                         peer=f"MASTER_ADDR {master()}") from None
     exchange(store, range(world), rank, b"", config.join_deadline_s, "start")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
@@ -568,42 +579,47 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
 
 
 def plan_kind(plan: Any) -> str:
-    """The part of the `plan` setting that must be the same on all ranks. For plans and their files, rank 0's counts."""
+    """The part of the argument `plan` that must be the same on all ranks. For plans and plan files, the one on rank 0 is used.
+    """
     if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan != "auto" and "(" not in plan):
         return "a plan"
     return str(plan)
 
 
 def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
-    """Why these ranks cannot train together, in a line; empty if they can."""
+    """Why these ranks cannot train together, in one line; empty if they can. `own_servers`: the job starts its servers itself.
+    """
     if wrong := [r for r, row in enumerate(rows) if row.error]:
         return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
     for name in dict.fromkeys(name for row in rows for name in row.must):
         values = [row.must.get(name, "unknown") for row in rows]
         if len(set(values)) > 1:
-            return f"{name}: {_by_value(values, rows, ranks)}; allowed: the same on all ranks"
+            return f"{name} differs between ranks: {_by_value(values, rows, ranks)}; it must be the same on all ranks"
     machines = len({row.machine for row in rows})
     if own_servers and machines > 1:
         keyed = [r for r, row in enumerate(rows) if row.keys]
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
             if keyed:
-                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; others have keys: make those with "
-                             "`commlayer keys add NAME` and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
+                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}, but other ranks have keys: make the "
+                                       "missing ones with `commlayer keys add NAME` and set COMMLAYER_KEYS on every "
+                                       "machine (docs/how-to/keys.md)")
             return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
-                         "machines and traffic between them is plain text without keys: make some with `commlayer keys init` "
-                         "and set COMMLAYER_KEYS on every machine (docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every "
-                         "machine if you trust every machine on the way")
+                                         "machines, and without keys the traffic between them is not encrypted: make keys "
+                                         "with `commlayer keys init` and set COMMLAYER_KEYS on every machine "
+                                         "(docs/how-to/keys.md), or set COMMLAYER_INSECURE=1 on every machine if you trust "
+                                         "the complete network between them")
         if all(_local(row.address) for row in rows):
-            return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR leads to loopback on each: "
-                         "set MASTER_ADDR to an address that all reach, or COMMLAYER_BIND on every machine to its own")
+            return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR is a loopback address "
+                                      "on each of them: set MASTER_ADDR to an address that all machines can reach, or set "
+                                      "COMMLAYER_BIND on every machine to its own address")
     if other := [r for r, row in enumerate(rows) if row.model != rows[0].model]:
-        return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: names, shapes, dtypes and order of "
-                "what is trained must be equal")
+        return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: trained parameters and buffers "
+                "must have equal names, shapes, dtypes and order")
     return ""
 
 
 def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
-    """How the ranks' optimizers differ, in a line; empty if they do not."""
+    """How the ranks' optimizers differ, in one line; empty if they are equal."""
     differences = optimizers.differences([row.settings for row in rows])
     return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
@@ -614,22 +630,24 @@ def _by_value(values: Sequence[str], rows: Sequence[RankRow], ranks: Sequence[in
 
 
 def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
-    """Number of consecutive ranks that are on one node, and a line for the log on the layout.
+    """Returns the number of consecutive ranks that form a node, and a line to log about uneven machines (empty: none).
 
-    Ranks with the same machine and agent are on one node. If nodes have unequal numbers of ranks, or ranks are dealt
-    round-robin, the greatest number that fits counts: a machine is then several nodes."""
+    Ranks with the same machine and agent form a node. If nodes have unequal numbers of ranks, or ranks are assigned
+    round-robin, the greatest common divisor is used: a machine then counts as several nodes.
+    """
     blocks = [list(block) for _, block in groupby(rows, key=lambda row: (row.machine, row.agent))]
     runs = [(block[0].host, len(block)) for block in blocks]
     per_node = math.gcd(*(number for _, number in runs))
     if all(number == per_node for _, number in runs) and len(runs) == len({(row.machine, row.agent) for row in rows}):
         return per_node, ""
     counts = ", ".join(f"{number} on {host}" for host, number in runs[:8]) + (", ..." if len(runs) > 8 else "")
-    return per_node, (f"ranks stand unevenly on machines ({counts}): planned as nodes of {per_node}, so more goes over the "
-                      "network than need be; give every machine the same number, in a row")
+    return per_node, (f"ranks are spread unevenly over machines ({counts}): commlayer treats them as nodes of {per_node}, "
+                      "which sends more over the network than necessary; give every machine the same number of consecutive "
+                      "ranks")
 
 
 def _stay(members: Members | None) -> None:
-    """Waits until all ranks, which have the same verdict and are about to end, have read it."""
+    """Keeps this rank running until all ranks have read the common error, after which they end."""
     if members is not None:
         with contextlib.suppress(CommError):
             members.tell(b"", HEARD_S, "start")
@@ -647,7 +665,8 @@ def _versions() -> dict[str, str]:
 
 
 def _own_address(mine: RankRow, rows: Iterable[RankRow]) -> str:
-    """On the machine of the rendezvous, its own name may lead to loopback. Then the address toward another machine counts."""
+    """This machine's address on its route to another machine. MASTER_ADDR can be loopback on the machine that it names, so the
+    route to another rank's machine decides there."""
     ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
     return next((address for address in ways if not _local(address)), "")
 
@@ -662,7 +681,8 @@ def _who(chosen: Sequence[int], rows: Sequence[RankRow], ranks: Sequence[int]) -
 
 
 def _numbers(chosen: Sequence[int], ranks: Sequence[int]) -> str:
-    """0, 1, 2 and 5 as "0-2, 5", by their numbers in the world."""
+    """Formats ranks as intervals: 0, 1, 2 and 5 as "0-2, 5". `chosen` are indices into `ranks`, which contains the ranks of the
+    job."""
     runs: list[list[int]] = []
     for number in sorted(ranks[r] for r in chosen):
         if runs and number == runs[-1][1] + 1:

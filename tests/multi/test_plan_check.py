@@ -29,14 +29,14 @@ def plan(**fields: Any) -> Plan:
     ({"path": "allreduce", "codec": "topq()"}, "'topq' is unknown"),
     ({"codec": "topk(ratio=0.1)", "down": "topq()"}, "'topq' is unknown"),
     ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes have 9 elements together, but the bucket has 64"),
-    ({"by_node": ("int8()",)}, "codecs for 1 nodes, here are 2"),
+    ({"by_node": ("int8()",)}, "codecs for 1 nodes, but this job has 2"),
     ({"path": GATHERED, "codec": "randomk()"}, "every rank adds payloads to a dense sum, allowed are codecs of one round"),
     ({"path": GATHERED, "codec": "powersgd()"}, "every rank adds payloads to a dense sum"),
     ({"path": REDUCED, "codec": "topk(ratio=0.1)"}, "an all-reduce, allowed are codecs whose payloads add up"),
     ({"path": REDUCED, "codec": "bf16()"}, "payloads go through an all-reduce"),
     ({"path": GATHERED, "codec": "int8()", "down": "identity()"}, "`down` and `by_node` are for path 'service'"),
     ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
-    ({"path": SERVED}, "workers know paths over servers as 'service' alone"),
+    ({"path": SERVED}, "must be written as 'service'"),
 ])
 def test_what_cannot_run_is_told(fields: dict[str, Any], said: str) -> None:
     (line,) = unsuited(plan(**fields), 2, 2)
@@ -56,7 +56,8 @@ def test_what_runs_is_let_through(fields: dict[str, Any]) -> None:
 
 def test_layouts_and_devices() -> None:
     staged = plan(path=GATHERED, codec="int8()")
-    assert unsuited(staged, 4, 1) == ["made for 2 ranks per node, here are 1: make it again, or set ranks_per_node"]
+    assert unsuited(staged, 4, 1) == [
+        "the plan was made for 2 ranks per node, but this job has 1: make it again, or set ranks_per_node"]
     assert unsuited(plan(path="allreduce"), 4, 1) == []
     assert unsuited(staged, 2, 2, cuda=True) == []
     assert "added up in host memory alone" in unsuited(plan(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]

@@ -99,8 +99,8 @@ def test_a_plan_for_other_machines_says_so() -> None:
     said: list[str] = []
     basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
     with_server_nodes(basis.plan, basis, 2, said.append)
-    assert said[0] == "the plan was made for 3 nodes and this job has 2: its predictions do not apply"
-    assert "no rank trains on node 2; `commlayer serve` starts" in said[1]
+    assert said[0] == "the plan was made for 3 nodes, but this job has 2: its predictions do not apply"
+    assert "no rank trains on node 2; to run servers on other machines, start `commlayer serve`" in said[1]
     said.clear()
     with_server_nodes(basis.plan, basis, 3, said.append)
     assert said == []

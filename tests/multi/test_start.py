@@ -175,7 +175,7 @@ def test_a_node_is_what_shares_a_machine_and_an_agent(machines: str, agents: lis
     per_node, note = ranks_per_node([RankRow(m, m, agent) for m, agent in zip(machines, agents, strict=True)])
     assert per_node == abs(expected)
     assert bool(note) == (expected < 0)
-    assert not note or f"planned as nodes of {per_node}" in note
+    assert not note or f"nodes of {per_node}" in note
 
 
 # ---- who one is

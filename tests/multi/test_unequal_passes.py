@@ -148,7 +148,7 @@ def with_lbfgs(rank: int, line_search: str | None, twice: bool, address: str) ->
 def test_an_optimizer_that_goes_by_the_loss_is_named_at_its_first_step() -> None:
     with Servers(WORLD, 0) as servers:
         for (line,) in pool(WORLD).call(with_lbfgs, "strong_wolfe", True, servers.address):
-            assert line.startswith("LBFGS with line_search_fn='strong_wolfe' goes by the loss that its closure returns")
+            assert line.startswith("LBFGS with line_search_fn='strong_wolfe' depends on the loss that its closure returns")
             assert "mean over all ranks" in line
     with Servers(WORLD, 0) as servers:
         assert pool(WORLD).call(with_lbfgs, None, False, servers.address) == [[], []]

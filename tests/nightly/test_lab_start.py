@@ -61,8 +61,8 @@ def test_two_machines_need_no_more_than_leave_to_talk_in_plain_text(lab: Lab) ->
     assert [s["world"] for s in said] == [HOSTS] * HOSTS
     assert said[0]["norm"] == said[1]["norm"] > 0
     listening = [line for line in said[0]["said"] if "listen" in line]
-    assert listening == [f"step 0: the servers of this node listen on {lab.addresses[0]}, the address of this machine towards "
-                         "MASTER_ADDR; the setting bind overrides it"]
+    assert listening == [f"step 0: the servers of this node listen on {lab.addresses[0]}, the address of this machine on the "
+                         "route to MASTER_ADDR; the setting bind overrides it"]
 
 
 def test_leave_that_one_machine_lacks_is_a_line_on_both_at_once(lab: Lab) -> None:

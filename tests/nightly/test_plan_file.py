@@ -168,7 +168,7 @@ def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_pre
     # The coordinator goes ahead, then a server starts on each node.
     assert [r["children"] for r in results] == [2, 0, 1, 0]
     (line,) = results[0]["decisions"]
-    assert re.fullmatch(r"step 0: nothing is predicted: .*plan.inputs.json .*plan.json \[E-PLAN-FILE\]", line)
+    assert re.fullmatch(r"step 0: the plan has no predictions, .*plan.inputs.json .*plan.json \[E-PLAN-FILE\]", line)
     code, out, _ = call("trace", trace)
     assert code == 0
     assert "nothing is predicted: what the plan was made from is not known here" in out
