@@ -1,4 +1,4 @@
-"""Saves and restores residuals and other codec state, with one file per rank and per server."""
+"""Saves and restores residuals and other codec state, with one file per rank and one per server."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from commlayer.records import Bucket, Plan, Record
 log = logging.getLogger("commlayer")
 
 _Files = dict[str, dict[str, torch.Tensor]]
-"""By name, as in mine."""
+"""Maps the name of a file to its tensors by name."""
 
 
 def worker_state(connection: JobContext) -> dict[str, Any]:
-    """Codec state (residuals and the like) of every bucket that this worker codes, and the number of the next step."""
+    """State of this rank's codecs (residuals, momenta) for every bucket that it encodes, and the number of the next step."""
     worker = connection.worker
     if worker is None:
         return {}
@@ -55,7 +55,8 @@ def worker_state(connection: JobContext) -> dict[str, Any]:
 
 
 def restore_worker(connection: JobContext, state: dict[str, Any]) -> None:
-    """Restores `worker_state`, under the plan of the save. The servers must be at the step of the save."""
+    """Restores the result of `worker_state`, under the plan of the save. The servers must be at the same step as the saved
+    state."""
     worker = connection.worker
     if worker is None:
         return
@@ -64,9 +65,9 @@ def restore_worker(connection: JobContext, state: dict[str, Any]) -> None:
     summed = any(b.served for b in worker.plan.buckets)
     if summed and worker.counters.exchanges > 0 and step != worker.step:
         raise InvalidInput("E-CHECKPOINT",
-                           f"the saved state is of step {step}, this job and its servers are at step {worker.step}: use "
-                           "session.load_residuals(), which loads what session.save_residuals() wrote and resets the servers, "
-                           "too")
+                           f"the saved state is of step {step}, but this job and its servers are at step {worker.step}: use "
+                           "session.load_residuals(), which loads what session.save_residuals() wrote and also resets the "
+                           "servers")
     _restore(connection, worker, state)
 
 
@@ -87,7 +88,7 @@ def _restore(connection: JobContext, worker: Worker, state: dict[str, Any]) -> N
 
 
 def save(connection: JobContext, directory: Path) -> None:
-    """See Session.save_residuals, and engine/py for the layout and order of files."""
+    """Saves the codec state of this rank and its servers, as Session.save_residuals describes. All ranks call it."""
     if connection.worker is not None:
         connection.anew(lambda: _save(connection, directory))
 
@@ -137,8 +138,8 @@ def _save(connection: JobContext, directory: Path) -> None:
 
 
 def load(connection: JobContext, directory: Path) -> None:
-    """See Session.load_residuals. Nothing is restored unless every rank has read its files of the same save. If a member leaves
-    meanwhile, or fails to restore, the job ends on all ranks."""
+    """Loads the newest complete save, as Session.load_residuals describes. Nothing is restored unless every rank has read its
+    files of the same save. If a member leaves meanwhile, or fails to restore, the job ends on all ranks."""
     if connection.worker is None:
         return
     try:
@@ -152,7 +153,8 @@ def load(connection: JobContext, directory: Path) -> None:
 
 
 def _not_loaded(connection: JobContext, directory: Path, error: Exception) -> CommError:
-    """Ends the job on all ranks: a save holds state of all ranks, and some may have restored theirs already."""
+    """Creates the error that ends the job on all ranks after a failed load: a save contains state of all ranks, and some might
+    already have restored theirs."""
     if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
@@ -164,15 +166,16 @@ def _not_loaded(connection: JobContext, directory: Path, error: Exception) -> Co
         explained = connection.explain(cause)
         assert isinstance(explained, CommError)
         cause = explained
-    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: it can be "
-                               "loaded only by as many ranks as saved it; start all ranks again")
+    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: only as "
+                               "many ranks as saved it can load it; start all ranks again")
     assert connection.worker is not None
     connection.worker.latch(final)
     return final
 
 
 def _read(connection: JobContext, directory: Path) -> tuple[_Files, Mark]:
-    """All ranks choose the same save, switch to its plan and read their files."""
+    """Selects the newest save that is complete on all ranks, switches to its plan and reads this rank's files. All ranks call
+    it together."""
     rank = connection.rank
     for act in connection.bring_in:
         act()
@@ -184,7 +187,8 @@ def _read(connection: JobContext, directory: Path) -> tuple[_Files, Mark]:
     newest = newest_save(directory, rows)
     folder = folder_of(directory, newest.number)
     if newest != rows[0][0]:
-        log.warning("load_residuals(): loading %s, of step %d; newer saves were interrupted", folder, newest.step)
+        log.warning("load_residuals(): loading %s, saved at step %d, because newer saves were "
+                    "interrupted", folder, newest.step)
     _take_plan(connection, folder)
     worker = connection.worker
     assert worker is not None
@@ -211,7 +215,8 @@ def _put(connection: JobContext, read: _Files, mark: Mark) -> None:
 
 
 def _take_plan(connection: JobContext, folder: Path) -> None:
-    """Switches to the plan of the save, unless the user named a plan: the saving run may have changed plans after its start."""
+    """Switches to the plan of the save, unless the user specified a plan. The run that wrote the save might have changed plans
+    after its start."""
     if not connection.terms.auto:
         return
     saved: Plan | None = None
@@ -226,7 +231,7 @@ def _take_plan(connection: JobContext, folder: Path) -> None:
 
 
 def _servers_of(connection: JobContext) -> list[int]:
-    """The servers whose files this rank writes and reads. Each server belongs to one rank."""
+    """Ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
     assert connection.plan is not None
     return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
 
@@ -243,14 +248,16 @@ def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch
 def _refuse_under_way(connection: JobContext, what: str) -> None:
     if connection.local is not None and connection.local.under_way:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{what}: an exchange of local steps is in progress, which all ranks must finish together: call "
-                           "session.drain() on all ranks first, or use session.save_residuals() and load_residuals()")
+                           f"{what} is not possible during an exchange of local steps, which all ranks must finish "
+                           "together: call session.drain() on all ranks first, or use session.save_residuals() and "
+                           "load_residuals()")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{name} has {what} {saved}, this job has {here}: load it under the same plan and world")
+                           f"{name} was saved with {what} {saved}, but this job has {here}: load it under the same plan and "
+                           "number of workers")
 
 
 # ---- files of a saved state: their layout on disk, and the search for the newest complete save
@@ -261,13 +268,13 @@ def _same(name: str, what: str, saved: object, here: object) -> None:
 # files, is incomplete.
 
 FORMAT = "commlayer-state-2"
-"""Version 1 had no folders, and its residuals had units that cannot be converted today."""
+"""Name of the file format. Files of version 1 had no folders, and the units of their residuals cannot be converted."""
 MANIFEST, PLAN = "manifest.json", "plan.json"
 FOLDER = "save-"
 
 
 class Mark(Record, frozen=True):
-    """The header common to all files of one save. The manifest holds nothing else."""
+    """Header that all files of one save have in common. The manifest consists only of this header."""
 
     save: str
     """A random name that distinguishes the files of two saves."""
@@ -275,39 +282,40 @@ class Mark(Record, frozen=True):
     world: int
     servers: int
     plan: str
-    """The plan's digest."""
+    """Digest of the plan under which the state was saved."""
 
 
 class SaveOnDisk(Record, frozen=True):
-    """What one rank holds of a save."""
+    """One save, as one rank finds it on its disk."""
 
     number: int
     save: str = ""
     step: int = -1
     world: int = 0
     fault: str = ""
-    """Why it is incomplete on this rank."""
+    """The reason why the save is incomplete on this rank; empty if it is complete."""
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Reports a disk error of save_residuals() in one line."""
+    """Context manager that converts a disk error of save_residuals() into an error of one line."""
     try:
         yield
     except OSError as error:
-        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write there: {_seen(error)}; name a "
-                                      "directory that this process can create and fill")) from None
+        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write in this directory: "
+                                      f"{_seen(error)}; choose a directory that this process can create and that "
+                                      "has space")) from None
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Reports a disk error of load_residuals() in one line."""
+    """Context manager that converts a disk error of load_residuals() into an error of one line."""
     try:
         yield
     except OSError as error:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{directory}: load_residuals() cannot read it: {_seen(error)}; name the directory that "
-                           "save_residuals() was given") from None
+                           f"{directory}: load_residuals() cannot read this directory: {_seen(error)}; pass the "
+                           "directory in which save_residuals() wrote") from None
 
 
 def _seen(error: OSError) -> str:
@@ -319,7 +327,7 @@ def folder_of(directory: Path, number: int) -> Path:
 
 
 def numbers(directory: Path) -> list[int]:
-    """The numbers of all saves on disk, complete or not."""
+    """The numbers of all saves in the directory, complete or not, in ascending order."""
     if not directory.exists():
         return []
     names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
@@ -327,12 +335,13 @@ def numbers(directory: Path) -> list[int]:
 
 
 def own_files(rank: int, world: int, servers: int) -> list[str]:
-    """The files that a rank writes and reads: its own, and those of its servers."""
+    """Names of the files that a rank writes and reads: its own file, and those of the servers assigned to it."""
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
 def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
-    """Writes one rank's files. They are on disk when this returns. `plan` comes from rank 0; elsewhere it is empty."""
+    """Writes one rank's files, and returns when they are safely on disk. `plan`: the encoded plan on rank 0; empty on other
+    ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
     for name, tensors in states.items():
@@ -340,7 +349,7 @@ def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, 
         try:
             safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
         except SafetensorError as error:
-            raise OSError(coded("E-FILE", f"{path}: cannot be written: {error}")) from None
+            raise OSError(coded("E-FILE", f"{path}: the file cannot be written: {error}")) from None
         files.sync(path)
     if plan:
         files.write_whole({folder / PLAN: plan}, durable=True)
@@ -349,17 +358,18 @@ def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, 
 
 
 def seal(folder: Path, mark: Mark) -> None:
-    """Marks the save as complete. Rank 0 calls it once all ranks have written."""
+    """Marks a save as complete by writing its manifest. Rank 0 calls it once all ranks have written their files."""
     files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
 
 
 def remove(folder: Path) -> None:
-    """Removes the manifest first, so that a half-removed save is never complete. Other ranks may remove the same files."""
+    """Removes a save. The manifest is removed first, so that a partly removed save never counts as complete. Other ranks might
+    remove the same files."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        log.warning("%s: cannot be removed; it is no longer needed", folder)
+        log.warning("%s: this old save cannot be removed; it is no longer needed", folder)
 
 
 def keep_only(directory: Path, number: int) -> None:
@@ -369,7 +379,7 @@ def keep_only(directory: Path, number: int) -> None:
 
 
 def saves_of(directory: Path, rank: int) -> list[SaveOnDisk]:
-    """What this rank holds of each save, newest first."""
+    """All saves in the directory as this rank finds them, newest first."""
     return [_look(directory, number, rank) for number in reversed(numbers(directory))]
 
 
@@ -388,7 +398,7 @@ def _look(directory: Path, number: int, rank: int) -> SaveOnDisk:
 
 
 def newest_save(directory: Path, rows: list[list[SaveOnDisk]]) -> SaveOnDisk:
-    """The newest save that is complete on all ranks. `rows` has what each rank holds."""
+    """The newest save that is complete on all ranks. `rows`: for each rank, the saves that it finds."""
     usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
     for candidate in rows[0]:
         if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
@@ -399,23 +409,24 @@ def newest_save(directory: Path, rows: list[list[SaveOnDisk]]) -> SaveOnDisk:
 def _why_none(directory: Path, rows: list[list[SaveOnDisk]]) -> str:
     number = max((held.number for row in rows for held in row), default=None)
     if number is None and _path(directory, "rank-0").exists():
-        return f"{directory}: holds a save of an earlier version, whose residuals have other units: begin without it"
+        return (f"{directory}: the directory contains a save of an earlier version, whose residuals have other units: start "
+                "without loading it")
     if number is None:
-        return (f"{directory}: holds no save; save_residuals() writes one there, and load_residuals() on every rank names the "
-                "same directory")
+        return (f"{directory}: the directory contains no save; save_residuals() writes one, and every rank must pass the "
+                "same directory to load_residuals()")
     of_it = [next((held for held in row if held.number == number), SaveOnDisk(number, fault="nothing")) for row in rows]
     faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
     faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
     where = folder_of(directory, number)
     if faults:
-        return f"{where}: not whole on all ranks, nor is an earlier save: {faults[0]}"
+        return f"{where}: neither this save nor an earlier one is complete on all ranks: {faults[0]}"
     other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
-    return (f"{where}: files of different saves: rank 0 has one of step {of_it[0].step}, rank {other} one of step "
+    return (f"{where}: files of different saves: that of rank 0 is of step {of_it[0].step}, that of rank {other} of step "
             f"{of_it[other].step}; load a directory that one save_residuals() has filled")
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
-    """The tensors of one file of the save with that mark."""
+    """The tensors in one file of the save whose header is `mark`."""
     path = _path(folder, name)
     same(path, mark)
     with safe_open(path, framework="pt") as file:
@@ -423,29 +434,30 @@ def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
 
 
 def mark_of(path: Path) -> Mark:
-    """Reads a file's header. That also fails if the file is truncated."""
+    """Reads the header of a file. Raises InvalidInput if the file is missing, truncated or of another format."""
     if not path.is_file():
         raise InvalidInput("E-CHECKPOINT", f"{path}: no such file; save_residuals() writes one per rank and per server")
     try:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file of the safetensors format: {error}") from None
+        raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file in the safetensors format: {error}") from None
     if (version := meta.pop("format", None)) != FORMAT:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: format {version!r}, this version reads {FORMAT!r}")
+        raise InvalidInput("E-CHECKPOINT", f"{path}: the file has format {version!r}, but this version of commlayer reads "
+                                           f"{FORMAT!r}")
     try:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: its header: {error}") from None
+        raise InvalidInput("E-CHECKPOINT", f"{path}: the file's header is invalid: {error}") from None
 
 
 def same(path: Path, mark: Mark) -> None:
-    """Raises ValueError if the file belongs to another save."""
+    """Raises ValueError if the file belongs to another save than the header `mark`."""
     other = mark_of(path)
     if (other.save, other.step) != (mark.save, mark.step):
         raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: this one is of step {other.step}, the rank's own of step "
-                           f"{mark.step}; load a directory that one save_residuals() has filled")
+                           f"{path}: files of different saves: this file is of step {other.step}, but the rank's own is of "
+                           f"step {mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _sealed(path: Path, mark: Mark) -> None:
@@ -454,11 +466,11 @@ def _sealed(path: Path, mark: Mark) -> None:
     try:
         manifest = records.decode(path.read_bytes(), Mark, str(path))
     except RecordError as error:
-        raise InvalidInput("E-CHECKPOINT", f"{error}: not a whole manifest") from None
+        raise InvalidInput("E-CHECKPOINT", f"{error}: the manifest is incomplete") from None
     if manifest != mark:
         raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: the manifest is of step {manifest.step}, rank 0's file of step "
-                           f"{mark.step}; load a directory that one save_residuals() has filled")
+                           f"{path}: files of different saves: the manifest is of step {manifest.step}, but rank 0's file "
+                           f"is of step {mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _path(folder: Path, name: str) -> Path:

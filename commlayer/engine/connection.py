@@ -1,7 +1,7 @@
-"""Holds everything that one rank keeps for its job: process groups, coordinator and server links, worker and plan.
+"""Contains everything that one rank has for its job: process groups, links to coordinator and servers, worker and plan.
 
-`engine/start.py` makes it, `engine/switch.py` moves it to another plan, and the session closes it, or the exit of the process.
-It takes no decisions.
+`engine/start.py` creates it, `engine/switch.py` switches it to another plan, and the session or the exit of the process closes
+it. It makes no decisions.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ T = TypeVar("T")
 
 
 class WaitsFor(NamedTuple):
-    """How long this rank waits for other ranks around an error or at the end, in seconds."""
+    """How many seconds this rank waits for other ranks after an error or at the end."""
 
     notice_s: float = 0.0
-    """For the coordinator to report which rank left or died."""
+    """Seconds to wait for the coordinator's report of which rank left or died."""
     verdict_s: float = 0.0
-    """As `notice_s`, after a failed collective. A collective names no rank, so this covers the silence after which a worker
-    counts as dead."""
+    """Seconds to wait for that report after a failed collective. A collective names no rank, so this includes the time without
+    heartbeats after which a worker counts as dead."""
     stay_s: float = 0.0
-    """Before the servers hosted by this rank shut down, because other ranks may still use them."""
+    """Seconds before the servers that this rank hosts shut down, because other ranks might still use them."""
     silent_s: float = 0.0
-    """For a peer without heartbeats, until it counts as dead."""
+    """Seconds without heartbeats after which a peer counts as dead."""
 
 
 class Changes(Protocol):
-    """Membership changes as the connection uses them; `regroup.py` implements them."""
+    """Interface through which a JobContext handles membership changes; `regroup.py` implements it."""
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
-        """Polled while a step waits for other ranks, until the step's data is `complete`. Raises EpochChanged if the remaining
-        ranks have to repeat the step."""
+        """Called repeatedly while a step waits for other ranks, until all data of the step has arrived (`complete`). Raises
+        EpochChanged if the remaining ranks must repeat the step."""
         ...
 
     def unfit(self, plan: Plan) -> str:
-        """Why the members cannot change under that plan; "" if they can."""
+        """The reason why members cannot change under this plan; "" if they can."""
         ...
 
     def invites(self) -> bool:
-        """Whether new members wait to join and this rank has to bring all ranks to a step where they can."""
+        """Whether new members wait to join, and this rank must lead all ranks to a step in which they can join."""
         ...
 
     def pending(self, wait_s: float) -> bool:
-        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` for the
-        report."""
+        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` seconds for the
+        coordinator's report."""
         ...
 
     def patience(self) -> float:
@@ -78,34 +78,34 @@ class Changes(Protocol):
         ...
 
     def gone(self) -> list[str]:
-        """The names of the members that left, for errors."""
+        """Names of the members that have left, for errors."""
         ...
 
     def go(self) -> None:
-        """After EpochChanged: switches to the epoch of the remaining members. Raises CommError if that fails."""
+        """Switches to the epoch of the remaining members after EpochChanged. Raises CommError if that fails."""
         ...
 
     def between(self, plan: Plan | None = None) -> None:
-        """Does the same between two steps if members have left. `plan` is the plan to switch to; servers may have it
-        already."""
+        """Switches to the epoch of the remaining members between two steps, if members have left. `plan`: the plan to which the
+        ranks are switching; servers might have it already."""
         ...
 
 
 class StateGiver(Protocol):
-    """What `replica.py` implements."""
+    """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
 
     def given(self, context: JobContext, plan: Plan) -> bytes: ...
 
 
 class JoinedState(NamedTuple):
-    """State that a joining rank receives and applies later."""
+    """State that a joining rank has received and applies later."""
 
     local: Mapping[str, torch.Tensor]
-    """As from LocalSteps.snapshot."""
+    """State of local steps, as returned by LocalSteps.snapshot."""
     restore: Callable[[], None]
-    """Restores the optimizer's state."""
+    """Function that restores the optimizer's state."""
     followed: dict[str, str]
-    """The values that `followers` returned on the rank that sent this state."""
+    """Results of the functions in JobContext.followers, by name, on the rank that sent this state."""
 
 
 class JobContext:
@@ -141,73 +141,79 @@ class JobContext:
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.id = 0
-        """This rank's number on the wire and at the coordinator: its initial rank, which stays when other members leave."""
+        """This rank's number in messages and at the coordinator: its initial rank, which does not change when other members
+        leave."""
         self.members: Changes | None = None
-        """None unless the members of the job may change."""
+        """Handles changes of the job's members; None if they cannot change."""
         self.groups: Groups | None = None
         self.rows: RowChannel | None = None
-        """Exchanges rows between the observers (observers.py) of all ranks, in the same order on each."""
+        """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
         self.uplink: Uplink | None = None
         self.embedded: list[EmbeddedServer] = []
         self.plan: Plan | None = None
         self.worker: Worker | None = None
         self.waits = WaitsFor()
         self.terms = PlanTerms()
-        """What its plans must respect."""
+        """Constraints that the job's plans must respect."""
         self.local: LocalSteps | None = None
-        """Set under a plan of local steps."""
+        """The local steps in progress; None unless the plan has local steps."""
         self.matched: bool | None = None
-        """Whether all ranks average with norm matching. None until the ranks have agreed."""
+        """Whether all ranks use norm-matched averaging; None until the ranks have compared their settings."""
 
         self.replica: StateGiver | None = None
-        """Makes the state that a joining rank receives from this one. None if no rank can join."""
+        """Creates the state that a joining rank receives from this rank. None if no rank can join."""
         self.followers: dict[str, Callable[[], str]] = {}
-        """By name: script objects, such as a sampler, whose state a joining rank needs as a string."""
+        """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.joined: JoinedState | None = None
-        """The state that this rank received when it joined a running job."""
+        """The state that this rank received when it joined a running job; None if it did not join."""
         self.fresh = False
-        """Whether this rank has joined a running job and not finished its first step."""
+        """Whether this rank has joined a running job and has not finished its first step."""
         self.in_join = False
-        """Whether this rank is inside session.join(): ranks may be at different places of their scripts."""
+        """Whether this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self.lets_in = True
-        """Whether new members may join during the current operation."""
+        """Whether new members can join during the current operation."""
         self.passes = 0
-        """Training steps since the job began, dropped steps included. The same on all ranks."""
+        """Number of training steps since the job began, dropped steps included. The same on all ranks."""
         self.passed_s = 0.0
-        """When the last backward pass ended, by time.perf_counter. backward() may return only after averages have arrived."""
+        """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after averages
+        have arrived."""
 
         self.parted: dict[int, int] = {}
-        """By member that has left: `carried` when it left. The member has no part in later steps."""
+        """Maps the rank of a member that has left to the value of `carried` when it left. The member has no share in later
+        steps."""
         self.entered = 0
-        """`carried` when this rank joined the running job."""
+        """Value of `carried` when this rank joined the running job; 0 if it did not join."""
 
         self.logs = True
-        """Whether this rank logs for its node or home what all ranks know."""
+        """Whether this rank logs events that all ranks know, on behalf of its node or home."""
         self.decisions: list[str] = []
-        """Decisions in this run, with step and reason."""
+        """Decisions made in this run, as text with step and reason."""
         self.events: list[StalePlan] = []
-        """Decisions that have a record."""
+        """Decisions that have a structured record."""
 
         self.on_close: list[Callable[[], None]] = []
-        """Called when the connection closes."""
+        """Functions to call when the connection closes."""
         self.on_shares: list[Callable[[float], None]] = []
-        """Called on all ranks after the same step when work moves, with the factor by which a step's computing changes."""
+        """Functions to call on all ranks after the same step when batch shares change. The argument is the factor by which a
+        step's computation changes."""
         self.catch_up: list[Callable[[], object]] = []
-        """Called before any joint operation between two steps: catches up with what other ranks may have done already."""
+        """Functions to call before any joint operation between two steps. They catch up with steps that other ranks might have
+        made already."""
         self.end_rounds: list[Callable[[], object]] = []
-        """Called on all ranks after the same step: exchanges until no local step is left unsent."""
+        """Functions to call on all ranks after the same step. They exchange all local steps that have not been sent."""
         self.before_switch: list[Callable[[], None]] = []
         self.after_switch: list[Callable[[], None]] = []
-        """Called on all ranks between the same two steps: before the switch, once all ranks can switch, and after it."""
+        """Functions to call on all ranks between the same two steps. `before_switch`: once all ranks can switch plans.
+        `after_switch`: after the switch."""
         self.stepped: OptimizerMemory | None = None
-        """How the optimizer transforms gradients, if an optimizer was given."""
+        """Describes how the optimizer transforms gradients; None if no optimizer was given."""
         self.after_regroup: list[Callable[[], None]] = []
-        """Called on all remaining ranks in the same step after members have left."""
+        """Functions to call on all remaining ranks in the same step, after members have left."""
         self.after_between: list[Callable[[], None]] = []
-        """Called after `after_regroup` if the members left between two steps. Callbacks may use collectives."""
+        """Functions to call after `after_regroup`, if the members left between two steps. They can use collectives."""
         self.bring_in: list[Callable[[], object]] = []
-        """Called on all ranks between the same two steps before a save, a load and an orderly end: completes pending
-        exchanges."""
+        """Functions to call on all ranks between the same two steps, before a save, a load and an orderly end. They complete
+        pending exchanges."""
 
         self._verdict = RootCause()
         self._notices: WaitNotices | None = None
@@ -216,14 +222,14 @@ class JobContext:
 
     @property
     def exchanges(self) -> int:
-        """Number of complete exchanges since the start; between two steps the same on all ranks. `worker.step` differs: it is
-        the wire's number of the next exchange, continues after a restored checkpoint and also counts dropped exchanges."""
+        """Number of complete exchanges since the start; between two steps it is the same on all ranks. It differs from
+        `worker.step`, which numbers messages, continues after a restored checkpoint and also counts dropped exchanges."""
         return 0 if self.worker is None else self.worker.counters.exchanges
 
     @property
     def carried(self) -> int:
-        """Number of training steps (as `passes` counts) that survive the death of any rank: averaged steps, and local steps in
-        complete exchanges. The same on all ranks after the same step."""
+        """Number of training steps (as `passes` counts) that are not lost if any single rank dies: averaged steps, and local
+        steps in complete exchanges. The same on all ranks after the same step."""
         return self.passes - (0 if self.local is None else self.local.behind)
 
     def passed(self) -> None:
@@ -236,7 +242,7 @@ class JobContext:
 
     @contextlib.contextmanager
     def closed_door(self) -> Iterator[None]:
-        """No rank can join inside: a joining rank would not know what is done there."""
+        """Context manager in which no rank can join, because a joining rank would not know of the operation inside."""
         self.lets_in, before = False, self.lets_in
         try:
             yield
@@ -244,9 +250,9 @@ class JobContext:
             self.lets_in = before
 
     def begun(self) -> None:
-        """The first step after joining is complete: from now on the script may do all that other ranks do. Restores the
-        received optimizer state: before that step the script may have changed the optimizer, for example with schedulers that
-        catch up, and the received state contains such changes already."""
+        """Ends the special state of a joined rank after its first step: from now on the script can make all calls that other
+        ranks make. Restores the received optimizer state again, because before that step the script might have changed the
+        optimizer, for example with schedulers that catch up. The received state already contains such changes."""
         self.fresh = False
         if self.joined is not None:
             self.joined.restore()
@@ -261,7 +267,7 @@ class JobContext:
                 "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}
 
     def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
-        """Makes a worker that runs this plan. It is idle until `follow`."""
+        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
         assert self.uplink is not None
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
@@ -270,7 +276,7 @@ class JobContext:
         )
 
     def follow(self, worker: Worker) -> None:
-        """Makes this worker the current one: the coordinator's reports about other ranks go to it and are kept for
+        """Makes a worker the current one. The coordinator's reports about other ranks are sent to it and are kept for
         `explain`."""
         assert self.uplink is not None
         self.worker = worker
@@ -293,12 +299,12 @@ class JobContext:
             worker.patience = members.patience
 
     def _waiting(self) -> Waiting | None:
-        """The step, or the call between two steps, that may be waiting for other ranks now."""
+        """The step, or the call between two steps, that might be waiting for other ranks now; None if there are none."""
         in_step = self.worker is not None and self.worker.waiting_since
         return self.worker if in_step or self.groups is None else self.groups
 
     def hand_on(self, old: Worker, new: Worker) -> None:
-        """`new` continues where `old` stopped and takes over its residuals."""
+        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
         hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
 
     def broke(self, error: CommError) -> None:
@@ -314,7 +320,7 @@ class JobContext:
         """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
         start.
 
-        A collective that misses one rank fails on all ranks, so all of them start again.
+        A collective that lacks one rank fails on all ranks, so all of them repeat the operation.
         """
         while True:
             try:
@@ -330,7 +336,7 @@ class JobContext:
             self.members.between()
 
     def explain(self, error: BaseException) -> BaseException:
-        """Names the peer that caused the error, as soon as the coordinator reports it."""
+        """Returns an error that names the peer which caused `error`, once the coordinator has reported it."""
         error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
         if isinstance(error, CommError) and self.uplink is not None:
             error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
@@ -339,8 +345,8 @@ class JobContext:
     # ---- decisions and logs
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False) -> None:
-        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows it,
-        so this rank logs it even if another one logs for its node."""
+        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of
+        the decision, so this rank logs it even if another one logs for its node."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             log.log(level, "%s", self.decisions[-1])
@@ -348,13 +354,13 @@ class JobContext:
             self.log(self.decisions[-1], level)
 
     def log(self, line: str, level: int = logging.INFO) -> None:
-        """Logs what all ranks know, once on each node and in each home."""
+        """Logs an event that all ranks know, once on each node and in each home."""
         if self.logs:
             log.log(level, "%s", line)
 
     def called(self, place: int) -> str:
-        """The name of a rank, by its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes share one
-        name."""
+        """Display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes have the
+        same name."""
         number = place if self.groups is None else self.groups.members.ranks[place]
         name = "" if self.uplink is None else self.uplink.name_of(self.uplink.view.members[place].rank)
         return f"rank {number} ({name})" if name else f"rank {number}"
@@ -375,7 +381,8 @@ class JobContext:
                 for act in self.bring_in:
                     act()
             except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
-                log.warning("an exchange in progress at the end is not in the weights: %s", failed)
+                log.warning("the last exchange failed when the session closed, so the weights do not include it: "
+                            "%s", failed)
             self.worker.rest()
         error: BaseException | None = self._verdict.error
         error_text = ""
@@ -395,6 +402,7 @@ class JobContext:
             self.groups.close()
 
     def at_exit(self) -> None:
-        """Closes at the end of a script that did not. The exception that ended the script is the reason sent to other ranks."""
+        """Closes the connection when the process exits, if the script did not. The exception that ended the script is sent to
+        other ranks as the reason."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))

@@ -1,7 +1,8 @@
-"""Checks in every step that the trained parameters are still the attached ones.
+"""Checks models, parameters and optimizer steps: before attach() whether a model is supported, then in every step whether its
+trained parameters are averaged.
 
-A parameter that is unfrozen, added or replaced later would not be averaged, and ranks would silently diverge. A parameter that
-is frozen or removed later counts as unused.
+A parameter that is unfrozen, added or replaced after attach() would not be averaged, and ranks would silently diverge. A
+parameter that is frozen or removed later counts as unused.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ log = logging.getLogger("commlayer")
 
 REMEDY = "session.close(), then attach again"
 NAMED = 3
-"""Parameters named in one log line."""
+"""Largest number of parameters that one log line names."""
 
 _averaged: Any = WeakIdKeyDictionary()
-"""The parameters that any session of this process averages."""
+"""The parameters whose gradients some session of this process averages."""
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether a session of this process averages its gradients."""
+    """Whether a session of this process averages the parameter's gradients."""
     return parameter in _averaged
 
 
 class AttachedModel:
-    """The parameters of one session. `check` runs in every step, so it compares only what takes microseconds."""
+    """The parameters of one session's model and optimizer, as of attach(). `check` runs in every step, so it makes only
+    comparisons that take microseconds."""
 
     def __init__(
         self, model: nn.Module | None, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any = None,
         ignored: Collection[str] = (),
     ) -> None:
-        """`named`: the averaged parameters. `ignored`: names of parameters that each rank keeps for itself on purpose."""
+        """`named`: the averaged parameters. `ignored`: names of parameters that each rank trains separately on purpose."""
         self._model, self._optimizer, self._ignored = model, optimizer, ignored
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # keeps their ids from being reused
@@ -60,7 +62,7 @@ class AttachedModel:
         self._look()
 
     def _look(self) -> None:
-        """Records the current state."""
+        """Records the current parameters, modules and optimizer groups, for later comparison."""
         modules = [*self._model.modules()] if self._model is not None else []
         self._within: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._modules)]
         self._seen = self._marks()
@@ -68,10 +70,11 @@ class AttachedModel:
         self._grouped = [[*map(id, group)] for group in self._groups()]
 
     def check(self, latch: Callable[[BaseException], None], stranger: Any = None) -> None:
-        """Raises ValueError with the name of a parameter that is trained but not averaged, and latches it: no step can follow.
+        """Raises ValueError with the name of a parameter that is trained but not averaged. The error is also passed to `latch`,
+        so that no further step is possible.
 
-        `stranger`: an optimizer without averaged parameters that is about to step. It matters if it holds another parameter of
-        this model.
+        `stranger`: an optimizer without averaged parameters that is about to step; it is checked only if it has another
+        parameter of this model. None: an ordinary check.
         """
         try:
             if stranger is None:
@@ -94,17 +97,17 @@ class AttachedModel:
         for name, p in self._others():
             if p.requires_grad:
                 how = ("was frozen when the model was attached, and no longer is" if any(p is old for old in self._frozen) else
-                       "took the place of another parameter" if name in self._names else "was added")
+                       "replaced another parameter" if name in self._names else "was added")
                 raise InvalidInput("E-MODEL-CHANGED",
-                                   f"parameter {name} {how}: its gradient is not averaged, so each rank would train its own; "
-                                   f"remedy: {REMEDY}")
+                                   f"parameter {name} {how}: its gradient is not averaged, so each rank would train its own "
+                                   f"copy; call {REMEDY}")
         for number, group in enumerate(self._groups()):
             for place, p in enumerate(group):
                 if p.requires_grad and id(p) not in self._known and not is_averaged(p):
                     raise InvalidInput("E-MODEL-CHANGED",
-                                       f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, was "
-                                       f"added and is in no attached model: its gradient is not averaged; remedy: {REMEDY}, "
-                                       "with a model that holds it")
+                                       f"parameter {place} of the optimizer's group {number}, of shape {tuple(p.shape)}, "
+                                       "was added after attach() and belongs to no attached model: its gradient is not "
+                                       f"averaged; call {REMEDY}, with a model that contains the parameter")
         self._look()
 
     def remove(self) -> None:
@@ -113,7 +116,7 @@ class AttachedModel:
         self._kept.clear()
 
     def _marks(self) -> list[int]:
-        """The ids of the parameters and modules in each module."""
+        """The ids of all parameters and submodules of the model's modules."""
         return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -125,7 +128,8 @@ class AttachedModel:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
 
     def _tell_others_once(self) -> None:
-        """Runs at the first step, when other models of the same optimizer are attached, too."""
+        """Logs once which parameters of the optimizer belong to no attached model. Runs at the first step, when other models of
+        the same optimizer are attached, too."""
         if self._asked:
             return
         self._asked = True
@@ -134,11 +138,12 @@ class AttachedModel:
         if others and self._model is not None:
             names = self._names_in_groups()
             listed = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
-            log.warning("the optimizer steps %d parameters that are in no attached model: %s. Their gradients are not "
-                        "averaged, so each rank trains its own", len(others), listed)
+            log.warning("the optimizer also updates %d parameters that belong to no attached model: "
+                        "%s. Their gradients are not averaged, so each rank trains its own copy", len(others), listed)
 
     def _names_in_groups(self) -> dict[int, str]:
-        """By id, a description by which a user finds a parameter of no attached model."""
+        """Maps the id of each parameter in the optimizer to a description by which a user can find it: name or position, and
+        shape."""
         descriptions = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             names = group.get("param_names", ())
@@ -157,26 +162,28 @@ def _trained(p: torch.Tensor) -> bool:
 # Errors name the unsupported part.
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-SHARDED = "each rank has a shard of it, and commlayer averages whole gradients: use a plain module or DistributedDataParallel"
-STEP_AFTER_BACKWARD = "averages are there when backward() returns, so step then, with one optimizer over model.parameters()"
+SHARDED = ("each rank has only a shard of it, but commlayer averages complete gradients: use a plain module or "
+           "DistributedDataParallel")
+STEP_AFTER_BACKWARD = ("averages are complete when backward() returns, so step after it, with one optimizer over "
+                       "model.parameters()")
 
 _claims: Any = WeakIdKeyDictionary()
-"""By parameter, the session that averages its gradients."""
+"""Maps a parameter to the session (a Claim) that averages its gradients."""
 
 
 class Claim:
-    """One session's claim on the parameters that it averages."""
+    """Reserves the parameters that one session averages, so that no other session averages them."""
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError and claims nothing if another session has one of them."""
+        """Reserves the parameters. Raises ValueError and reserves none if another session averages one of them."""
         parameters = []
         for name, p in named:
             holder = _claims.get(p)
             if holder is not None and holder() is not None:
                 raise InvalidInput("E-ATTACHED-TWICE",
-                                   f"{name or 'a parameter'} is already attached, by itself or inside a "
-                                   "DistributedDataParallel module, and would be averaged twice: attach a model once, or "
-                                   "close the other session first")
+                                   f"{name or 'a parameter'} is attached already, by itself or inside a "
+                                   "DistributedDataParallel module, so its gradient would be averaged twice: attach a "
+                                   "model once, or close the other session first")
             parameters.append(p)
         for p in parameters:
             _claims[p] = weakref.ref(self)
@@ -189,9 +196,9 @@ class Claim:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ValueError with the name of what cannot be averaged."""
+    """Raises ValueError with the name of a module, parameter or buffer that cannot be averaged."""
     if not isinstance(model, nn.Module):
-        raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, allowed: a torch.nn.Module")
+        raise InvalidInput("E-MODEL-UNSUPPORTED", f"model: got {type(model).__name__}, but it must be a torch.nn.Module")
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         for sharded, called in (("FullyShardedDataParallel", "FullyShardedDataParallel"), ("FSDPModule", "fully_shard()")):
@@ -202,8 +209,8 @@ def check_model(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InvalidInput("E-MODEL-UNSUPPORTED",
-                               f"{name} has no shape before the first forward pass of its lazy module: run the model once on a "
-                               "batch, then attach it")
+                               f"{name} has no shape before the first forward pass of its lazy module: run the model once "
+                               "on a batch, then call attach()")
 
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
@@ -216,7 +223,7 @@ def refuse_steps_in_backward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, p in named:
         for optimizer in getattr(p, "_in_backward_optimizers", ()):
             raise InvalidInput("E-STEP-IN-BACKWARD",
-                               f"{name} is stepped inside backward by {type(optimizer).__name__} "
+                               f"{name} is updated inside backward by {type(optimizer).__name__} "
                                f"(apply_optimizer_in_backward), with this rank's own gradient: {STEP_AFTER_BACKWARD}")
 
 
@@ -224,20 +231,22 @@ def check_dtypes(job: Job) -> None:
     for info in job.tensors:
         if info.dtype not in DTYPES:
             raise InvalidInput("E-MODEL-UNSUPPORTED",
-                               f"{info.name} is {info.dtype}, allowed: {', '.join(DTYPES)}; requires_grad=False leaves it out")
+                               f"{info.name} has dtype {info.dtype}, but it must be one of {', '.join(DTYPES)}; "
+                               "requires_grad=False excludes a parameter")
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device of all tensors. Raises ValueError if there are several."""
+    """The device of all tensors. Raises ValueError if they are on several devices, or on an unsupported one."""
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
         raise InvalidInput("E-MODEL-UNSUPPORTED",
-                           f"the model is on {', '.join(devices)}, allowed: one CPU or one CUDA device per process")
+                           f"the model is on {', '.join(devices)}, but each process must use one CPU or one CUDA device")
     return tensors[0].device
 
 
 def refuse_ddp_around(model: nn.Module) -> None:
-    """In the model's first forward pass, raises ValueError if a DDP module around it averages, too."""
+    """Registers a check for the model's first forward pass. The check raises ValueError if a DDP module around the model
+    averages gradients, too."""
 
     def look(_module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():
@@ -246,8 +255,8 @@ def refuse_ddp_around(model: nn.Module) -> None:
         outer = getattr(DistributedDataParallel, "_active_ddp_module", None)
         if outer is not None and any(module is model for module in outer.module.modules()):
             raise InvalidInput("E-ATTACHED-TWICE",
-                               "the model is attached and inside a DistributedDataParallel module, so gradients would be "
-                               "averaged twice: attach the DistributedDataParallel module instead, or leave it out")
+                               "the model is attached and also inside a DistributedDataParallel module, so gradients would "
+                               "be averaged twice: attach the DistributedDataParallel module instead, or leave it out")
 
     handle = model.register_forward_pre_hook(look)
 
@@ -257,12 +266,12 @@ def refuse_ddp_around(model: nn.Module) -> None:
 # Runs once, in the first backward pass, and when an error has to name a parameter.
 
 def wrapper_of(state: object) -> DistributedDataParallel | None:
-    """The DDP module with which a communication hook's state is registered. ValueError if there are several."""
+    """The DDP module with which this HookState is registered; None if there is none. Raises ValueError if there are several."""
     modules = wrappers_of(state)
     if len(modules) > 1:
         raise InvalidInput("E-DDP-HOOK",
-                           f"this HookState is registered with {len(modules)} DistributedDataParallel modules: "
-                           "make one for each")
+                           f"this HookState is registered with {len(modules)} DistributedDataParallel modules: make one "
+                           "HookState for each module")
     return modules[0] if modules else None
 
 
@@ -273,8 +282,8 @@ def wrappers_of(state: object) -> list[DistributedDataParallel]:
 
 
 def _kinds(kind: type[object]) -> Iterator[type[object]]:
-    """The class and all subclasses. Comparing the types of some hundred thousand objects is quick; issubclass of an abstract
-    class is slow."""
+    """The class and all of its subclasses. Comparing the exact types of some hundred thousand objects is fast, but issubclass
+    of an abstract class is slow."""
     yield kind
     for below in kind.__subclasses__():
         yield from _kinds(below)
@@ -286,18 +295,19 @@ def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
 
 
 class StrayGradients(NamedTuple):
-    """The tensors to average."""
+    """The tensors that a DDP communication hook averages."""
 
     named: list[tuple[str, torch.Tensor]]
-    """The parameters, by number."""
+    """Pairs of name and parameter, in the order of their numbers."""
     job: Job
-    """Their gradients; DDP itself handles buffers."""
+    """Describes the parameters' gradients. It has no buffers, because DDP handles them."""
     full_job: Job
-    """The same with buffers; a plan may be made for either."""
+    """Describes gradients and buffers. A plan can be for this job or for the one without buffers."""
 
 
 def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> StrayGradients:
-    """`seen`: all parameters in DDP's order, which is the same on all ranks. ValueError if some cannot be averaged."""
+    """Describes the tensors to average. `seen`: all parameters in DDP's order, which is the same on all ranks. Raises
+    ValueError if some parameter cannot be averaged."""
     # DDP's order is ready order; a Job is in registration order, which is about the reverse.
     parameters = [*seen][::-1]
     full_job = Job(tuple(
@@ -322,11 +332,11 @@ def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> StrayGra
 # clip, scale or replace the gradients. It may also step twice with the same gradients.
 
 OUTSIDE = -1
-"""torch._C._current_graph_task_id() in a thread that runs no backward pass."""
+"""Value of torch._C._current_graph_task_id() in a thread that runs no backward pass."""
 WITNESSES = 8
 """Number of gradients that are compared to detect a second step with the same gradients."""
 Gradient = tuple[int, int, int]
-"""A parameter's number, the identity of its `.grad`, and the version of that tensor."""
+"""Identity of a gradient: its parameter's number, the id of its tensor, and the tensor's version."""
 
 WITH_HOOKS = "call backward() outside session.no_sync(), or session.synchronize() before the optimizer's step"
 WITH_DDP = ("call backward() on what the DistributedDataParallel module returns, outside no_sync(); for gradients of "
@@ -334,33 +344,36 @@ WITH_DDP = ("call backward() on what the DistributedDataParallel module returns,
 
 
 class StepGuard:
-    """Counts exchanges, and records for each parameter the count at its last optimizer step."""
+    """Checks before each optimizer step that its gradients were averaged. It counts exchanges, and records for each parameter
+    the count at its last optimizer step."""
 
     def __init__(
         self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
         remedy: str = WITH_HOOKS,
     ) -> None:
-        """`latch` keeps an error, so that no later step of this rank succeeds, and reports it to the other ranks."""
+        """`latch` stores an error, so that no later step of this rank succeeds, and reports it to the other ranks. `remedy`
+        ends the error text about gradients that were not averaged."""
         self._attached, self._latch, self._remedy = attached, latch, remedy
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
         self._held = HeldParameters(self._parameters)
         self._checked = False
-        """Whether `check` was called since the last step."""
+        """Whether `check` was called since the last optimizer step."""
         self._exchanges = 0
         self._stepped_at = [0] * len(self._parameters)
         self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
         self.local_step: Callable[[bool], bool] = _not_local
-        """Called before each step. Returns whether steps are local, so that gradients need not be averaged. The argument:
-        whether to count this step, because its gradients come from no exchange and from no counted backward pass."""
+        """Called before each optimizer step. Returns whether steps are local, so that gradients need not be averaged. Its
+        argument is True if the step must be counted now, because its gradients come from no exchange and no counted backward
+        pass."""
         self._end = watch(self._before_step, self._after_step)
 
     def exchanged(self) -> None:
-        """All parameters have taken part in an exchange; under local steps, in a backward pass that counts as a step."""
+        """Counts an exchange in which all parameters took part; under local steps, a backward pass that counts as a step."""
         self._exchanges += 1
 
     def check(self) -> None:
-        """After a backward pass: ValueError if a trained parameter is not averaged."""
+        """Checks parameters after a backward pass. Raises ValueError if a trained parameter is not averaged."""
         self._attached.check(self._latch)
         self._checked = True
 
@@ -370,7 +383,7 @@ class StepGuard:
 
     @property
     def inside(self) -> bool:
-        """Whether an optimizer's step is running now, for example when a closure calls backward()."""
+        """Whether an optimizer's step is running now, for example when its closure calls backward()."""
         return bool(self._held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
@@ -381,8 +394,8 @@ class StepGuard:
         mine = self._held.by(optimizer)
         if mine and torch._C._current_graph_task_id() != OUTSIDE:
             raise InvalidState("E-STEP-IN-BACKWARD",
-                               f"{type(optimizer).__name__} steps {self._names[mine[0]]} inside backward, with this rank's own "
-                               f"gradient: {STEP_AFTER_BACKWARD}")
+                               f"{type(optimizer).__name__} updates {self._names[mine[0]]} inside backward, with this "
+                               f"rank's own gradient: {STEP_AFTER_BACKWARD}")
         if not self._checked:
             self._attached.check(self._latch, None if mine else optimizer)
         if not mine:
@@ -410,11 +423,12 @@ class StepGuard:
         return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
 
     def _late(self, mine: Sequence[int]) -> list[int]:
-        """The parameters whose gradients have not taken part in an exchange since their last step."""
+        """Numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer step."""
         return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
-        """Raises and latches ValueError if the optimizer is about to apply gradients not averaged since its last step."""
+        """Raises ValueError, also passed to `latch`, if the optimizer is about to apply gradients that were not averaged since
+        its last step."""
         if not late:
             return
         if (witnesses := self._witnesses(mine)) and witnesses == self._applied.get(optimizer):
@@ -425,18 +439,19 @@ class StepGuard:
         if p.dtype != self._dtypes[own[0]]:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self._dtypes[own[0]], p.dtype))
             error = InvalidInput("E-MODEL-CHANGED",
-                                 f"parameter {name} was {before} when the model was attached, and is {now}: its gradient is "
-                                 "not averaged; remedy: session.close(), then attach again")
+                                 f"parameter {name} had dtype {before} when the model was attached, and has {now} now, so "
+                                 "its gradient is not averaged; call session.close(), then attach again")
         else:
             more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
             error = InvalidInput("E-GRADIENT-LOCAL",
-                                 f"the gradient of {name} was not averaged since its last step{more}: each rank would apply "
-                                 f"its own; remedy: {self._remedy}")
+                                 f"the gradient of {name} was not averaged since the last step of its optimizer{more}, so "
+                                 f"each rank would apply its own gradient; {self._remedy}")
         self._latch(error)
         raise error
 
     def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
-        """Identities of some gradients, spread over all: enough to detect that a script has replaced them."""
+        """Identities of some of these parameters' gradients, spread over all of them: enough to detect that a script has
+        replaced gradients."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]
         return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
 
@@ -446,7 +461,7 @@ def _not_local(_whole: bool) -> bool:
 
 
 def _any(grad: torch.Tensor | None) -> bool:
-    """Whether an optimizer would apply nonzero values of it. A mark stands for an average that is still in flight."""
+    """Whether the gradient has nonzero values. False for a placeholder of an average that has not arrived."""
     if grad is None or isinstance(grad, GradientMark):
         return False
     return bool((grad._values() if grad.is_sparse else grad).any())

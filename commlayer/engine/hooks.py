@@ -1,4 +1,5 @@
-"""Autograd hooks on a model's parameters: report each gradient when it is final, and the end of the backward pass."""
+"""Hooks on a model's parameters, optimizer and modules: they report final gradients, the end of the backward pass, and
+optimizer steps."""
 
 from __future__ import annotations
 
@@ -21,35 +22,39 @@ from commlayer.errors import InvalidState
 log = logging.getLogger("commlayer")
 
 RUNS = "_engine_run_backward"
-"""The function of torch that runs a backward pass."""
+"""Name of the function of torch that runs a backward pass."""
 
 REENTRANT = (
-    "a backward pass runs inside another, as under reentrant activation checkpointing: gradients are sent when the outermost "
-    "pass ends, not while it computes. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint to have both at once"
+    "a backward pass runs inside another one, as in reentrant activation checkpointing: gradients are sent only when the "
+    "outermost pass ends, instead of during the pass. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint to send "
+    "them earlier"
 )
 TAKEN = (
-    "the gradient of a parameter of shape {} was taken away before backward() returned: a hook on it does this, as of an "
-    "optimizer that steps inside backward; averages are there when backward() returns, so step then"
+    "the gradient of a parameter of shape {} was removed before backward() returned, by a hook on the parameter, for "
+    "example that of an optimizer that steps inside backward; averages are complete when backward() returns, so step after "
+    "it"
 )
 
 
 COMPILED = (
-    "this backward pass runs under compiled autograd, which compiles the hooks that average gradients: set "
-    "torch._dynamo.config.compiled_autograd=False, and call backward() outside of what is compiled"
+    "this backward pass runs under compiled autograd, which is not supported because it compiles the hooks that average "
+    "gradients: set torch._dynamo.config.compiled_autograd=False, and call backward() outside compiled functions"
 )
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs this thread's backward pass. (Importing torch's module for it takes seconds.)"""
+    """Whether compiled autograd runs this thread's backward pass. (Importing torch's module to check this would take seconds.)
+    """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Excludes a hook that autograd calls, and all that the hook calls, from torch.compile: a compiled function may call
-    backward().
+    """Excludes a hook that autograd calls, and all functions that the hook calls, from torch.compile: a compiled function might
+    call backward().
 
-    torch.compiler.disable does the same, but its wrapper costs more than a hook. It serves torch 2.6, which lacks this call.
+    torch.compiler.disable does the same, but its wrapper takes longer than a hook. It is used for torch 2.6, which lacks the
+    cheaper call.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     frames: Any = torch._C._dynamo.eval_frame
@@ -62,31 +67,34 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hooks:
-    """Calls `ready(tensor, gradient)` for each parameter and `finish()` when the outermost backward pass ends.
+    """Calls `ready(tensor, gradient)` for each parameter when its gradient is final, and `finish()` when the outermost backward
+    pass ends.
 
     `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns. GradScaler and
     clipping read gradients before any step hook could run.
 
     Under reentrant activation checkpointing each segment is a backward pass inside the outer one. A parameter used in several
-    segments gets its gradient in several parts, so `ready` is not called; `finish` finds all gradients.
+    segments gets its gradient in several parts. So `ready` is not called then, and `finish` finds all gradients.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
         finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
     ) -> None:
-        """`active` returns whether to synchronise this pass. `broke_off` is called before the next pass if a pass raised."""
+        """Registers the hooks. `active` returns whether to synchronize this backward pass. `broke_off` is called before the
+        next pass if a pass raised an exception."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
         self._broke_off = broke_off
         self._graphs: set[int] = set()
-        """Autograd's ids of the current pass and of passes nested in it, once one of their hooks has run."""
+        """Autograd's ids of the current backward pass and of passes nested in it, once one of their hooks has run."""
         self._root: Callable[[], object] = _nothing
-        """Weak reference to the tensor that the current pass started from."""
+        """Weak reference to the tensor on which the script called backward() for the current pass."""
         self._segmented = self._holds = self._logged = False
-        """Whether the pass has nested passes; whether `ready` is suspended; whether that was logged."""
+        """Three flags: `_segmented`: the pass has nested passes. `_holds`: `ready` is suspended. `_logged`: the log has a line
+        about that."""
         self._climbing: list[Any] = []
         self._brought: list[torch.Tensor] = []
-        """Parameters that have received a gradient in this pass."""
+        """Parameters that have received a gradient in the current backward pass."""
         self._handles = [p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
                          for number, p in enumerate(parameters) if p.requires_grad]
 
@@ -106,7 +114,8 @@ class Hooks:
         return final
 
     def _enter(self, graph: int) -> None:
-        """Once per backward pass: registers the callback for its end."""
+        """Starts a backward pass at its first hook call, and registers the callback for its end. Raises the worker's error, if
+        there is one."""
         if in_compiled_autograd():
             self._worker().latch(InvalidState("E-COMPILED", COMPILED))
             self._worker().check()
@@ -134,7 +143,8 @@ class Hooks:
         self._climb(node)
 
     def _climb(self, node: Any) -> None:
-        """Registers the end callback in the pass that runs this node: it is queued when that pass reaches the next nodes."""
+        """Registers the end callback in the outer pass that runs this node. The callback is queued when that pass reaches the
+        next nodes."""
         def queue(_gradients: Any) -> None:
             for handle in handles:
                 handle.remove()
@@ -158,7 +168,7 @@ class Hooks:
         self._finish()
 
     def end_broken(self) -> None:
-        """Reports a last backward pass that raised; otherwise the next pass would do so."""
+        """Reports that the last backward pass of the job raised an exception. Otherwise the next pass would report it."""
         if self._graphs:
             self._clear()
             self._broke_off()
@@ -182,8 +192,8 @@ def _nothing() -> object:
 
 
 def _node_around() -> Any:
-    """The node of an outer pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there is
-    none."""
+    """The node of an outer backward pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there
+    is none."""
     inside = False
     for frame in _stack():
         if frame.f_code.co_name == RUNS:
@@ -198,7 +208,8 @@ def _node_around() -> Any:
 
 
 def _root() -> torch.Tensor | None:
-    """The tensor that the outermost pass of this thread started from. Unknown on a device's thread, which autograd owns."""
+    """The tensor on which the outermost backward pass of this thread was called. None on a device's thread, whose stack does
+    not show it."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         return None
     frames = [frame for frame in _stack() if frame.f_code.co_name == RUNS]
@@ -207,8 +218,8 @@ def _root() -> torch.Tensor | None:
 
 
 def _inside_pass() -> bool:
-    """Whether a backward pass runs inside another. Both are on the stack of the thread that started the outer pass. A device's
-    thread belongs to autograd, so only the inner pass is on its stack."""
+    """Whether a backward pass runs inside another one. The stack of the thread that started the outer pass shows both. A
+    device's thread belongs to autograd, so its stack shows only the inner pass."""
     own = isinstance(threading.current_thread(), threading._DummyThread)
     return sum(frame.f_code.co_name == RUNS for frame in _stack()) + own > 1
 
@@ -229,22 +240,22 @@ Call = Callable[[Any, Sequence[Any], dict[str, Any]], None]
 
 
 def _no_call(_optimizer: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    """Default of a call: nothing."""
+    """Does nothing: the default of each call in `Around`."""
 
 
 class Around(NamedTuple):
-    """The calls of one member around a step."""
+    """Functions that one member of OptimizerHooks wants to be called before and after each step of an optimizer."""
 
     before: Call = _no_call
-    """Before the script's own hooks, and before clipping."""
+    """Called before the step, before the script's own hooks and before clipping."""
     first: Call = _no_call
-    """After the step, before the script's own hooks."""
+    """Called after the step, before the script's own hooks."""
     last: Call = _no_call
-    """After the hooks that existed when this member joined."""
+    """Called after the step, after all hooks that were registered before this member joined."""
 
 
 class OptimizerHooks:
-    """For one optimizer. Reads nothing of it before a member joins."""
+    """Calls members before and after each step of one optimizer. It does not access the optimizer before a member joins."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -254,7 +265,7 @@ class OptimizerHooks:
 
     @property
     def others(self) -> bool:
-        """Whether hooks other than commlayer's run before steps; these may read gradients."""
+        """Whether hooks other than commlayer's run before the optimizer's steps; such hooks might read gradients."""
         called = (self._optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks)
         return not all(ours(hook) for hooks in called for hook in hooks.values())
 
@@ -305,7 +316,8 @@ class OptimizerHooks:
 # ---- A hook before a module's forward pass that is left out of copies and saved files of the module
 
 class ModuleHook:
-    """Calls `act` before a module's forward, in compiled code only if `compiled`. In copies of the module it does nothing."""
+    """Hook that calls `act` before a module's forward pass; in compiled code only if `compiled`. In copies of the module it
+    does nothing."""
 
     def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
         self._act, self._compiled = act, compiled
@@ -327,23 +339,24 @@ class ModuleHook:
 # they are views, or an old copy of `weight.data` would bypass every guard.
 
 def gradient_held(p: torch.Tensor) -> bool:
-    """Whether `p.grad` has another name, between two backward passes."""
+    """Whether the script has another reference to `p.grad`, or to its memory, between two backward passes."""
     return p.grad is not None and _names_of_gradient(p) > _alone()[0]
 
 
 def weight_held(p: torch.Tensor) -> bool:
-    """Whether another tensor shares its memory."""
+    """Whether another tensor shares the parameter's memory."""
     return _in_memory(p) > _alone()[1]
 
 
 def hooked_behind_adding(p: torch.Tensor) -> bool:
-    """Whether a hook other than commlayer's runs after a gradient is accumulated; it may keep the gradient."""
+    """Whether a hook other than commlayer's runs after the parameter's gradient is accumulated; such a hook might keep the
+    gradient."""
     hooks: Any = p._post_accumulate_grad_hooks
     return bool(hooks) and not all(ours(hook) for hook in hooks.values())
 
 
 def ours(hook: Any) -> bool:
-    """Whether the hook is commlayer's own, which keeps nothing."""
+    """Whether the hook is commlayer's own. Such hooks keep no reference to a gradient."""
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith("commlayer.")
 
@@ -363,7 +376,8 @@ def _in_memory(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """The counts without another name; they differ between versions of torch."""
+    """Numbers of references to a gradient and to a parameter's memory when there is no alias. They differ between versions of
+    torch."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.zeros(2)
     return _names_of_gradient(p), _in_memory(p)

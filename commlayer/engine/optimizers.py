@@ -1,6 +1,6 @@
-"""Calls watchers before and after every step of any torch optimizer, and records which optimizers are inside a step.
+"""Observes and describes torch optimizers: calls watchers around every step, compares settings, and digests optimizer states.
 
-One pair of torch's global hooks serves all watchers.
+One pair of torch's global optimizer hooks serves all watchers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from commlayer.records import Job, TensorInfo
 from commlayer.transport.crc import crc32c
 
 Call = Callable[[Optimizer, Any, Any], None]
-"""Takes the optimizer, and the arguments of its step: positional ones with the optimizer first, then keyword arguments."""
+"""Function to call around a step. It receives the optimizer and the step's arguments: a tuple that starts with the optimizer,
+and a dict."""
 Weak = Callable[[], Call | None]
 
 
@@ -44,13 +45,15 @@ class _Step(NamedTuple):
 _watchers: list[_Watcher] = []
 _handles: list[Any] = []
 _running: list[_Step] = []
-"""Current steps in all threads, outer before inner ones."""
+"""Optimizer steps that are running now, in all threads; outer steps precede steps inside them."""
 
 
 def watch(before: Call | None = None, after: Call | None = None) -> Callable[[], None]:
-    """Returns the function that ends the watch. Watchers are called in the order in which they were added.
+    """Calls `before` and `after` around every optimizer step of this process. Returns the function that ends this. Watchers are
+    called in the order in which they were added.
 
-    Both calls are methods. A watch keeps no object alive, so a session that a script drops is freed with its model."""
+    Both arguments are methods. They are referenced weakly, so a session that a script drops is freed with its model.
+    """
     watcher = _Watcher(_nothing if before is None else weakref.WeakMethod(before),
                        _nothing if after is None else weakref.WeakMethod(after))
     if not _handles:
@@ -70,14 +73,15 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
 
 
 class HeldParameters:
-    """Which of a model's parameters optimizers hold, by number. While any watch exists, also which of them are in a step."""
+    """Tells which of a model's parameters belong to an optimizer, by parameter number. While any watcher exists, also which
+    optimizers of these parameters are inside a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
         self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Any) -> tuple[int, ...]:
-        """In the order of the optimizer. Empty if the argument is no optimizer."""
+        """Numbers of the parameters that belong to the optimizer, in its order. Empty if the argument is not an optimizer."""
         ids = [*map(id, chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ())))]
         known, numbers = self._by.get(optimizer, (None, ()))
         if known != ids:
@@ -87,13 +91,14 @@ class HeldParameters:
         return numbers
 
     def stepping(self) -> list[Optimizer]:
-        """The optimizers inside a step that hold some of these parameters, outer before inner ones."""
+        """The optimizers with some of these parameters that are inside a step; outer steps precede steps inside them."""
         inside = (step.optimizer() for step in tuple(_running))
         return [optimizer for optimizer in inside if optimizer is not None and self.by(optimizer)]
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure among a step's arguments, or None. Its backward passes are part of that step."""
+    """The closure among the arguments of an optimizer's step; None if there is none. Its backward passes are part of the step.
+    """
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
@@ -125,7 +130,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _nested() -> bool:
-    """Whether another optimizer's step called the one that begins."""
+    """Whether the step that is beginning was called by another optimizer's step."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:
@@ -137,14 +142,15 @@ def _nested() -> bool:
 # ---- reads an optimizer's settings by name, to compare them between ranks: class, groups, and their hyperparameters
 
 ALWAYS = frozenset({"lr"})
-"""Keys of a group that are compared even if the constructor does not take them."""
+"""Keys of a parameter group that are compared even if the optimizer's constructor has no such parameter."""
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
-"""Keys of a group that are not compared: parameters are compared by name, and how a step is computed may differ between
-processors."""
+"""Keys of a parameter group that are not compared between ranks. Parameters are compared by name, and the implementation of a
+step can differ between processors."""
 
 
 def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """By a name that the user knows. `named`: the model's parameters. Empty without an optimizer."""
+    """The optimizer's settings as text, by a name that the user knows. `named`: the model's parameters. Empty without an
+    optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return {}
@@ -163,9 +169,10 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
 
 
 def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
-    """The keys of a group that the optimizer's constructor takes; all keys if it takes none of them, as in a wrapper.
+    """The keys of a parameter group that are parameters of the optimizer's constructor; all keys if none is, as in a wrapper.
 
-    Other keys are values that the optimizer's steps change, such as the estimated distance of Prodigy."""
+    Other keys are values that the optimizer's steps change, such as the estimated distance of Prodigy.
+    """
     taken: set[str] = set()
     for kind in type(optimizer).__mro__:
         if "__init__" in vars(kind):
@@ -174,7 +181,7 @@ def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
 
 
 def structural(name: str) -> bool:
-    """Whether ranks that differ in this setting cannot take each other's state."""
+    """Whether ranks that differ in this setting cannot use each other's optimizer state."""
     return name.partition(" ")[0] in ("optimizer", "number", "parameters")
 
 
@@ -183,14 +190,15 @@ def digest(settings: Mapping[str, str]) -> int:
 
 
 def differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """By setting that differs between ranks, the value of each rank."""
+    """Maps each setting that differs between ranks to its values, one per rank."""
     every = dict.fromkeys(name for each in settings for name in each)
     rows = {name: [each.get(name, "not given") for each in settings] for name in every}
     return {name: row for name, row in rows.items() if len(set(row)) > 1}
 
 
 def _spelled(value: Any) -> str:
-    """Empty if the value is not plain. Six digits, because a rate may be a float32 tensor on some ranks."""
+    """Text of a setting's value; "" if it is not a simple value. Floats have six digits, because a learning rate might be a
+    float32 tensor on some ranks."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -206,14 +214,15 @@ def _spelled(value: Any) -> str:
 # ---- digests of an optimizer's state, and its effect on weights: what a change of sync mode needs to know of it
 
 class OptimizerMemory:
-    """For one model's parameters, by number."""
+    """Describes one optimizer's state and its effect on weights, for changes of the sync mode. Parameters are identified by
+    number."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: Outer) -> None:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
 
     @property
     def matched(self) -> bool:
-        """Whether means of its changes are norm-matched."""
+        """Whether averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
         return self._outer.matched
 
     @property
@@ -230,7 +239,7 @@ class OptimizerMemory:
         return learning_rate(self._optimizer, 1.0)
 
     def effect(self, number: int) -> float:
-        """By how much a gradient of 1 decreases that tensor's weights in an exchanged step. 0 if that is not a fixed number."""
+        """By how much a gradient of 1 decreases a tensor's weights in an exchanged step. 0 if that is not a constant."""
         optimizer, p = self._optimizer, self._parameters[number]
         if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
             return 0.0
@@ -242,8 +251,8 @@ class OptimizerMemory:
 
 
 def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments: bool = True) -> list[int]:
-    """By parameter, a digest of the optimizer's state. Without `moments`, only of the entries' names and kinds, and of scalars
-    such as step counts: ranks that step locally agree only on those."""
+    """A digest of the optimizer's state for each parameter. Without `moments` it covers only names and types of the entries,
+    and scalars such as step counts: under local steps only those are equal on all ranks."""
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     digests_of = [0] * len(parameters)
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -287,17 +296,17 @@ def _kind(value: Any) -> str:
 # a plain sum do not cancel under the weights.
 
 PIECE_NBYTES = 4 << 20
-"""Bytes read at once: about 0.4 ms on a CPU."""
+"""Number of bytes that are digested at once; this takes about 0.4 ms on a CPU."""
 EXACT_BITS = 52
-"""Digests are sent as float64."""
+"""Number of bits of a digest. Digests are sent as float64, which represents integers of this size exactly."""
 ROW = 1024
 ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""The golden ratio's bits, as an int64."""
+"""Multiplier for digests on a GPU: the golden ratio's bits as an int64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DigestPiece(NamedTuple):
-    """Elements [start, stop) of a tensor, by its number."""
+    """A range of elements [start, stop) of a tensor, which is identified by its number."""
 
     tensor: int
     start: int
@@ -305,7 +314,8 @@ class DigestPiece(NamedTuple):
 
 
 def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> list[DigestPiece]:
-    """All elements of all tensors. A tensor whose elements are not contiguous is read as a whole."""
+    """Divides all elements of all tensors into pieces of at most `most_nbytes` bytes. A tensor that is not contiguous is one
+    piece."""
     parts = []
     for number, tensor in enumerate(tensors):
         most = max(1, most_nbytes // tensor.element_size()) if tensor.is_contiguous() else max(1, tensor.numel())
@@ -315,14 +325,14 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 
 class Digests:
-    """For tensors on one device, since the last `afresh`. Only bits count: -0.0 differs from 0.0, and a NaN is like any value.
-    """
+    """Digests of tensors on one device, over the pieces added since the last `afresh`. They compare bits: -0.0 differs from
+    0.0, and equal NaNs are equal."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         device = tensors[0].device if tensors else torch.device("cpu")
         self.by_sums = device.type != "cpu"
-        """Which of the two kinds it is; they cannot be compared."""
+        """Whether digests are weighted sums (on a GPU) instead of CRCs (on a CPU). The two kinds cannot be compared."""
         self._device, self._weights = device, torch.empty(0, dtype=torch.int64, device=device)
         self.afresh()
 
@@ -331,7 +341,7 @@ class Digests:
         self._sums = torch.zeros(len(self._tensors) if self.by_sums else 0, dtype=torch.int64, device=self._device)
 
     def add(self, piece: DigestPiece) -> None:
-        """Pieces of a tensor must come in order."""
+        """Adds a piece to its tensor's digest. Pieces of a tensor must be added in order."""
         tensor = self._tensors[piece.tensor].detach()
         flat = tensor.contiguous().view(-1)[piece.start : piece.stop]
         if self.by_sums:
@@ -341,7 +351,7 @@ class Digests:
             self._crcs[piece.tensor] = crc32c(flat.view(torch.uint8).numpy().data, self._crcs[piece.tensor])
 
     def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A number on the device, so the host does not wait."""
+        """A weighted sum of the elements' bits. It is a tensor on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
         table_numel = bits.numel() // ROW * ROW
         table, rest = bits[:table_numel].view(-1, ROW), bits[table_numel:].to(torch.int64)
@@ -357,7 +367,7 @@ class Digests:
         return self._weights
 
     def take(self) -> list[int]:
-        """By tensor; then restarts."""
+        """Returns the digest of each tensor, and restarts all digests."""
         values = (self._sums & (1 << EXACT_BITS) - 1).tolist() if self.by_sums else self._crcs
         self.afresh()
         return values
@@ -366,18 +376,19 @@ class Digests:
 # ---- reads the tensors to average from a model, and learning rate and loss scale from optimizer and scaler
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trained parameters, each once (tied weights count once), in registration order."""
+    """The trained parameters with their names, in registration order. Tied weights occur once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point buffers: running statistics that workers average. Masks with infinities are left out."""
+    """The floating-point buffers that workers average, such as running statistics. Buffers with infinite values, such as masks,
+    are excluded."""
     named = model.named_buffers()
     return [(name, b) for name, b in named if b.is_floating_point() and b.numel() and bool(torch.isfinite(b).all())]
 
 
 def job_of(model: nn.Module) -> Job:
-    """The averaged tensors: gradients of trained parameters, then float buffers."""
+    """Describes the averaged tensors: gradients of trained parameters, then floating-point buffers."""
     named: list[tuple[str, torch.Tensor, bool]] = [(name, tensor, False) for name, tensor in parameters_of(model)]
     named += [(name, tensor, True) for name, tensor in buffers_of(model)]
     return Job(tuple(
@@ -387,19 +398,20 @@ def job_of(model: nn.Module) -> Job:
 
 
 def check_dense(name: str, gradient: torch.Tensor) -> None:
-    """ValueError for a gradient that cannot be averaged in its layout."""
+    """Raises ValueError if the gradient is not dense."""
     if gradient.layout is not torch.strided:
         raise InvalidInput("E-GRADIENT-LAYOUT",
-                           f"the gradient of {name} is {gradient.layout}, allowed: dense; pass sparse=False to its layer, as "
-                           "in nn.Embedding(sparse=False)")
+                           f"the gradient of {name} has layout {gradient.layout}, but it must be dense; pass sparse=False "
+                           "to its layer, as in nn.Embedding(sparse=False)")
 
 
 def learning_rate(optimizer: Any, before: float) -> float:
-    """The rate of the optimizer's first group; `before` while that is 0, and without an optimizer."""
+    """Learning rate of the optimizer's first parameter group. Returns `before` while that rate is 0 or infinite, and without an
+    optimizer."""
     rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else before
     return rate if 0 < rate < math.inf else before
 
 
 def loss_scale(scaler: Any) -> float:
-    """The current scale of a GradScaler; 1 without one."""
+    """The current loss scale of a GradScaler; 1 without an enabled scaler."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

@@ -84,8 +84,8 @@ def run(rank: int, change: Change, who: tuple[int, ...], how: str) -> tuple[str,
 LINES = {
     unfreeze: "parameter 0.weight was frozen when the model was attached, and no longer is",
     add: "parameter head.weight was added",
-    replace: "parameter 4.bias took the place of another parameter",
-    enlist: "parameter 0 of the optimizer's group 1, of shape (2, 5), was added and is in no attached model",
+    replace: "parameter 4.bias replaced another parameter",
+    enlist: "parameter 0 of the optimizer's group 1, of shape (2, 5), was added after attach() and belongs",
 }
 
 
@@ -151,7 +151,7 @@ def strangers(rank: int, named: bool) -> list[str]:
             optimizer.step()
     finally:
         log.removeHandler(handler)
-    return [line for line in lines if "in no attached model" in line]
+    return [line for line in lines if "no attached model" in line]
 
 
 @pytest.mark.parametrize(("named", "first", "second"), [
@@ -159,7 +159,7 @@ def strangers(rank: int, named: bool) -> list[str]:
 ])
 def test_parameters_of_another_model_are_named(named: bool, first: str, second: str) -> None:
     for (line,) in pool(WORLD).call(strangers, named):
-        assert f"2 parameters that are in no attached model: {first} (shape (5, 2)), {second} (shape (5,))." in line
+        assert f"2 parameters that belong to no attached model: {first} (shape (5, 2)), {second} (shape (5,))." in line
 
 
 def step_inside(rank: int, when: str, how: str) -> tuple[str, bool]:

@@ -302,6 +302,6 @@ def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
         for line, low, high in ((steps, 1, 2), (same, 2, 2)):
             assert re.search(rf"rank 0 .*step {low}, rank 1 .*step {high}\b.*E-CHECKPOINT", line), line
         assert re.search("/old: .*earlier version.*E-CHECKPOINT", old), old
-        assert re.search("not whole .*rank 1 .*E-CHECKPOINT", missing), missing
+        assert re.search("complete on all ranks.*rank 1 .*E-CHECKPOINT", missing), missing
         assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older save was removed"
