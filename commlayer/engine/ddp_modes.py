@@ -1,7 +1,7 @@
-"""Local steps of a DistributedDataParallel module, whose gradients otherwise go through its communication hook.
+"""Local steps of a DistributedDataParallel module, and broadcasts of its buffers.
 
-Under a plan of local steps the module's synchronization is off (quiet_ddp.py), and hooks on parameters count backward passes.
-DDP would copy rank 0's buffers before each forward pass; instead each exchange averages them.
+Under a plan of local steps DDP's averaging is off (quiet_ddp.py), and hooks on parameters count backward passes. DDP would copy
+rank 0's buffers before each forward pass; instead each exchange averages them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from commlayer.optim import Outer
 
 
 class DDPWays:
-    """The sync modes of one DDP module that was passed to attach() with its optimizer."""
+    """The sync modes of one DDP module that was passed to attach() together with its optimizer."""
 
     def __init__(
         self, ddp: DistributedDataParallel, optimizer: Any, *, requested: RequestedModes, forbids: Forbids, outer: Outer,
@@ -50,7 +50,7 @@ class DDPWays:
         self, connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], observers: Observers,
         guard: StepGuard | None,
     ) -> ExchangeSchedule:
-        """`named`: the parameters by number."""
+        """Creates the schedule of local steps. `named`: the parameters with their names, in the order of their numbers."""
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
         connection.stepped = OptimizerMemory(self._parameters, self._optimizer, self._outer)
@@ -61,13 +61,13 @@ class DDPWays:
             share=self._share_buffers)
 
     def follow(self, loop: StepLoop, guard: StepGuard) -> None:
-        """Follows every change of plan from now on."""
+        """Starts to adapt the module's hooks to the current plan and to every later plan."""
         self._loop, self._guard = loop, guard
         self._connection.after_switch.append(self._enter)
         self._enter()
 
     def _enter(self) -> None:
-        """Called when a plan takes effect."""
+        """Starts or ends local steps as the current plan requires. Called when a plan takes effect."""
         local = self._connection.local
         if local is not None and self._quiet is None:
             # A pass that has begun already ends in DDP's own hook.
@@ -83,15 +83,15 @@ class DDPWays:
         self._loop.count_local()
 
     def remove(self) -> None:
-        """Lets DDP reduce gradients again."""
+        """Removes the hooks for local steps, so that DDP averages gradients again."""
         if self._hooks is not None and self._quiet is not None:
             self._hooks.remove()
             self._quiet.remove()
         self._hooks = self._quiet = None
 
     def _share_buffers(self) -> None:
-        """Averages the buffers that DDP would copy from rank 0. A buffer that is not finite on some rank stays as it is on
-        each."""
+        """Averages the buffers that DDP would copy from rank 0. If a buffer is not finite on some rank, each rank keeps its own
+        values."""
         connection, module = self._connection, self._ddp.module
         buffers = [b.detach() for b in module.buffers() if b.is_floating_point() and b.numel()]
         if not self._ddp.broadcast_buffers or not buffers or connection.groups is None or connection.worker is None:
@@ -116,12 +116,13 @@ WHAT = "broadcast of the buffers of DistributedDataParallel"
 
 
 class DDPBuffers:
-    """The broadcast for one module. All ranks create it together."""
+    """Broadcasts rank 0's buffers of one DDP module before its training forward passes. All ranks create it together."""
 
     def __init__(
         self, ddp: DistributedDataParallel, connection: JobContext, deadline_s: float, local: Callable[[], bool],
     ) -> None:
-        """`local`: whether the plan takes local steps now, which average buffers instead."""
+        """Registers the hook on `ddp`. `local` returns whether the plan currently has local steps, which average buffers
+        instead."""
         assert connection.groups is not None
         self._connection: JobContext | None = connection
         self._deadline_s, self._local = deadline_s, local
@@ -132,7 +133,7 @@ class DDPBuffers:
         connection.on_close.append(self.remove)
 
     def __getstate__(self) -> dict[str, Any]:
-        """DDP modules are saved and copied with their hooks. In a copy this hook does nothing."""
+        """State for a copy of the DDP module, which is saved and copied with its hooks. In a copy this hook does nothing."""
         return {"_connection": None}
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. LocalSteps does the exchange."""
+"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. LocalSteps runs the exchange."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from commlayer.optim import Outer
 
 
 def _nothing() -> None:
-    """The default of `share`."""
+    """Does nothing: the default of `share`."""
 
 
 class ExchangeSchedule:
-    """The schedule of one attached model. It does nothing under a plan that averages gradients.
+    """Schedule of one attached model's local steps. It does nothing under a plan that averages gradients.
 
-    The optimizer's steps are counted. A step counts from the first backward pass that adds to its gradients, so a step that a
-    scaler skips on one rank only is counted there, too. A pass begins another step if gradients were applied or cleared before
-    it. A step with gradients of no backward pass (torch.autograd.grad) is counted when it begins.
+    The schedule counts the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
+    that a GradScaler skips on one rank is counted on that rank, too. A backward pass starts another step if gradients were
+    applied or cleared before it. A step whose gradients come from no backward pass (torch.autograd.grad) is counted when it
+    begins.
 
     An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
     """
@@ -44,7 +45,8 @@ class ExchangeSchedule:
         hooks: OptimizerHooks, outer: Outer, connection: JobContext, observers: Observers, deadline_s: float,
         guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
     ) -> None:
-        """`model`: the module whose forward passes follow exchanges. `share` is called at each exchange, on all ranks."""
+        """`model`: the module before whose forward passes an exchange can run. `share` is called after each exchange, on all
+        ranks."""
         self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
@@ -52,11 +54,11 @@ class ExchangeSchedule:
         self._counted = False
         """Whether a step was counted since local steps began."""
         self._noted = 0, 0
-        """The number of gradients after the last pass, and the sum of their versions."""
+        """Number of gradients after the last backward pass, and the sum of their tensor versions."""
         if guard is not None:
             guard.local_step = self._local_step
         self.merged: Callable[..., None] | None = None
-        """See LocalSteps."""
+        """Called after each exchange; see LocalSteps.__init__."""
         self._lengths = UpdateNorms(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
@@ -73,9 +75,9 @@ class ExchangeSchedule:
         return self._connection.local
 
     def count(self, scale: float, *, adds: bool = True) -> bool:
-        """Called after a backward pass of a loss times `scale`. Returns whether it belonged to a local step.
+        """Called after a backward pass of a loss times `scale`. Returns whether the pass belonged to a local step.
 
-        `adds`: the pass has added to gradients. Otherwise the script has written them.
+        `adds`: whether the pass has added to gradients; False: the script has written them.
         """
         if self.local is None:
             return False
@@ -109,7 +111,7 @@ class ExchangeSchedule:
 
     @property
     def _accumulates(self) -> bool:
-        """Whether the last counted step's gradients have not been applied by the optimizer yet."""
+        """Whether the optimizer has not applied the gradients of the last counted step yet."""
         return self._counted and self._guard is not None and self._guard.awaits_step(self._optimizer)
 
     @property
@@ -121,13 +123,14 @@ class ExchangeSchedule:
         return len(grads), sum(grad._version for grad in grads)
 
     def _cleared(self) -> bool:
-        """Whether gradients were cleared before the last pass added to them. Adding increases each version by one, clearing by
-        one more. Gradients that replace None begin at version 0."""
+        """Whether gradients were cleared before the last backward pass added to them. Adding increases each tensor's version by
+        one, clearing by one more. Gradients that replace None start at version 0."""
         count, versions = self._noted
         return not 1 <= self._versions()[1] - versions <= count
 
     def _skipped(self) -> bool:
-        """Before a forward pass: whether gradients that no step has applied are missing, zeros or not finite."""
+        """Whether gradients that no optimizer step has applied are missing, zero or not finite. Called before a forward pass.
+        """
         grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
         largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
@@ -144,7 +147,7 @@ class ExchangeSchedule:
             self._noted = self._versions()  # clipped or unscaled, not cleared
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
-        """This rank joins during an exchange of the other ranks. `given` is the state that one of them sent."""
+        """Joins during an exchange of the other ranks. `given` is the state that one of them sent."""
         assert self.local is not None
         self.local.join(given)
         if self.local.tells:
@@ -165,8 +168,8 @@ class ExchangeSchedule:
 
     def detach(self) -> None:
         if self.local is not None and self.local.unsent:
-            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so ranks end with "
-                                 "different weights: call session.drain() before close()", logging.WARNING)
+            self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so weights "
+                                 "differ between ranks at the end: call session.drain() before close()", logging.WARNING)
         self._unhook()
 
     def _unhook(self) -> None:
@@ -176,7 +179,7 @@ class ExchangeSchedule:
             self._forward = None
 
     def _enter(self) -> None:
-        """Called when a plan takes effect."""
+        """Starts or ends local steps as the current plan requires. Called when a plan takes effect."""
         connection = self._connection
         if connection.worker is None:
             return
@@ -201,8 +204,8 @@ class ExchangeSchedule:
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:
-        """Exchanges until all ranks share all steps: once, or twice if exchanges overlap with steps. All ranks call it after
-        the same step. Unlike in `drain`, new members may join."""
+        """Exchanges until all ranks have the changes of all steps: once, or twice if exchanges overlap with steps. All ranks
+        call it after the same step. Unlike in `drain`, new members can join."""
         while self.local is not None and self.local.behind:
             self._exchange(self.local)
 
@@ -223,7 +226,7 @@ class ExchangeSchedule:
             self._worker.let_go()
 
     def _regroup(self) -> Worker:
-        """Members have left during an exchange: switches to the remaining ranks."""
+        """Switches to the remaining ranks after members have left during an exchange. Returns the worker to use from now on."""
         assert self._connection.members is not None
         self._connection.members.go()
         if self.local is not None and self.local.tells:
@@ -231,12 +234,12 @@ class ExchangeSchedule:
         return self._worker
 
     def _weigh_anew(self) -> None:
-        """Members have left or joined, so the total weights of earlier steps are no longer valid."""
+        """Drops the total weights of earlier steps, which are no longer valid because members have left or joined."""
         if self.local is not None:
             self.local.weights.regroup()
 
     def _align(self) -> None:
-        """Members have left between two exchanges."""
+        """Aligns the ranks' starts after members have left between two exchanges."""
         if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
 
@@ -267,7 +270,8 @@ class ExchangeSchedule:
 # waits for no more than a row's transfer.
 
 class UpdateNorms:
-    """For one attached model, under successive plans. All ranks begin exchanges in the same order."""
+    """Exchanges the norms of weight changes for one attached model, under successive plans. All ranks begin exchanges in the
+    same order."""
 
     def __init__(self, connection: JobContext, outer: Outer, deadline_s: float) -> None:
         self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
@@ -275,8 +279,8 @@ class UpdateNorms:
         self._error: CommError | None = None
 
     def go(self, every: int) -> bool:
-        """Starts with a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged: only if
-        all ranks match them, because optimizers may be of different families."""
+        """Prepares for a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged: only if
+        all ranks use norm-matched averaging, because optimizers can be of different families."""
         connection = self._connection
         if connection.rows is None or connection.groups is None:
             return False
@@ -285,8 +289,8 @@ class UpdateNorms:
                 connection.matched = all(row[0] for row in gather(connection.groups, [int(self._outer.matched)]))
             elif connection.matched and not self._outer.matched:
                 raise InvalidInput("E-RANKS-DIFFER",
-                                   "sync: the job that this home joins averages with matched norms (Outer(matched=True)), "
-                                   "this home does not; allowed: the same on all ranks")
+                                   "sync: the job that this home joins uses norm-matched averaging (Outer(matched=True)), "
+                                   "but this home does not; set it alike on all ranks")
             connection.rows.allow(self._deadline_s * every)
             return connection.matched
         except CommError as error:
@@ -295,7 +299,7 @@ class UpdateNorms:
             return False
 
     def rest(self) -> None:
-        """The current plan exchanges no norms."""
+        """Called for a plan that exchanges no norms: waits of the row channel have their usual limit again."""
         if self._connection.rows is not None:
             self._connection.rows.allow(0.0)
 
@@ -307,7 +311,8 @@ class UpdateNorms:
             self._error = error
 
     def read(self) -> Sequence[Sequence[float]]:
-        """Empty if members have gone; the next exchange continues without them: see `agree`."""
+        """The rows of the last `start`, in rank order. Empty if members have left; the next exchange continues without them,
+        see `agree`."""
         assert self._rows is not None
         error, self._error = self._error, None
         try:
@@ -327,9 +332,11 @@ class UpdateNorms:
         return CommError("members left during an exchange of rows") if gone else None
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Aligns `starts` after members have changed: some may have received the last rows, and others not.
+        """Aligns `starts` between ranks after members have changed: some ranks might have received the last rows, and others
+        not.
 
-        Remaining and new members call it together, in an exchange or between two."""
+        Remaining and new members call it together, during an exchange or between two.
+        """
         connection = self._connection
         while True:
             assert connection.groups is not None
@@ -343,5 +350,5 @@ class UpdateNorms:
                     assert connection.members is not None
                     connection.members.go()
         if differing:
-            connection.say("the remaining ranks had merged the last exchange differently, since some had not received the "
-                           "norms of all changes: all continue with rank 0's weights")
+            connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
+                           "the norms of all changes: all ranks continue with rank 0's weights")

@@ -1,8 +1,8 @@
-"""Keeps optimizers from applying gradients that are not finite, and reports which ranks and tensor they come from.
+"""Keeps optimizers from applying gradients that are not finite, and reports which ranks and tensors they come from.
 
-Averages that are not finite still reach `.grad`, so a GradScaler or a script that checks them can skip the step itself. If an
-optimizer is about to step with them, they are removed. All ranks have the same averages, so all drop that step. Under local
-steps each rank checks its own gradients and drops the step alone.
+Averages that are not finite are still written to `.grad`, so that a GradScaler or a script that checks them can skip the step
+itself. If an optimizer is about to step with them, they are removed. All ranks have the same averages, so all ranks drop that
+step. Under local steps each rank checks its own gradients and drops only its own step.
 """
 
 from __future__ import annotations
@@ -22,50 +22,53 @@ from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError
 
 MOST = 5
-"""Steps, or exchanges, in a row that may be dropped before the job ends."""
-REMEDY = "look at the data and the learning rate, and go on from the last checkpoint"
+"""Number of steps, or exchanges, that are dropped in a row before the job ends."""
+REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
 class FiniteSteps:
-    """The check of one attached model."""
+    """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
     def __init__(self, connection: JobContext, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
-        """`parameters`: the averaged parameters, by number. `held`: which of them optimizers hold."""
+        """`parameters`: the averaged parameters, in the order of their numbers. `held`: tells which of them belong to an
+        optimizer."""
         self._connection, self._parameters, self._held = connection, parameters, held
         assert connection.rows is not None
         self._rows = connection.rows.rows("gradients that are not finite")
         self._found: str | None = None
-        """The source of the non-finite averages in `.grad`; "" if they are finite; None if not known yet."""
+        """Text that names the source of the non-finite averages in `.grad`; "" if the averages are finite; None if that is not
+        known yet."""
         self._dropped = False
-        """Whether the drop of this step was logged."""
+        """Whether the log already reports that this step was dropped."""
         self._in_row: dict[int, int] = {}
-        """By the least parameter number of an optimizer: its dropped steps in a row."""
+        """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
-        """Dropped exchanges of weights in a row."""
+        """Number of exchanges of weight changes that were dropped in a row."""
         connection.on_close.append(watch(self._before))
 
     # ---- averaged gradients
 
     def averaged(self, own: int, *, finite: bool) -> None:
-        """The averages of a step are known. All ranks call it with the same `finite`. `own`: the first tensor whose gradient on
-        this rank is not finite; -1 if there is none."""
+        """Receives the outcome of a step's averages. All ranks call it with the same `finite`. `own`: first tensor whose
+        gradient on this rank is not finite; -1 if there is none."""
         if finite and self._found is None:
             self._in_row.pop(0, None)
         self._found, self._dropped = "" if finite else self._whose(own), False
 
     def written(self) -> None:
-        """The averages are in `.grad`. Checks optimizers that are inside a step because their closure ran the backward pass."""
+        """Checks optimizers that are inside a step because their closure ran the backward pass. Called when the averages are in
+        `.grad`."""
         for optimizer in self._held.stepping():
             self._drop(self._held.by(optimizer))
 
     def dropped(self, own: int, *, finite: bool) -> None:
-        """As `averaged`, for a step whose non-finite averages were not applied."""
+        """Same as `averaged`, for a step whose non-finite averages were not applied."""
         self.averaged(own, finite=finite)
         if self._found:
             self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
 
     def begun(self) -> None:
-        """New averages for `.grad` are in flight."""
+        """Resets the check, because new averages for `.grad` are being exchanged."""
         self._found = None
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -102,14 +105,14 @@ class FiniteSteps:
     # ---- local steps
 
     def counted(self) -> None:
-        """A local step's backward pass has ended. Checks optimizers that are inside a step because their closure ran that
-        pass."""
+        """Checks optimizers that are inside a step because their closure ran the backward pass. Called at the end of a local
+        step's backward pass."""
         for optimizer in self._held.stepping():
             self._look(self._held.by(optimizer))
 
     def _look(self, mine: Sequence[int]) -> None:
-        """This rank is about to step with its own gradients. On a GPU this waits for the device once per step: gradients must
-        be known to be finite before they are applied."""
+        """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
+        this waits for the device once per step."""
         first, local = self._first(mine), self._connection.local
         if first < 0:
             self._in_row.pop(min(mine), None)
@@ -123,7 +126,8 @@ class FiniteSteps:
                     "this rank drops the step", own=True)
 
     def exchanged(self, own: int, *, finite: bool) -> None:
-        """Weight changes have been averaged. `own`: as in `averaged`, for weights."""
+        """Receives the outcome of an averaging of weight changes. `own`: first parameter that is not finite on this rank; -1 if
+        there is none."""
         self._spoilt = 0 if finite else self._spoilt + 1
         if not finite:
             self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
@@ -131,7 +135,7 @@ class FiniteSteps:
     # ---- reports
 
     def _whose(self, own: int) -> str:
-        """The ranks that had non-finite values, with the first tensor. All ranks call it together."""
+        """Text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
         connection, guilty, numbers = self._connection, list[int](), list[int]()
         first = -1
         try:
@@ -156,7 +160,8 @@ class FiniteSteps:
         self._say(what, then, self._in_row[key], own=own)
 
     def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
-        """Logs a dropped step. Raises CommError after MOST in a row. `own`: the other ranks do not know of it."""
+        """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: the other ranks do not know of the
+        drop."""
         connection = self._connection
         if in_row < MOST:
             connection.say(f"{what} are not finite: {then}", own=own)

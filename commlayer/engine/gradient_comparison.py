@@ -1,7 +1,7 @@
-"""Compares, on a piece of a bucket, the sent and received values with the exact gradients.
+"""Compares sent and received values with the exact gradients, for a sampled piece of a bucket.
 
-It runs between the end of a step's exchange and its commit. At that time `y` holds the received sum, the gradients are
-unchanged, and the residual is the part not sent. So normal steps copy nothing, and only a comparison costs time.
+It runs between the end of a step's exchange and its commit. At that time the receive buffer contains the sum, the gradients are
+unchanged, and the residual is the part that was not sent. So normal steps copy nothing, and only a comparison costs time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from commlayer.engine.worker import Worker
 from commlayer.observe.fidelity import Dots
 
 GOLDEN = 0.6180339887498949
-"""Golden ratio: its multiples modulo 1 cover all parts of a model evenly, wherever the sequence stops."""
+"""The golden ratio. Its multiples modulo 1 cover all parts of a model evenly, however many pieces are sampled."""
 
 
 class SampledPiece(NamedTuple):
-    """Elements start to stop of a bucket, with their residuals before the step (None if residuals are of no use)."""
+    """Elements `start` to `stop` of a bucket, and a copy of their residuals before the step; None if this rank has no residuals
+    of its own gradients."""
 
     bucket: WorkerBucket
     start: int
@@ -33,18 +34,18 @@ class SampledPiece(NamedTuple):
 
 
 NOTHING_SAID = Dots(*[math.nan] * 4)
-"""For a step that also sends residuals of an earlier plan."""
+"""Result of a comparison in a step that also sends residuals of an earlier plan, and cannot be compared."""
 
 
 def watched(worker: Worker) -> list[WorkerBucket]:
-    """The lossy buckets whose results are the step's gradients. The same on all ranks."""
+    """The lossily compressed buckets whose results are gradients of the same step. The same on all ranks."""
     return [b for b in worker.buckets
             if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
 
 
 def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
-    """The `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on all
-    ranks."""
+    """Selects the `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on
+    all ranks."""
     at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
     for bucket in buckets:
         if at < bucket.numel:
@@ -57,7 +58,7 @@ def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
 
 
 def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
-    """This rank's gradients of the piece as they enter the sum: weighted, and without loss scale."""
+    """This rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
     bucket = of.bucket
     gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
     if worker.weight == 0.0:
@@ -73,9 +74,10 @@ def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
 
 
 def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
-    """What this node sent and kept, computed from the residuals before and after. All ranks of a node call it.
+    """Compares the values that this node sent with the exact ones (`mine`), using the residuals before and after. All ranks of
+    a node call it.
 
-    Not finite if the step cannot be compared.
+    The result is not finite if the step cannot be compared.
     """
     if groups.ranks_per_node > 1 and of.bucket.served:
         mine = mine.clone()
@@ -91,8 +93,8 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
 
 
 def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
-    """Called by all ranks together: compares the received sum with the exact sum, which an all-reduce computes in place in
-    `mine`."""
+    """Compares the received sum with the exact sum, which an all-reduce computes in place in `mine`. All ranks call it
+    together."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
     if of.bucket.carried is not None:
         return NOTHING_SAID
@@ -100,13 +102,14 @@ def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s:
 
 
 def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:
-    """One pass over a few thousand elements, and one wait for the device."""
+    """Scalar products of x with itself, x with y, y with itself, and `kept` with itself. It reads a few thousand elements once
+    and waits once for the GPU."""
     pairs = [(x, x), (x, y), (y, y), (kept, kept) if kept is not None else (x.new_zeros(1), x.new_zeros(1))]
     return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
 
 
 def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
-    """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum."""
+    """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else None."""
     if not bucket.coded:
         return None
     return residual_of(bucket.state, bucket.numel)

@@ -1,4 +1,4 @@
-"""session.inspect: the state and decisions of a session, for users and for components such as samplers."""
+"""Implements session.inspect: the state and decisions of a session, for users and for components such as samplers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commlayer.records import Plan
 
 
 class Inspected(Protocol):
-    """What an Inspection needs of its session."""
+    """Interface through which an Inspection reads its session."""
 
     @property
     def connection(self) -> JobContext: ...
@@ -27,14 +27,14 @@ class Inspected(Protocol):
 
 
 class Inspection:
-    """Diagnostics of one session. With DDP the connection is empty before the first backward pass."""
+    """Diagnostics of one session. With DDP they are empty before the first backward pass, which connects the session."""
 
     def __init__(self, inspected: Inspected) -> None:
         self._inspected = inspected
 
     @property
     def plan(self) -> Plan | None:
-        """The current plan; None without other ranks."""
+        """The current plan; None if there are no other ranks."""
         return self.connection.plan
 
     @property
@@ -43,7 +43,7 @@ class Inspection:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, the initial rank of that worker. Other workers may have left since."""
+        """For each rank, the initial rank of its worker. The two differ after other workers have left."""
         connection = self.connection
         if connection.uplink is None or connection.members is None:
             return tuple(range(connection.world))
@@ -51,64 +51,64 @@ class Inspection:
 
     @property
     def may_leave(self) -> bool:
-        """Whether workers may leave while the others continue (min_workers)."""
+        """Whether workers can leave while the others continue (min_workers)."""
         return self.connection.members is not None
 
     @property
     def own(self) -> int:
-        """This worker's entry in `members`."""
+        """This worker's number in `members`: its initial rank."""
         return self.connection.id
 
     @property
     def carried(self) -> int:
-        """Number of the session's steps (`session.step`) that all workers share. Later ones are local and are lost with their
-        worker."""
+        """Number of the session's steps (`session.step`) whose changes all workers have. Later steps are local, and are lost
+        with their worker."""
         return self.connection.carried
 
     def parted(self, member: int) -> int:
-        """`carried` when that member left, so that it has no part in later steps."""
+        """Value of `carried` when a worker left: it has no share in later steps. `member` is its initial rank."""
         return self.connection.parted.get(member, self.connection.entered)
 
     def catch_up(self, *, wholly: bool = False) -> None:
-        """Called between two steps, on all ranks: runs a due exchange if this rank's optimizer step was skipped. `wholly`: if
-        workers may leave, also exchanges until all steps are shared."""
+        """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
+        `wholly`: if workers can leave, also exchanges until all workers have the changes of all steps."""
         if self.connection.local is not None:
             for act in [*self.connection.catch_up, *(self.connection.end_rounds if wholly and self.may_leave else ())]:
                 act()
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
-        """By name: functions that return state for joining workers, such as a sampler's."""
+        """Maps names to functions that return state for joining workers, such as that of a sampler."""
         return self.connection.followers
 
     @property
     def given(self) -> dict[str, str]:
-        """The state that `followers` of another rank sent when this rank joined a running job. Readers remove what they
-        take."""
+        """State that this rank received when it joined a running job: results of another rank's `followers`, by name. Readers
+        remove the entries that they use."""
         return {} if self.connection.joined is None else self.connection.joined.followed
 
     @property
     def observers(self) -> Observers:
-        """The observers called at each step."""
+        """The observers that are called in each step."""
         return self._inspected.observers
 
     def decisions(self) -> list[str]:
-        """commlayer's decisions during training, one line each with step and reason. Rank 0 has all of them."""
+        """commlayer's decisions during training, one line for each, with step and reason. Only rank 0 has all of them."""
         return list(self.connection.decisions)
 
     def events(self) -> list[StalePlan]:
-        """Events that call for another plan, as records. Rank 0 has all of them."""
+        """Events that require another plan, as records. Only rank 0 has all of them."""
         return list(self.connection.events)
 
     def laps(self) -> list[StepTiming]:
-        """The computing time of this worker in each step since the last call, without waits for other ranks."""
+        """Computation time of this worker in each step since the last call, without waits for other ranks."""
         worker = self.connection.worker
         return [] if worker is None else worker.stopwatch.take()
 
     def trace(self, path: str | Path, steps: int = STEPS) -> None:
         """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
 
-        Perfetto (ui.perfetto.dev) shows it; `commlayer trace FILE` compares it op by op. The setting `trace` writes one
-        automatically.
+        Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
+        The setting `trace` writes one automatically.
         """
         self._inspected.when_connected(lambda: trace(self.connection, self.observers, Path(path), steps))

@@ -1,12 +1,12 @@
-"""Results that are used one step late (staleness 1), from their arrival to the step that uses them.
+"""Results that are used one step late (staleness 1), from their arrival until the step that uses them.
 
-The plan marks such a bucket `stale`. Its exchange of step t continues after that step. The result stays in the bucket's y until
-the bucket is pushed again. It then moves to a LateResult and is written with the averages of step t + 1. So a bucket has one
-exchange in flight at a time, codecs see their steps in order, and every rank uses the same result in the same step.
+The plan marks such a bucket `stale`. Its exchange of step t continues after that step. The result stays in the bucket's receive
+buffer until the bucket is sent again. It then moves to a LateResult and is written with the averages of step t + 1. So a bucket
+has one running exchange at a time, codecs see their steps in order, and every rank uses the same result in the same step.
 
 A result that was written but not applied (skipped optimizer step, cleared gradients) is kept and added to the next one. What
-such a step encoded itself is undone, as for other buckets. A late result that is not finite is undone, too. The step that would
-have used it must then be skipped, unless the result's own step was skipped already.
+such a step itself encoded is rolled back, as for other buckets. A late result that is not finite is rolled back, too. The step
+that would have used it must then be skipped, unless the result's own step was skipped already.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from commlayer.engine.buckets import WorkerBucket
 
 NAN = float("nan")
 LOOK_S = 0.1
-"""Seconds between checks for an error while waiting for a result."""
+"""Seconds between two checks for an error while a thread waits for a result."""
 
 Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
-"""Maps a bucket and its weight to the factor that turns the sum into an average."""
+"""Function from a bucket and its total weight to the factor that turns its sum into an average."""
 
 
 class LateResult:
-    """The late result of one bucket. `push` and `arrived` come from different threads; other methods from the thread that
-    currently drives the bucket."""
+    """The late result of one bucket. Different threads call `push` and `arrived`; all other methods are called by the thread
+    that currently runs the bucket's exchange."""
 
     def __init__(self, bucket: WorkerBucket) -> None:
         self._bucket = bucket
@@ -39,12 +39,13 @@ class LateResult:
         self._views = bucket.layout.views(self.x)
         self.weight = 0.0
         self._slices = self._written = 0
-        """One bit per slice: kept for use; written and possibly to be kept again."""
+        """Two bit masks of slices: those kept for use (`_slices`), and those written that might have to be kept again
+        (`_written`)."""
         self._spoilt = self._skipped = False
         self.not_finite = -1
-        """See Worker.not_finite."""
+        """First tensor for which this worker's own gradient in the kept result was not finite; -1 if there is none."""
         self._unread = False
-        """Whether the bucket's y holds a result that was not taken yet."""
+        """Whether the bucket's receive buffer contains a result that `take` has not moved yet."""
         self._lock = threading.Lock()
         self._here = threading.Event()
         self._here.set()
@@ -54,7 +55,7 @@ class LateResult:
     # ---- the exchange
 
     def push(self, start: Callable[[], None]) -> None:
-        """Starts the bucket's next exchange: now, or when the result in flight has arrived."""
+        """Calls `start`, which starts the bucket's next exchange: now, or when the running exchange has ended."""
         if self.begun() > 1:
             with self._lock:
                 if self._under_way > 1:
@@ -63,7 +64,7 @@ class LateResult:
         start()
 
     def begun(self) -> int:
-        """Counts one more exchange, in flight or queued, and returns their number. For callers that keep the order
+        """Counts one more exchange, running or queued, and returns their number. Called directly by paths that keep the order
         themselves."""
         with self._lock:
             self._under_way += 1
@@ -71,7 +72,7 @@ class LateResult:
             return self._under_way
 
     def arrived(self) -> None:
-        """The bucket's y holds a result."""
+        """Records that the bucket's receive buffer contains a result, and starts the queued exchange, if there is one."""
         with self._lock:
             self._unread = True
             self._under_way -= 1
@@ -83,18 +84,18 @@ class LateResult:
 
     @property
     def blocked(self) -> bool:
-        """Whether a step waits for the result of the step before."""
+        """Whether the exchange of a step is queued because the result of the previous step has not arrived."""
         return self._next is not None
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> bool:
-        """Waits until no exchange is in flight. False if the deadline passed or an error occurred first."""
+        """Waits until no exchange is running. Returns False if the deadline passes or an error occurs first."""
         while not self._here.wait(LOOK_S):
             if failed() is not None or time.monotonic() > deadline:
                 return False
         return True
 
     def take(self) -> None:
-        """Takes the result out of the bucket's y, after the step that the result belongs to."""
+        """Moves the result from the bucket's receive buffer into this object, after the step to which the result belongs."""
         bucket = self._bucket
         dropped, bucket.unapplied = bucket.unapplied, 0
         self._slices |= dropped & self._written
@@ -112,7 +113,7 @@ class LateResult:
         bucket.take_back()
 
     def _add(self, slices: int) -> None:
-        """Stores y's slices, or adds them to kept ones."""
+        """Stores slices of the received sum, or adds them to slices that were kept from the previous step."""
         bucket = self._bucket
         if not slices:
             return
@@ -134,12 +135,12 @@ class LateResult:
 
     @property
     def used(self) -> int:
-        """Slices that will be written. None before the first result, so that optimizers skip them."""
+        """Bit mask of slices that will be written; 0 before the first result, so that optimizers skip their tensors."""
         return self._bucket.all_slices if self._spoilt else self._slices
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
-        """Sets targets = kept result times factor, or zeros if none is kept. False: targets are NaN and the step must be
-        skipped."""
+        """Writes the kept result times `factor` into the targets, or zeros if none is kept. Returns False if the targets are
+        NaN and the step must be skipped."""
         self._forget_others()
         for view, target in self._bucket.layout.pairs(targets, self._views):
             if self._slices and not self._spoilt:
@@ -149,31 +150,31 @@ class LateResult:
         return not self._spoilt
 
     def _forget_others(self) -> None:
-        """Clears slices that were written in an earlier step and not kept again."""
+        """Clears slices that were written in an earlier step and have no new result."""
         for start, stop in ranges(ranges_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
             self.x[start:stop] = 0.0
 
     def judge(self, *, finite: bool) -> None:
-        """Finalizes a step with its result in flight: sets what `take` will undo."""
+        """Finalizes a step while its result is still being exchanged: sets which slices `take` will roll back."""
         if not self._bucket.buffer:
             self._bucket.sound = False
             self._bucket.unapplied = 0 if finite else self._bucket.all_slices
 
     def settle(self, *, applied: bool) -> None:
-        """After a commit: whether the optimizer applied the result."""
+        """Records after a commit whether the optimizer applied the result."""
         self._spoilt, self._skipped, self.not_finite = False, not applied, -1
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
     def debts(self, members: int) -> list[ResidualSlice]:
-        """The kept result, as equal residuals of all workers, because weights may have changed since."""
+        """The kept result as equal residuals of all workers, because weights might have changed since its step."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
         return list(split_by_tensor(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint, with no exchange in flight and no result unread."""
+        """State for a checkpoint; call it when no exchange is running and `take` has moved the last result."""
         tensors = {"spoilt": torch.tensor(self._spoilt)}
         if not self._slices:
             return tensors
@@ -182,7 +183,7 @@ class LateResult:
         return tensors | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a `snapshot`; from an empty one, the state before the first step."""
+        """Restores a `snapshot`; an empty one restores the state before the first step."""
         self._spoilt = bool(tensors.get("spoilt", False))
         self._slices = self._written = 0
         if "x" in tensors:
@@ -192,7 +193,7 @@ class LateResult:
 
 
 class LateResults:
-    """The late results of one worker's buckets."""
+    """The late results of all of one worker's buckets that have them."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.late]
@@ -203,11 +204,11 @@ class LateResults:
 
     @property
     def not_finite(self) -> int:
-        """The first tensor for which this worker's part of a kept result was not finite; -1 if there is none."""
+        """First tensor for which this worker's own part of a kept result was not finite; -1 if there is none."""
         return next((result.not_finite for result in self.of.values() if result.not_finite >= 0), -1)
 
     def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
-        """Writes the kept results into the tensors' gradients. Returns whether all are finite."""
+        """Writes the kept results into the tensors `into`, by tensor number. Returns whether all results are finite."""
         finite = True
         for bucket in self._buckets:
             result = self.of[bucket.id]
@@ -222,7 +223,7 @@ class LateResults:
             result.settle(applied=finite)
 
     def settle(self, *, applied: bool) -> None:
-        """Kept results were written outside a step: records whether they count as applied."""
+        """Records whether results that were written outside a step count as applied."""
         for result in self.of.values():
             result.settle(applied=applied)
 
@@ -231,16 +232,16 @@ class LateResults:
             result.take()
 
     def debts(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
-        """The kept results, as residuals of one of `members` workers."""
+        """The kept results of all buckets, as residuals of one of `members` workers."""
         return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint, with no exchange in flight."""
+        """State for a checkpoint; call it when no exchange is running."""
         return {f"late.{number}.{name}": tensor
                 for number, result in self.of.items() for name, tensor in result.snapshot().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a `snapshot`. Results missing from it are as before the first step."""
+        """Restores a `snapshot`. Results that are missing in it are as before the first step."""
         for number, result in self.of.items():
             start = f"late.{number}."
             result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})

@@ -1,6 +1,6 @@
-"""Drives a session for a plain module: hooks on its parameters collect gradients in every backward pass.
+"""Connects a session to a plain module: hooks on its parameters collect gradients in every backward pass.
 
-commlayer/ddp.py does the same for a DistributedDataParallel module. engine/step_loop.py does the rest of the step.
+commlayer/ddp.py does the same for a DistributedDataParallel module. engine/step_loop.py runs the rest of the step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ModuleDriver:
         self, model: nn.Module, connection: JobContext, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
-        """`ddp`: keeps a DistributedDataParallel module around this one from reducing. `clips`: the optimizer's step begins
-        with a norm of all gradients."""
+        """Registers the hooks. `ddp`: stops a DistributedDataParallel module around this module from averaging. `clips`: the
+        optimizer's step begins with clipping by the norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
         self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
@@ -47,10 +47,10 @@ class ModuleDriver:
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._rows = SparseRows(model, self._parameters, self._lazy)
         self._sparse: dict[int, torch.Tensor] = {}
-        """The averages of the current step that arrived as entries, by parameter."""
+        """Maps a parameter's number to its average in the current step, if the average arrived as sparse entries."""
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
-        """The gradients that the last step wrote."""
+        """Identities of the gradients that the last step has written, as `_gradients` returns them."""
         self._order: ForwardOrder | None = None
         self._hooks: Hooks | None = None
         self._guard: StepGuard | None = None
@@ -72,7 +72,7 @@ class ModuleDriver:
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
         self._alone: Any = None
-        """Counts steps if there are no other workers."""
+        """Hook that counts steps if there are no other workers; None if there are."""
         if connection.worker is None:
             self._alone = self._counting(optimizer)
         else:
@@ -96,11 +96,11 @@ class ModuleDriver:
                                 and (ddp is None or ddp.syncing), self._broke_off)
 
     def join_round(self) -> None:
-        """If this rank has joined a running job with local steps: enters the exchange in which the others are."""
+        """Joins the exchange in which the other ranks are, if this rank has joined a running job with local steps."""
         self._loop.join_round()
 
     def _enter(self) -> None:
-        """A new plan applies."""
+        """Adapts hooks, buckets and overlap to a plan that takes effect."""
         worker, local = self._loop.worker, self.connection.local
         forward = worker.plan.overlap == "forward"
         if forward and self._overlap is None:
@@ -114,7 +114,8 @@ class ModuleDriver:
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
 
     def _reorder(self) -> None:
-        """Buffers have a place in the forward pass only if results arrive during it."""
+        """Sets the order of sending from the positions in the forward pass. Buffers have a position only if results arrive
+        during the forward pass."""
         some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
         if self._order is None:
             self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
@@ -129,7 +130,7 @@ class ModuleDriver:
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """See Session.join."""
+        """Context manager for unequal numbers of batches, as Session.join describes."""
         self._complete()
         self._uneven.enter()
         try:
@@ -167,8 +168,8 @@ class ModuleDriver:
             self._overlap.look()
 
     def _counting(self, optimizer: Any) -> Any:
-        """Counts the optimizer's steps, at the cost of one call per step; without an optimizer, backward passes. None without
-        either."""
+        """Registers a hook that counts the optimizer's steps, or backward passes if there is no optimizer. Returns None if
+        neither is possible."""
         if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
             return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
         trained = [p for p in self._parameters if p.requires_grad]
@@ -214,7 +215,8 @@ class ModuleDriver:
         self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
-        """Averages and observes, after a backward pass or because the script requests it without one (`adds` False)."""
+        """Exchanges and averages at the end of a backward pass. `adds` is False if the script requests it without a backward
+        pass."""
         if self._guard is None:
             return
         self._guard.check()
@@ -238,7 +240,7 @@ class ModuleDriver:
         self._loop.observe()
 
     def _targets(self) -> list[torch.Tensor | None]:
-        """The tensors to write averages into; None also for those that are entries already."""
+        """The tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
         self._sparse = sparse_averages(self._loop.worker, self._lazy)
         targets = targets_of(self._loop.worker, self._parameters)
         return [None if number in self._sparse else target for number, target in enumerate(targets)]
@@ -247,7 +249,7 @@ class ModuleDriver:
         self._written = self._gradients()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:
-        """Identities and versions: they change when gradients do, or when an optimizer steps."""
+        """Identities and versions of gradients and parameters. They change when gradients change or an optimizer steps."""
         return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
 
     def _buffers_now(self) -> list[torch.Tensor]:

@@ -1,13 +1,13 @@
-"""Checks that all ranks still have the same parameters: they exchange a digest of each, once per round of N steps.
+"""Checks that all ranks still have the same parameters: they exchange a digest of each parameter, once per round of N steps.
 
-Ranks may diverge because a script changes weights on one of them, optimizers have different states, or processors round
-differently. Their gradients are then of different models, and no error shows it. The digests of a round are computed over all
-of its steps and read one step later, so ranks do not wait for them. All ranks read the same rows after the same step, and act
-alike.
+Ranks might diverge because a script changes weights on one of them, optimizers have different states, or processors round
+differently. Then their gradients belong to different models, and no error shows it. The digests of a round are computed over
+all of its steps and read one step later, so ranks do not wait for them. All ranks read the same rows after the same step, and
+react alike.
 
-The row also holds a checksum of the exchanges after which the optimizer has stepped. If ranks make unequal numbers of backward
-passes per step, each one's gradients are averaged with those of another step. A digest of the optimizer's settings is in the
-row, too.
+The row also contains a checksum of the exchanges after which the optimizer has stepped. If ranks make unequal numbers of
+backward passes per step, each rank's gradients are averaged with those of another step. The row also contains a digest of the
+optimizer's settings.
 
 Before the first optimizer step of a job, or after a load, ranks compare everything at once and wait: settings, weights, and
 optimizer state, which scripts often load after attach().
@@ -46,50 +46,52 @@ from commlayer.engine.worker import UNEQUAL
 from commlayer.errors import CommError
 
 COST_MOST = 0.001
-"""Share of the training time that digests may take, if the setting leaves it open."""
+"""Largest fraction of the training time for digests, if the setting drift_steps is -1."""
 LEAST, MOST = 10, 10_000
-"""Steps of a round: of the first one, whose cost is not known yet, and at most."""
+"""Number of steps of the first round, whose cost is not known yet, and the largest number of steps of a round."""
 NAMED = 3
-"""Most tensors that one line names."""
+"""Largest number of tensors or settings that one line names."""
 HEAD = 6
-"""Numbers of a row before the digests: kind of digest, its cost, seconds of a step, two on the optimizer's steps, and a digest
-of its settings."""
+"""Numbers in a row before the digests: kind of digest, seconds that digests cost, seconds of a step, two numbers about the
+optimizer's steps, and a digest of the optimizer's settings."""
 SHARDED = "consolidate_state_dict"
-"""A method of optimizers that split their state among the ranks."""
+"""Name of a method that only optimizers have whose state is divided among the ranks."""
 
 
 def drift_of(
     connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
         held: HeldParameters,
 ) -> ParameterDrift | None:
-    """None if there are no other ranks to compare with."""
+    """Creates the check; None if there are no other ranks to compare with, or the setting drift_steps is 0."""
     if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
         return None
     return ParameterDrift(connection, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
-    """Steps of a round that costs `cost_s` in total.
+    """Number of steps in a round whose digests cost `cost_s` seconds in total.
 
     >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
-    (40, 10000, 10)"""
+    (40, 10000, 10)
+    """
     return min(MOST, max(LEAST, steps_between(cost_s, step_s, COST_MOST))) if step_s > 0 else LEAST
 
 
 def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
-    """By place, the ranks whose rows differ there from the first row; only places with differences."""
+    """Maps each column in which rows differ to the ranks whose value differs from that of rank 0."""
     differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
     return {at: ranks for at, ranks in differing.items() if ranks}
 
 
 class ParameterDrift:
-    """All ranks call it where their parameters must be equal: after a step's exchange, before the optimizer's step."""
+    """Compares parameters between ranks. All ranks call it when their parameters must be equal: after a step's exchange, before
+    the optimizer's step."""
 
     def __init__(
         self, connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
         held: HeldParameters,
     ) -> None:
-        """`held`: for the averaged parameters."""
+        """`named`: the parameters with their names. `held`: tells which optimizers step the averaged parameters."""
         self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
@@ -101,12 +103,13 @@ class ParameterDrift:
         self._held = held
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
         self._compared = connection.fresh and connection.local is not None
-        """Whether settings and states have been compared."""
+        """Whether settings, weights and optimizer states have been compared since the start or the last load."""
         self.begin_again()
         connection.on_close.append(watch(after=self._stepped))
 
     def begin_again(self) -> None:
-        """Restarts with the first round: a new member does not know the earlier ones. All ranks call it in the same step."""
+        """Restarts with the first round, because a new member does not know the earlier ones. All ranks call it in the same
+        step."""
         self._digests = Digests(self._tensors)
         self._compared = self._compared and self._connection.local is not None
         self._span, self._place = self._fixed or (LEAST if self._connection.local is None else 1), 0
@@ -115,12 +118,12 @@ class ParameterDrift:
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
         self._steps, self._places = 0, 0
-        """Number of optimizer steps in this round, and a checksum of the exchanges they followed."""
+        """Number of optimizer steps in this round, and a checksum of the exchanges that these steps followed."""
         self._apart = self._unlike = False
-        """Whether steps differed between ranks in the last round; whether settings did."""
+        """Two flags about the last round: whether optimizer steps differed between ranks, and whether settings did."""
 
     def loaded(self) -> None:
-        """A checkpoint has been loaded, on all ranks after the same step."""
+        """Restarts the comparison after a checkpoint was loaded. All ranks call it after the same step."""
         self._rows.forget()
         self._compared = False
         self.begin_again()
@@ -136,7 +139,7 @@ class ParameterDrift:
                 self._connection.broke(error)
 
     def compare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compares these tensors from now on, under the same names. All ranks call it after the same step."""
+        """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = [*tensors]
             self._pieces, self._digests, self._place = pieces(self._tensors), Digests(self._tensors), 0
@@ -193,16 +196,16 @@ class ParameterDrift:
             self._connection.broke(error)
 
     def _compare_steps(self, heard: Sequence[Sequence[float]]) -> None:
-        """Reports optimizer steps that follow different exchanges. If that continues, each sum mixes gradients of several
-        steps, which equal parameters would not show."""
+        """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
+        several steps, which comparing parameters would not show."""
         connection, before = self._connection, self._apart
         others = [rank for rank, row in enumerate(heard) if row[3:5] != heard[0][3:5]]
         self._apart = bool(others)
         if not others or connection.worker is None or connection.groups is None:
             return
         ranks = ", ".join(map(connection.called, others))
-        what = (f"{ranks} and {connection.called(0)} have stepped their optimizers behind different exchanges "
-                f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} times since the last look): {UNEQUAL}")
+        what = (f"{ranks} and {connection.called(0)} have stepped their optimizers after different exchanges "
+                f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} steps since the last check): {UNEQUAL}")
         if self._answer == "end" or (self._answer == "resync" and before):
             raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
         if not self._fixed:
@@ -213,8 +216,8 @@ class ParameterDrift:
     # ---- everything at once
 
     def _compare_all(self) -> None:
-        """Compares settings, weights and states. Under local steps, values of states differ by design, but the set of entries
-        must not."""
+        """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,
+        but all ranks must have the same entries."""
         connection, settings = self._connection, self._settings()
         local = connection.local is not None
         parameters = [tensor for _, tensor in self._named]
@@ -260,8 +263,8 @@ class ParameterDrift:
             return
         what = "; ".join(self._spelled(unlike))
         if before:
-            raise CommError(f"step {self._step}: {what}, again after rank 0's was copied: set it to the "
-                            'same value on all ranks, or use drift="warn"', code="E-REPLICAS")
+            raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
+                            'to the same value on all ranks, or use drift=\"warn\"', code="E-REPLICAS")
         self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
@@ -285,8 +288,8 @@ class ParameterDrift:
             raise CommError(f"{at}{what}; drift=\"resync\" would copy rank 0's state, drift=\"warn\" would continue",
                             code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
-            raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot take rank 0's state: start "
-                            'all with the same, or use drift="warn"', code="E-REPLICAS")
+            raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
+                            'all ranks with the same, or use drift=\"warn\"', code="E-REPLICAS")
         try:
             take(groups)
         except ValueError as error:
@@ -307,12 +310,13 @@ class ParameterDrift:
         return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
     def _act(self, differing: dict[int, list[int]]) -> None:
-        """`differing`: by tensor, the ranks whose tensor differs from rank 0's. Usually empty."""
+        """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
+        from rank 0's; usually it is empty."""
         connection = self._connection
         if not differing or connection.worker is None or connection.groups is None:
             self._said = []
             return
-        what = f"{self._ranks(differing)} and {connection.called(0)} have drifted apart in {self._named_some(differing)}"
+        what = f"the weights of {self._ranks(differing)} and {connection.called(0)} differ in {self._named_some(differing)}"
         if self._answer == "end":
             raise CommError(f"step {self._step}: {what}; drift=\"resync\" would copy rank 0's state", code="E-REPLICAS")
         if self._answer == "resync":

@@ -386,7 +386,7 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
     """Returns the plan with attach()'s arguments written into it. Raises ValueError if the plan contradicts them."""
     if requested.updates and any(b.stale for b in plan.buckets):
         raise InvalidInput("E-SYNC-MODE",
-                           "plan: it has results that are one step late, which is not supported when weight changes are "
+                           "plan: it has results that are one step late, which is not supported when weight updates are "
                            "exchanged: make the plan without staleness")
     if requested.every is not None and requested.every != plan.local_steps > 1:
         raise InvalidInput("E-SYNC-PLAN",

@@ -1,10 +1,11 @@
-"""Passes residuals, agreed values and counters from one plan's worker to the next one's, between two steps.
+"""Transfers residuals, shared buffer values and counters from one plan's worker to the next plan's worker, between two steps.
 
-Residuals continue as `carry` of the buckets that hold their elements, whatever path and codec these take now. Under plans that
-average gradients they are gradients; under local steps they are changes of weights. Only an optimizer can convert one into the
-other. So from gradients to local steps they stay gradients: each rank adds its own to its next step (`unpaid`). Residuals that
-are still pending when a later plan averages gradients again return to `carry` unchanged. Changes of weights become gradients
-only if the effect of a gradient on a weight is a fixed number: the rate of SGD without momentum. Otherwise they are dropped.
+Residuals continue as `carry` of the buckets that contain their elements, whatever path and codec these elements now have. Under
+plans that average gradients, residuals are gradients; under local steps they are weight changes. Only an optimizer can convert
+gradients into weight changes. So from gradients to local steps they stay gradients: each rank adds its own to its next step
+(`unpaid`). Residuals that are still pending when a later plan averages gradients again return to `carry` unchanged. Weight
+changes become gradients only if the effect of a gradient on a weight is a constant: the learning rate of SGD without momentum.
+Otherwise they are dropped.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ log = logging.getLogger("commlayer")
 
 
 def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
-    """`after` continues where `before` stopped, and inherits its residuals.
+    """Makes worker `after` continue where `before` stopped, with the residuals of `before`.
 
-    `effect`: by how much a gradient of 1 decreases a tensor's weights; 0 if that is not a fixed number. `rate`: the learning
-    rate."""
+    `effect(tensor)`: by how much a gradient of 1 decreases a tensor's weights; 0 if that is not a constant. `rate`: the
+    learning rate.
+    """
     after.step = before.step
     after.units.take(before.units)
     if before.plan.steps_locally != after.plan.steps_locally:
@@ -58,8 +60,8 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
     if before.plan.steps_locally and not after.plan.steps_locally:
         rates = {d.tensor: effect(d.tensor) for d in debts}
         if lost := {tensor for tensor, rate in rates.items() if not rate}:
-            log.info("dropped the residuals of %d tensors, which are changes of weights: gradients are averaged "
-                     "now", len(lost))
+            log.info("the residuals of %d tensors were dropped when the plan changed: they are weight changes, "
+                     "and gradients are averaged now", len(lost))
         debts = [ResidualSlice(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
     for bucket in after.buckets:
         paid = residual_on(debts, bucket.slices)
@@ -67,16 +69,17 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
 
 
 def _times(debt: ResidualSlice, factor: float) -> ResidualSlice:
-    """Returns the same memory if possible: residuals are as large as the model."""
+    """Multiplies a residual by `factor`. Returns the same memory if the factor is 1, because residuals are as large as the
+    model."""
     return debt if factor == 1.0 else debt._replace(values=debt.values * factor)
 
 
 def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
-    """Adds residuals of this worker's own gradients to a worker that averages gradients."""
+    """Adds pending residuals of this worker's own gradients (`unpaid`) to a worker that averages gradients."""
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
     if unpaid and not part:
-        log.info("dropped the residuals of %d tensors: this worker's gradients have weight 0", len(unpaid))
+        log.info("the residuals of %d tensors were dropped, because this worker's gradients have weight 0", len(unpaid))
         return
     for bucket in worker.buckets:
         if (paid := residual_on(unpaid, bucket.slices)) is not None:

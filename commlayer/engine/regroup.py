@@ -1,28 +1,28 @@
 """Continues with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator makes a view (epoch) of the remaining members (cluster/epoch_change.py). Each rank learns of it where it waits
-for others. Members then exchange messages to find the step that all of them repeat.
+The coordinator defines a new epoch with the remaining members (cluster/epoch_change.py; the code calls it a view). Each rank
+learns of it while it waits for others. Members then exchange messages to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
-may receive that result while it waits for messages. It then has to continue, because the others may wait for it after that
-step, in a collective of the script. So when all messages name one step, each member confirms for good whether it stays in the
-step or has completed it.
+might receive such a result while it waits for messages. It must then continue, because the others might wait for it after that
+step, in a collective of the script. So when all messages name one step, each member sends a binding confirmation of whether it
+stays in the step or has completed it.
 
-In the end all members are in one step that none has completed. That step is abandoned: codecs take back what they coded,
-servers what they summed. A new Worker is made for the new view, as for another plan (switch.py). It inherits the residuals, and
-codes the same gradients again, which the script still holds.
+In the end all members are in one step that none has completed. That step is abandoned: codecs roll back what they encoded,
+servers what they summed. A new Worker is created for the new epoch, as for another plan (switch.py). It inherits the residuals,
+and encodes the same gradients again, which are still in the script's `.grad`.
 
-A joining worker only reports that it is ready. It receives its state (replica.py) before all switch to the view, so its first
-backward pass is in that very step. Sums may arrive before messages do, step after step. So the first member of the view holds
-back its part of one step (step_loop.py, local_steps.py): all members meet in that step.
+A joining worker only reports that it is ready. It receives its state (replica.py) before all members switch to the epoch, so
+its first backward pass is in that very step. Sums might arrive before messages do, step after step. So the first member of the
+epoch withholds its part of one step (step_loop.py, local_steps.py): all members meet in that step.
 
 Joining is paused (`lets_in`) while local steps are exchanged early, as for a save or a change of plans; then a joining worker
 waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat work in which it has
-no part. They send it away, and then switch to the view without it.
+no part. They turn the joining worker away, and then switch to the epoch without it.
 
-If another member dies during all this, the coordinator makes another view, and all start over with it. Nothing is final before
-all members of a view have reported that they are ready for it. No step completes without all of them. agreement.py decides
-which step.
+If another member dies during all this, the coordinator defines another epoch, and all members restart with it. Nothing is final
+before all members of an epoch have reported that they are ready for it. No step completes without all of them. agreement.py
+decides which step they repeat.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from commlayer.transport.protocol import peer_name
 # none has.
 
 LOOK_S = 0.5
-"""Seconds between two checks of a waiting member: for a newer view, and for all results of its step."""
+"""Seconds between two checks by a waiting member whether there is a newer epoch, or all results of its step have arrived."""
 
 
 class NewerEpoch(Exception):
-    """There is a newer view than the one to which this rank is switching."""
+    """The coordinator has defined a newer epoch than the one to which this rank is switching."""
 
 
 def never() -> bool:
@@ -73,21 +73,24 @@ def never() -> bool:
 
 
 class EpochMessages:
-    """The messages of one rank. `newest` is set from the heartbeat thread."""
+    """Messages of one rank to other members during an epoch change, through the store of the rendezvous. The heartbeat thread
+    sets `newest`."""
 
     def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
-        """`away_s`: for how long requests to an unresponsive coordinator are repeated."""
+        """`notice_s`: seconds in which news from the coordinator arrives. `away_s`: seconds for which requests to an
+        unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
-        """Names of the messages that this rank has sent; these do not change."""
+        """Names of the messages that this rank has sent. A sent message does not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
              complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
-        """Sends a message, and returns those of `among` (all of the view if empty), in the view's order.
+        """Sends a message, and returns those of the members `among` (empty: all members of the epoch), in the epoch's order.
 
-        Returns none if the step's results are `complete` before the messages. Raises Newer if there is another view before.
-        `limit_s`: how long the others may wait for this one, as sent to the coordinator (messages.Ask). The wait includes the
-        coordinator's verdict, until `until`."""
+        Returns an empty list if all results of the step arrive first, as `complete` reports. Raises NewerEpoch if a newer epoch
+        starts first. `limit_s`: how long the others might wait for this rank; it is sent to the coordinator. The wait ends at
+        `until`, which includes time for the coordinator to decide who is lost.
+        """
         ranks = [m.rank for m in view.members if not among or m.rank in among]
         own = agreement.name_of(view, what, mine)
         put = [(own, msgspec.msgpack.encode(word))] if own not in self._said else []
@@ -100,7 +103,8 @@ class EpochMessages:
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
              put: Sequence[tuple[str, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
-        """The rows under these names, which those ranks are to write. `waits`: the waiting rank and its limit."""
+        """Waits for rows in the store and returns them. `want`: their names, each with the rank that writes it. `put`: rows to
+        write first. `waits`: the waiting rank, and how long others might wait for it."""
         give_up = math.inf
         while True:
             try:
@@ -126,11 +130,11 @@ class EpochMessages:
                 raise NewerEpoch
             if time.monotonic() >= until:
                 late = [peer_name(rank) for (_, rank), row in zip(want, rows, strict=True) if row is None]
-                raise DeadlineExceeded("has not reached the step in which the members change, before the deadline",
+                raise DeadlineExceeded("has not reached the step in which the members change before the deadline",
                                        peer=", ".join(late), step=step)
 
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
-        """Writes these rows, and deletes the others."""
+        """Writes rows into the store, and deletes those named in `drop`."""
         try:
             site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
         except CommError:
@@ -139,7 +143,7 @@ class EpochMessages:
             raise NewerEpoch from None
 
     def hears_of(self, view: View) -> bool:
-        """Whether a newer view arrives: the coordinator makes it when it declares a member dead."""
+        """Whether a newer epoch than `view` arrives soon. The coordinator defines one when it declares a member dead."""
         until = time.monotonic() + self._notice_s
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
@@ -147,7 +151,8 @@ class EpochMessages:
 
 
 def _unanswered(error: CommError) -> bool:
-    """Whether the coordinator did not reply. It may be restarted, and then has all messages."""
+    """Whether an error means that the coordinator did not reply. It might be restarting; its store then still contains all
+    messages."""
     return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")
 
 
@@ -159,18 +164,20 @@ def _unanswered(error: CommError) -> bool:
 
 T = TypeVar("T")
 WINDOW = 64
-"""Parts; 10 MB in total."""
+"""Number of parts that are in the store at a time; 10 MB in total."""
 
 
 class StateRelay:
-    """For one view. Each member calls `give`, `take` or `watch`, once."""
+    """Sends the state for joining workers through the store, for one epoch. Each member calls `give`, `take` or `watch` once.
+    """
 
     def __init__(self, words: EpochMessages, view: View, mine: int, word: Vote, limit_s: float, judged_s: float) -> None:
-        """`limit_s`: longest wait for others; `judged_s`: additional time for the verdict on those that are missing by then."""
+        """`limit_s`: longest wait for other members, in seconds. `judged_s`: further seconds for the coordinator to decide
+        whether missing members are lost."""
         self._words, self._view, self._mine, self._word = words, view, mine, word
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
         self.giver = view.members[0].rank
-        """The oldest member: joining workers come last in a view."""
+        """Rank of the member that sends the state: the oldest one, since joining workers come last in an epoch."""
 
     def give(self, data: bytes) -> None:
         windows = self._windows(len(data))
@@ -187,7 +194,8 @@ class StateRelay:
         self._meet(windows)
 
     def take(self, enter: Callable[[bytes], T]) -> T:
-        """Applies `enter` to the complete state, before the others learn that it has arrived. Returns the result."""
+        """Receives the complete state and calls `enter` with it, before the others learn that it has arrived. Returns the
+        result of `enter`."""
         nbytes = self._nbytes()
         windows, data = self._windows(nbytes), bytearray()
         for window in range(windows):
@@ -235,7 +243,8 @@ class StateRelay:
 
 
 class MembershipChange:
-    """One rank's part. `offer` runs on the heartbeat thread; everything else on the thread that waits for a step."""
+    """One rank's part in changes of members. The heartbeat thread calls `offer`; the thread that waits for a step calls
+    everything else."""
 
     def __init__(self, context: JobContext, config: Config, home: str) -> None:
         self._made, self._config, self._home = context, config, home
@@ -258,7 +267,8 @@ class MembershipChange:
         return bool(self._gone())
 
     def patience(self) -> float:
-        """The same whether or not the coordinator answers right now: it may answer again before then."""
+        """Extra seconds for each wait. The value does not depend on whether the coordinator replies now: it might reply again
+        before the wait ends."""
         return judged_s(self._config)
 
     def gone(self) -> list[str]:
@@ -297,7 +307,7 @@ class MembershipChange:
                 try:
                     if self._agreed is None:
                         self._agree(old)
-                        raise CommError("other members have completed the step that this one abandoned", step=old.step)
+                        raise CommError("other members have completed the step that this rank abandoned", step=old.step)
                     self._go_over(old, plan or old.plan)
                     return
                 except (NewerEpoch, EpochChanged):
@@ -330,9 +340,11 @@ class MembershipChange:
         return (link.finished(member) for member in self._gone())
 
     def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
-        """Finds the step to repeat. Raises EpochChanged if no member has completed the step in which all are.
+        """Finds the step to repeat. Raises EpochChanged if no member has completed the step in which all members are.
 
-        Returns if some member has completed it, so that this rank will, and when this rank has all results `complete`."""
+        Returns if some member has completed it, because this rank then will, too; or if this rank has all results, as
+        `complete` reports.
+        """
         # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
@@ -356,19 +368,22 @@ class MembershipChange:
                 raise EpochChanged
 
     def _send_away(self, view: View) -> None:
-        """Sends joining workers away and waits for the view without them. They leave, or are declared dead once silent."""
+        """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when their
+        heartbeats end."""
         with contextlib.suppress(NewerEpoch):
             for name in ("ready", "left"):  # they never send the second, so this waits for the newer view
                 self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        """Includes time for a verdict: if one member fails here, the others can still continue."""
+        """Longest wait in seconds for other members. It includes time for the coordinator to decide who is lost: if one member
+        fails during the wait, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
     def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int
               ) -> list[Vote]:
-        """`local_steps`: the others may need as long to get here as for an outer step."""
+        """Sends a vote and returns those of the members `among`. `local_steps`: steps per exchange; the others might need as
+        long as an outer step to reach this point."""
         limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
                                 complete=complete if says.ends else never, limit_s=limit_s)
@@ -384,7 +399,8 @@ class MembershipChange:
         assert agreed is not None
         (view, words), self._agreed = agreed, None
         if not old.intact:
-            raise CommError("a codec was still running in the step that other members abandoned, so its residual is unknown",
+            raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
+                            "unknown and this rank cannot continue",
                             step=old.step)
         begin, ids, former = time.monotonic(), [m.rank for m in view.members], self._view
         place, new, old_places = (
@@ -421,7 +437,8 @@ class MembershipChange:
         self._say(former, view, time.monotonic() - begin)
 
     def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
-        """Servers accept only the coordinator's newest view, which they may receive before this rank does."""
+        """Sends the epoch change to a server. Servers accept only the coordinator's newest epoch, which they might receive
+        before this rank does."""
         try:
             uplink.send_view(server, change, generation)
         except CommError:
@@ -444,7 +461,7 @@ class MembershipChange:
 
 
 def new_world(context: JobContext, config: Config, home: str, view: View) -> None:
-    """Makes the process group of torch.distributed for the members of that view."""
+    """Creates the process group of torch.distributed for the members of the epoch `view`."""
     ids = [m.rank for m in view.members]
     former = context.groups
     assert former is not None
@@ -458,17 +475,19 @@ def new_world(context: JobContext, config: Config, home: str, view: View) -> Non
 
 
 def unfit(plan: Plan) -> str:
-    """Why workers cannot leave under that plan; "" if they can.
+    """Why workers cannot leave under this plan; "" if they can.
 
-    An exchange is repeated from its inputs, so no part of it may be applied before it is complete."""
+    An exchange that is repeated starts from its inputs. So no part of it can be applied before it is complete.
+    """
     what = "results that are a step late" if any(b.stale for b in plan.buckets) else \
         f"{plan.fragments} fragments" if plan.fragments > 1 else "overlap='forward'" if plan.overlap == "forward" else \
         f"{plan.ranks_per_node} ranks to a node" if plan.ranks_per_node > 1 else ""
-    return what and (f"has {what}, and workers may leave this job (min_workers), for which an exchange must be whole before "
-                     "anything of it is applied: make it without, or let all stay")
+    return what and (f"has {what}, but workers of this job can leave (min_workers), so an exchange must be complete before "
+                     "any part of it is applied: make the plan without this, or set min_workers=0")
 
 
 def forbidding(others: Forbids) -> Forbids:
-    """The same check, for the choice of a sync mode."""
-    why = "workers may leave this job (min_workers), and what comes in bucket by bucket cannot be done again"
+    """Returns a function like `others`, which gives the reason why a sync mode is excluded, for a job whose workers can leave.
+    """
+    why = "workers of this job can leave (min_workers), and results that are applied bucket by bucket cannot be repeated"
     return lambda way: why if way == "forward" else others(way)

@@ -1,7 +1,7 @@
 """State of a training model that a joining worker receives: weights, buffers, optimizer state, and progress.
 
-The state is that of the current step, before which all ranks have the same weights; under local steps, of the last exchange.
-The format is safetensors plus plain values, without pickle.
+The state is that of the current step, before which all ranks have the same weights; under local steps, that of the last
+exchange. The format is safetensors plus plain values, without pickle.
 """
 
 from __future__ import annotations
@@ -34,48 +34,48 @@ from commlayer.records import MALFORMED, Job, Plan, Record, View
 from commlayer.transport.crc import crc32c
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
-"""Keys for values that msgpack has no type for."""
+"""Keys that mark values for which msgpack has no type, in the encoded optimizer state."""
 LOCAL = "local."
 PIECE_NBYTES = 16 << 20
-"""Bytes per broadcast; each has its own deadline."""
+"""Number of bytes per broadcast of an optimizer's state; each broadcast has its own deadline."""
 
 
 class GivenState(Record, frozen=True):
-    """Header before the bytes of the tensors."""
+    """Header of the encoded state, before the bytes of the tensors."""
 
     error: str = ""
-    """Not empty: why the state could not be read."""
+    """The reason why the sender could not read its state; empty if it could."""
     plan: bytes = b""
     step: int = 0
-    """As in messages: Worker.step."""
+    """Number of the current step in messages (Worker.step)."""
     counted: int = 0
-    """As Connection.exchanges."""
+    """Number of complete exchanges (JobContext.exchanges)."""
     passes: int = 0
-    """As Connection.passes."""
+    """Number of training steps (JobContext.passes)."""
     carried: int = 0
-    """As Connection.carried."""
+    """Number of training steps whose changes all ranks have (JobContext.carried)."""
     matched: bool = False
-    """As LocalSteps.tells."""
+    """Whether ranks exchange the norms of their weight changes (LocalSteps.tells)."""
     automatic: bool = False
-    """Whether commlayer chooses the plan."""
+    """Whether commlayer chooses the plan (plan="auto")."""
     optimizer: str = ""
-    """Its class name."""
+    """Name of the optimizer's class; "NoneType" without an optimizer."""
     state: Any = None
-    """Of the optimizer."""
+    """State of the optimizer, in which names replace tensors."""
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
     followed: dict[str, str] = msgspec.field(default_factory=dict)
-    """States of its followers: Connection.followers."""
+    """Results of the functions in JobContext.followers, by name."""
 
 
 class TakenState(NamedTuple):
-    """The state that is now installed."""
+    """The state of a running job, after this rank has installed it."""
 
     told: GivenState
     plan: Plan
     local: dict[str, torch.Tensor]
-    """Needed when local steps begin."""
+    """State of local steps, by tensor name. It is needed when local steps begin."""
     restore: Callable[[], None]
-    """Installs the optimizer's state again."""
+    """Function that installs the optimizer's state again."""
 
 
 class Replica:
@@ -87,7 +87,7 @@ class Replica:
     # ---- sender
 
     def given(self, context: JobContext, plan: Plan) -> bytes:
-        """The encoded state; or the error, if it cannot be read."""
+        """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
         tensors: dict[str, torch.Tensor] = {}
         try:
             worker = context.worker
@@ -119,7 +119,8 @@ class Replica:
     # ---- receiver
 
     def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
-        """Installs the state. ValueError if it does not fit."""
+        """Installs a received state in model, optimizer and scaler. `check` receives the plan. Raises ValueError if the state
+        does not fit."""
         size = int.from_bytes(data[:8], "little")
         try:
             transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState)
@@ -127,12 +128,13 @@ class Replica:
         except (*MALFORMED, ValueError) as error:
             raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
         if transfer.error:
-            raise InvalidInput("E-JOIN-STATE", f"joining a running job: its workers cannot send their state: {transfer.error}")
+            raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
+                                               f"{transfer.error}")
         mine = type(self._optimizer).__name__
         if transfer.optimizer != mine:
             raise InvalidInput("E-JOIN-STATE",
-                               f"joining a running job: the optimizer is {mine}, the job's is {transfer.optimizer}; allowed: "
-                               "the same on all ranks")
+                               f"joining a running job: the optimizer is {mine}, but that of the job is "
+                               f"{transfer.optimizer}; it must be the same on all ranks")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
         targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
@@ -159,7 +161,8 @@ class Replica:
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
     """Copies the optimizer's state and hyperparameters from rank `source` to all ranks, which call this together.
 
-    ValueError, the same on all, if that rank has no optimizer, or one whose state cannot be sent."""
+    Raises the same ValueError on all ranks if rank `source` has no optimizer, or one whose state cannot be sent.
+    """
     head, body = b"", b""
     if groups.rank == source:
         tensors: dict[str, torch.Tensor] = {}
@@ -191,7 +194,8 @@ def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The same value without tensors, which are added to `tensors`. ValueError if it is neither a tensor nor plain."""
+    """Returns the value with names instead of tensors, which are added to `tensors`. Raises ValueError for values that are
+    neither tensors nor of a plain type."""
     if isinstance(value, torch.Tensor):
         name = f"state.{len(tensors)}"
         tensors[name] = value
@@ -204,11 +208,12 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return [_plain(inner, tensors) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise InvalidInput("E-JOIN-STATE", f"its optimizer state has a {type(value).__name__}, allowed: tensors and plain values")
+    raise InvalidInput("E-JOIN-STATE", f"the optimizer's state contains a value of type {type(value).__name__}, but only "
+                                       "tensors and plain values are supported")
 
 
 def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The reverse of `_plain`."""
+    """Returns the value with the tensors instead of their names; the inverse of `_plain`."""
     if isinstance(value, dict):
         if TENSOR in value:
             return tensors[value[TENSOR]].clone()
@@ -231,8 +236,8 @@ def enter(
     context: JobContext, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
     check: Callable[..., None],
 ) -> None:
-    """Returns as a member, in the step in which all others are. `check`: ValueError for a plan that cannot run with that many
-    `workers`."""
+    """Joins a running job, and returns when this rank is a member, in the step in which all other members are. `check` raises
+    ValueError for a plan that cannot run with a given number of `workers`."""
     context.groups = Groups(1, config.deadline_s, device, Members())
     context.rows = RowChannel(context.groups.members, config.deadline_s)
     context.on_close.append(context.rows.close)
@@ -254,13 +259,14 @@ def enter(
                 ready = words.tell(view, "ready", context.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
-                log.warning("still waiting for the other workers after %.0f s: under local steps a "
-                            "worker joins at an exchange that is due, and a script that drains more "
-                            "often than rounds end has none", time.monotonic() - begin)
+                log.warning("still waiting for the other workers after %.0f s: under local steps "
+                            "a worker can join only at a scheduled exchange, and there is none "
+                            "if the script calls drain() more often than exchanges are due", time.monotonic() - begin)
                 continue
             if AWAY in ready:
-                raise CommError("members were lost while the job was saving, changing its plan or being "
-                                "drained, and no worker can join then: run the same command again", code="E-JOIN-MISSED")
+                raise CommError("members were lost while the job was saving, changing its plan or "
+                                "being drained, and no worker can join then: run the same command "
+                                "again", code="E-JOIN-MISSED")
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
@@ -288,11 +294,11 @@ def enter(
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:
-    """Raises if this worker was dropped, or if all members that have the state are gone."""
+    """Raises an error if the coordinator has dropped this worker, or if all members that have the job's state are gone."""
     link.check()
     ids = [m.rank for m in view.members]
     if mine not in ids:
-        raise PeerLost("continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
+        raise PeerLost("the job continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
         raise CommError("the job ended before this home joined: no worker with its weights is left",
                         code="E-JOIN-MISSED")
@@ -301,18 +307,18 @@ def _check_givers(view: View, mine: int, link: Uplink) -> None:
 # ---- copies one rank's parameters and buffers to all ranks, sending only tensors that differ
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """CRC-32C of the elements in logical order. Not secure against attackers, but ten times as fast as SHA-256."""
+    """CRC-32C of a tensor's elements in logical order. It is not secure against attackers, but ten times as fast as SHA-256."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     return crc32c(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 PIECE_NUMEL = 4 << 20
-"""Elements per broadcast. Each broadcast has its own deadline, because a large model may take long over a slow link."""
+"""Number of elements per broadcast. Each broadcast has its own deadline, because a large model can take long over a slow link.
+"""
 
 
 def align(tensors: Sequence[torch.Tensor], groups: Groups, deadline_s: float, source: int = 0) -> list[int]:
-    """Overwrites tensors that differ with the values of rank `source`. Returns the numbers of tensors that differed on any
-    rank."""
+    """Overwrites tensors that differ between ranks with the values of rank `source`. Returns the numbers of these tensors."""
     if not tensors:
         return []
     device = tensors[0].device

@@ -1,8 +1,8 @@
-"""Sparse gradients of averages with few nonzero elements, for optimizers that step only those elements.
+"""Makes gradients sparse if their average has few nonzero elements, for optimizers that update only those elements.
 
-Results that arrive as entries become the gradient, without dense memory. Other averages are scanned once, whatever their codec
-and sync mode; the entries are the same. They are the same on all ranks, to the last bit. So all ranks choose alike, as replicas
-of a lazy optimizer must.
+Results that arrive as sparse entries become the gradient, without dense memory. Other averages are scanned once, whatever their
+codec and sync mode, with the same result. The entries are the same on all ranks, to the last bit. So all ranks make the same
+choice, as replicas of a lazy optimizer must.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from commlayer.engine.worker import Worker
 from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
 
 LEAST = 4096
-"""Elements below which a dense step is as fast."""
+"""Number of elements below which a dense optimizer step is as fast."""
 MOST = 8
-"""At most one element in MOST may be an entry: beyond that, a dense step is as fast."""
+"""A gradient is made sparse if at most one in MOST elements is nonzero. With more, a dense optimizer step is as fast."""
 SMALLEST = 2.0**-126
-"""Smaller magnitudes are no normal float32 numbers, and count as zero."""
+"""Smallest magnitude that counts as nonzero: smaller numbers are not normal float32 numbers."""
 
 
 def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
-    """By number, the parameters for which averages as entries are worthwhile."""
+    """The parameters for which sparse averages save time, by their number: large CPU parameters of a lazy optimizer."""
     if not isinstance(optimizer, LazyOptimizer):
         return {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -36,7 +36,7 @@ def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[i
 
 
 def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
-    """For a new plan: buckets whose only large tensors are these parameters deliver their results as entries."""
+    """Makes buckets of a new plan keep their results as sparse entries, if all large tensors in them are in `lazily`."""
     plan, tensors = worker.plan, worker.job.tensors
     if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
         return
@@ -49,7 +49,7 @@ def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
 
 
 def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-    """After `finish`: by number, the averages that arrived as few entries."""
+    """The averages that arrived as few sparse entries, as sparse gradients by parameter number. Call it after Worker.finish."""
     gradients = {}
     used = worker.used() if lazily else []
     for number, p in lazily.items():
@@ -62,7 +62,8 @@ def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[
 
 
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
-    """The gradient with the entries of all parts, in order. None if they are many, or not all finite."""
+    """Joins the sparse entries of a tensor's parts, in order, to one gradient. None if there are too many entries, or if some
+    are not finite."""
     room = shape.numel() // MOST
     if sum(len(idx) for idx, _ in parts) > room:
         return None
@@ -74,18 +75,20 @@ def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size
 
 
 class SparseRows:
-    """Parameters with sparse COO gradients, as nn.Embedding(sparse=True) makes them.
+    """Parameters with sparse COO gradients, as nn.Embedding(sparse=True) creates them.
 
     They are averaged as dense tensors. Afterwards `.grad` is sparse again, with the rows in which the average is not zero: the
-    same rows on every rank. A rank without a gradient recognizes such a parameter by its module."""
+    same rows on every rank. A rank without a gradient recognizes such a parameter by its module.
+    """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:
-        """`lazily`: parameters of a lazy optimizer, whose averages become sparse by elements."""
+        """`lazily`: parameters of a lazy optimizer, by number; `make_sparse` in this module handles them, by elements instead
+        of rows."""
         weights = sparse_weights(model)
         self._parameters, self._lazily = parameters, lazily
         self._numbers = {number for number, p in enumerate(parameters) if id(p) in weights}
         self._dense: dict[int, torch.Tensor] = {}
-        """The dense gradients sent in this step."""
+        """Maps a parameter's number to the dense gradient that was sent in this step."""
 
     def dense(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
         self._numbers.add(number)
@@ -93,11 +96,11 @@ class SparseRows:
         return dense
 
     def forget(self) -> None:
-        """The backward pass has raised: its step is dropped."""
+        """Drops the dense gradients of a step whose backward pass has raised an exception."""
         self._dense.clear()
 
     def make_dense(self) -> None:
-        """Before an exchange ends, since averages are written into `.grad`."""
+        """Makes `.grad` of these parameters dense before an exchange ends, because averages are written into `.grad`."""
         for number in self._numbers:
             p = self._parameters[number]
             if p.grad is not None and p.grad.layout is torch.sparse_coo:
@@ -119,7 +122,7 @@ def sparse_weights(model: nn.Module) -> set[int]:
 
 
 def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
-    """Converts `.grad` to sparse COO if it has few nonzero elements and is finite."""
+    """Converts `.grad` to sparse COO for each parameter whose gradient is finite and has few nonzero elements."""
     for p in parameters:
         if p.grad is None or p.grad.is_sparse or not p.grad.is_contiguous():
             continue
@@ -131,7 +134,7 @@ def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def make_dense(parameters: Iterable[nn.Parameter]) -> None:
-    """Before an exchange: converts gradients that the last exchange left sparse and this backward pass did not change."""
+    """Makes `.grad` dense before an exchange, if the last exchange left it sparse and this backward pass did not change it."""
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad = p.grad.to_dense()

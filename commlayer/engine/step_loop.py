@@ -1,12 +1,13 @@
 """The training step of one attached model, the same for communication hooks and for DDP.
 
     begin      before a step's first gradient: sets loss scale and learning rate
-    ready      each gradient that becomes final
-    average    after the backward pass: finish, compare with exact gradients, commit
-    written    averages are in `.grad`; the loop now watches what becomes of them
-    observe    controller, trace, stale plan, drift, in the order of engine/observers.py
+    ready      for each gradient that becomes final
+    average    after the backward pass: waits for sums, compares with exact gradients, commits
+    written    after averages are written to `.grad`: starts to observe how the script uses them
+    observe    runs controller, trace, stale plan and drift checks, in the order of engine/observers.py
 
-The callers (session.py, ddp.py) know where gradients come from and where averages go. Connection.passes counts the steps.
+The callers (session.py, ddp.py) know where gradients come from and where averages are written. JobContext.passes counts the
+steps.
 """
 
 from __future__ import annotations
@@ -37,16 +38,19 @@ from commlayer.errors import StepAbandoned
 
 
 class StepLoop:
-    """Without other workers, callers use only `drain`, `weigh`, `report` and `detach`."""
+    """Runs the training steps of one attached model. Without other workers, callers use only `drain`, `weigh`, `report` and
+    `detach`."""
 
     def __init__(
         self, connection: JobContext, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
         optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
         guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
-        """`parameters`: the averaged ones, by number. `compared`: tensors that must be equal on all ranks, with their names.
+        """`parameters`: the averaged parameters, in the order of their numbers. `compared`: tensors that must be equal on all
+        ranks, with their names.
 
-        `schedule`: when local steps are exchanged; None if no plan may have local steps."""
+        `schedule`: decides when local steps are exchanged; None if plans must not have local steps.
+        """
         self.connection, self.observers = connection, observers
         self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
         self._compared, self._uneven = compared, uneven
@@ -87,13 +91,13 @@ class StepLoop:
 
     @property
     def local(self) -> bool:
-        """Whether steps are local now; then gradients are not averaged."""
+        """Whether the current plan has local steps, so that gradients are not averaged."""
         return self._schedule is not None and self._schedule.local is not None
 
     # ---- a step
 
     def begin(self) -> None:
-        """Runs before a step's first gradient; later calls in the same step do nothing."""
+        """Starts a step. Called before the step's first gradient; later calls in the same step do nothing."""
         if self.worker.begins():
             self._open(self.worker)
 
@@ -107,7 +111,8 @@ class StepLoop:
         worker.rate = learning_rate(self._optimizer, worker.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
-        """The gradient of this parameter is final for this step. Runs once per parameter and step, so it must be cheap."""
+        """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
+        fast."""
         worker = self.connection.worker
         assert worker is not None
         if self._schedule is None or self.connection.local is None:
@@ -118,11 +123,12 @@ class StepLoop:
             self.connection.local.recorder.tensor(number)
 
     def has_gradient(self, number: int) -> bool:
-        """Whether this pass has added to the parameter's gradient, according to the hooks."""
+        """Whether this backward pass has added to the parameter's gradient, according to the hooks; True if there are no hooks.
+        """
         return self._use is None or not self._use.watching or number in self._use.touched
 
     def count_local(self, *, adds: bool = True) -> bool:
-        """See ExchangeSchedule.count."""
+        """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns whether it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         if self._finite is not None:
@@ -133,12 +139,13 @@ class StepLoop:
         return True
 
     def join_round(self) -> None:
-        """Joins the current outer step, if this rank has joined a running job whose steps are local."""
+        """Joins the current outer step, if this rank has joined a running job with local steps."""
         if self._schedule is not None and self.local and self.connection.joined is not None:
             self._schedule.join_round(self.connection.joined.local)
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
-        """A plan has come into force. `starts`: tensors to compare instead of weights that differ by design, by name."""
+        """Adapts the checks to a plan that has taken effect. `starts`: tensors to compare instead of weights that differ by
+        design, by name."""
         if self._use is not None and self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
         for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
@@ -147,10 +154,12 @@ class StepLoop:
     def average(
         self, leftovers: Sequence[torch.Tensor | None], targets: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Sequence[torch.Tensor | None]:
-        """Ends a backward pass: waits for all sums, and writes the averages into what `targets` returns then, which it returns.
+        """Ends a backward pass: waits for all sums, and writes the averages into the tensors that `targets` then returns.
+        Returns these tensors.
 
-        `leftovers[n]`: the gradient of a parameter that was not announced, or None. Raises CommError if a worker is lost or
-        misses the deadline; then nothing has been written."""
+        `leftovers[n]`: the gradient of a parameter for which `ready` was not called, or None. Raises CommError if a worker is
+        lost or misses the deadline; then nothing has been written.
+        """
         self.begin()
         if self._use is not None:
             self._use.end()
@@ -179,12 +188,13 @@ class StepLoop:
         return self._uneven is None or self._uneven.all_active()
 
     def discard(self) -> None:
-        """This rank has run out of batches: averages of its last step that are not applied count as discarded."""
+        """Marks averages of the last step that no optimizer has applied as discarded, because this rank has run out of batches.
+        """
         if self._use is not None:
             self._use.discard()
 
     def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Takes part, with weight 0, in a step of the ranks that still have batches. This rank keeps its gradients."""
+        """Takes part, with weight 0, in a step of the ranks that still have batches. This rank's gradients do not change."""
         self.worker.stopwatch.drop()
         tensors = [*[None] * (len(self.worker.job.tensors) - len(buffers)), *buffers]
         with contextlib.suppress(StepAbandoned):
@@ -196,7 +206,8 @@ class StepLoop:
             self._step_guard.exchanged()
 
     def judged(self, worker: Worker, *, dropped: bool = False) -> None:
-        """A step has ended. `dropped`: its values that were not finite have not been applied."""
+        """Reports to the check for finite values that a step has ended. `dropped`: values that were not finite have not been
+        applied."""
         if self._finite is not None:
             (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
@@ -204,7 +215,8 @@ class StepLoop:
         """Sends the rest of the gradients and waits for all sums.
 
         If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
-        rank's last part, so the newcomers join in this step."""
+        rank's last part, so the new workers join in this step.
+        """
         members = self.connection.members
         if members is not None and members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
@@ -212,7 +224,7 @@ class StepLoop:
         self.worker.finish(leftovers, self.deadline_s)
 
     def _through(self, end: Callable[[], None]) -> None:
-        """Runs `end` until it succeeds, each time with the remaining members."""
+        """Runs `end` until it succeeds. After each change of members it runs again with the remaining members."""
         while True:
             try:
                 end()
@@ -223,7 +235,7 @@ class StepLoop:
                 self._units(self.worker)
 
     def _look_again(self) -> None:
-        """The members have changed: restarts observers that measure, or that have exchanged messages with other ranks."""
+        """Restarts observers that measure, or that exchange messages with other ranks, after the members have changed."""
         for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
             for observer in self.observers.at(place):
                 self.observers.remove(observer)
@@ -234,7 +246,7 @@ class StepLoop:
         self._decide()
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Replaces `average` where results are taken bucket by bucket after the backward pass (forward_overlap.py)."""
+        """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
         self.begin()
         if self._use is not None:
             self._use.end()
@@ -251,14 +263,16 @@ class StepLoop:
         return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
 
     def written(self, known: Collection[int] = ()) -> None:
-        """The averages of the step are in `.grad`. For parameters in `known`, their fate has been reported already."""
+        """Starts to observe how the script uses the averages in `.grad`. `known`: parameters whose averages have already been
+        reported as applied or discarded."""
         if self._finite is not None:
             self._finite.written()
         if self._use is not None:
             self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """Runs the observers after the commit; one may switch to another plan. `between`: no forward pass has run since."""
+        """Runs the observers after the commit; one of them might switch to another plan. `between`: no forward pass has run
+        since the commit."""
         for observer in self.observers if self._all_active() else ():
             begin = time.perf_counter()
             try:
@@ -271,7 +285,7 @@ class StepLoop:
                 self.worker.stopwatch.skip(time.perf_counter() - begin)
 
     def abandon(self) -> None:
-        """Drops the step on all ranks, after an exception ended the last backward pass and the script continued."""
+        """Drops the step on all ranks, after an exception has ended the last backward pass and the script has continued."""
         if not self.local:
             self.begin()
             if self._use is not None:
@@ -284,18 +298,18 @@ class StepLoop:
     # ---- between two steps
 
     def weigh(self, n: float, total: float | None) -> None:
-        """See Session.weight."""
+        """Sets this worker's weight, as Session.weight describes."""
         worker, local = self.connection.worker, self.connection.local
         if worker is not None:
             (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """See Session.report."""
+        """Passes a loss to the controller, as Session.report describes."""
         if self._controller is not None:
             self._controller.report(loss)
 
     def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """See Session.drain. `parameters` in the order of their numbers."""
+        """Completes late exchanges, as Session.drain describes. `parameters` are in the order of their numbers."""
         if self._schedule is not None and self.connection.worker is not None:
             self._schedule.drain()
         worker = self.connection.worker  # read after the exchange, which replaces the worker if a member died in it

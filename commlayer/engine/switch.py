@@ -20,7 +20,7 @@ from commlayer.records import Member, Plan, plan_of, with_updates
 
 
 class _Told(Exception):
-    """A switch broke off with `error` after some servers may have received the new plan. All ranks raise it at this point."""
+    """Raised on all ranks when a switch failed with `error` after some servers might have received the new plan."""
 
     def __init__(self, error: CommError, plan: Plan) -> None:
         super().__init__(error)
@@ -28,24 +28,26 @@ class _Told(Exception):
 
 
 class _Entered(EpochChanged):
-    """Members have gone, and the remaining ones have switched to the plan."""
+    """Members have left, and the remaining members have switched to the new plan."""
 
 
 def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
-    """Switches to another plan between two steps. All ranks call it together; rank 0's plan counts, others may pass None.
+    """Switches to another plan between two steps. All ranks call it together; rank 0's plan is used, and other ranks can pass
+    None.
 
-    Codecs restart, but the new plan pays out old residuals. On servers that holds for elements that stay on their server, in
-    the same unit; the rest of a server's residuals is dropped. If the plan does not fit some rank, all ranks raise ValueError
+    Codecs restart, but old residuals are sent under the new plan. On servers that applies to elements that stay on their server
+    in the same unit; the other residuals of servers are dropped. If the plan does not fit some rank, all ranks raise ValueError
     and nothing changes.
 
-    A failure after servers have received the plan ends the job, because only some of them may have switched. If members are
-    lost, the remaining ones continue: before that point with the old plan, after it with the new one on all servers, in a new
-    view. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where needed, and this
-    function returns.
+    A failure after servers have received the plan ends the job, because only some of them might have switched. If members are
+    lost, the remaining members continue in a new epoch: before that point with the old plan, after it with the new plan on all
+    servers. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where needed, and this function
+    returns.
 
-    `by_itself`: the script did not ask for this very plan, so its parts that cannot follow local steps are left out."""
+    `by_itself`: the script did not request this very plan, so parts of the plan that cannot follow local steps are left out.
+    """
     if context.worker is None or context.groups is None or context.uplink is None:
-        raise InvalidInput("E-PLAN-SWITCH", "another plan needs other workers, and this job has none")
+        raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
     again = False
     while True:
         before = context.uplink.view.members
@@ -65,7 +67,8 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, r
 
 
 def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
-    """One attempt. `again`: rank 0 may be another worker than before, and without a plan."""
+    """Makes one attempt to switch. `again`: it is a repetition, in which rank 0 might be another worker than before, and have
+    no plan."""
     assert context.groups is not None
     assert context.uplink is not None
     try:
@@ -73,7 +76,7 @@ def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, aga
             act()
         assert context.worker is not None
         if again and not gather(context.groups, [plan is not None])[0][0]:
-            context.say("the new plan was lost with rank 0, the only rank that had it: keeping the current plan")
+            context.say("the new plan is lost, because only the former rank 0 had it: the job keeps the current plan")
             return
         _go_over(context, context.worker, context.groups, context.uplink, plan, by_itself=by_itself)
         for hook in context.after_switch:
@@ -93,7 +96,7 @@ def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, aga
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
-    """The plan for the remaining members, where it names a codec for each worker."""
+    """The plan for the remaining members: codecs of lost workers are removed where the plan names one codec per worker."""
     if plan is None or any(b.by_node and len(b.by_node) != len(before) for b in plan.buckets):
         return plan
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
@@ -111,11 +114,11 @@ def _go_over(
     servers = len(link.view.servers)
     with all_or_none(groups, "switch()"):
         if agreed.servers > servers:
-            raise InvalidInput("E-PLAN-SWITCH", f"plan: for {agreed.servers} servers, the job has {servers}")
+            raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
             raise InvalidInput("E-PLAN-SWITCH",
-                               "plan: has local steps, but a Controller adjusts shares from the times of averaged steps; only "
-                               "a plan that the script requests may have them")
+                               "plan: it has local steps, but a Controller adjusts shares based on the times of averaged "
+                               "steps; only a plan that the script requests can have local steps")
         if context.members is not None and (why := context.members.unfit(agreed)):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
@@ -153,26 +156,28 @@ def _go_over(
 
 
 class _Stand(NamedTuple):
-    """A rank's state for the others, in one exchange, because each exchange costs a round trip of the link."""
+    """State of a rank that all ranks compare before a switch. It is one row, because each exchange costs a round trip of the
+    link."""
 
     step: int
     taken: int
-    """Local steps so far toward the next exchange."""
+    """Number of local steps since the last exchange."""
     plan_nbytes: int
     memory: int
-    """A digest of the optimizer's state. Where it is equal, equal gradients keep ranks equal."""
+    """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients."""
     matched: int
 
 
 def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
-    """Checks that all ranks are between the same two steps, without an error, and with no message to a server in flight."""
+    """Checks that all ranks are between the same two steps, without an error, and with no message to a server on its way.
+    Returns their states."""
     local, stepped = context.local, context.stepped
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
         if not old.begins() and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
-                               f"step {old.step} is in progress: switch to another plan between two steps, after backward() "
-                               "and before the next")
+                               f"step {old.step} is running: switch to another plan between two steps, after backward() and "
+                               "before the next backward()")
         old.drain()
         exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
                              stepped.digest() if stepped is not None and local is not None else 0,
@@ -183,26 +188,28 @@ def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: 
         steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \
             f"local steps {min(stand.taken for stand in stands)} to {max(stand.taken for stand in stands)}"
-        raise InvalidInput("E-PLAN-SWITCH", f"ranks are at {what}: all must switch to another plan at the same step")
+        raise InvalidInput("E-PLAN-SWITCH", f"ranks are at different steps ({what}): all ranks must switch to another plan "
+                                            "after the same step")
     return stands
 
 
 def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
-    """The same plan with coded updates, and a line for the log. ValueError if that is impossible for a plan that the script
-    asked for."""
+    """Returns the plan with compressed weight changes instead of gradients, and a line for the log. Raises ValueError if a plan
+    that the script requested does not allow that."""
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
         raise InvalidInput("E-PLAN-SWITCH",
-                           f"plan: has {what} after local steps, which left the ranks' optimizers in different states: make it "
-                           f"without {'staleness' if late else 'overlap'}")
+                           f"plan: it has {what}, which is not possible after local steps, because they left the ranks' "
+                           f"optimizers in different states: make the plan without {'staleness' if late else 'overlap'}")
     unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
     return with_updates(unpredicted), (
-        "the ranks' optimizers are in different states since they stepped locally, so changes of weights are still what is "
-        "exchanged, now every step")
+        "the optimizers of the ranks have different states after local steps, so ranks continue to exchange weight "
+        "changes, now after every step")
 
 
 def _given(plan: Plan | None) -> Plan:
     if plan is None:
-        raise InvalidInput("E-PLAN-SWITCH", "plan: none given, allowed on rank 0: the Plan to switch to")
+        raise InvalidInput("E-PLAN-SWITCH", "plan: got None on rank 0, but rank 0 must pass the Plan to which the job "
+                                            "switches")
     return plan

@@ -1,7 +1,7 @@
 """Records a trace of a few steps: predictions and each rank's measurements, in one file that rank 0 writes.
 
-All ranks count steps alike, so they record the same steps and gather them at the same step. With plan="auto", only rank 0 knows
-when a plan has been found. So until then the ranks ask rank 0 at agreed steps.
+All ranks count steps alike, so they record the same steps and gather them after the same step. With plan="auto", only rank 0
+knows when a plan has been found. Until then rank 0 informs the other ranks at agreed steps.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ log = logging.getLogger("commlayer")
 
 STEPS = 3
 WARM_STEPS = 2
-"""These find thresholds and allocate buffers, so their times are not typical."""
+"""Number of first steps that are not traced, because they find thresholds and allocate buffers, so their times are not typical.
+"""
 LATEST_STEP = 200
-"""The trace starts here at the latest, whether or not a plan has been found."""
+"""Number of steps after which a trace starts even if no plan has been found."""
 MOST_GAP = 16
-"""Most steps between two checks whether the plan has been found."""
+"""Largest number of steps between two checks whether the plan has been found."""
 APART = 1.05
-"""Distance between the drawn steps, in lengths of the longest step, predicted or measured."""
+"""Distance between two steps in the drawing, relative to the longest step, predicted or measured."""
 
 
 def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
-    """Starts when the plan is final. `planning`: commlayer is searching for one."""
+    """Starts a trace when the plan is final, if `file` is not empty. `planning`: commlayer is still searching for a plan."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
     elif file:
@@ -52,23 +53,23 @@ def trace_once(connection: JobContext, observers: Observers, file: str, *, plann
 
 def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
     if steps < 1:
-        raise InvalidInput("E-TRACE", f"steps is {steps}, allowed: 1 or more")
+        raise InvalidInput("E-TRACE", f"steps: got {steps}, but it must be 1 or more")
     if why := _untraceable(connection):
-        raise InvalidInput("E-TRACE", f"nothing to trace: {why}")
+        raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
     Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 
 def _untraceable(connection: JobContext) -> str:
-    """Why a trace would record nothing here; "" if it would."""
+    """The reason why a trace would record nothing in this job; "" if it would record steps."""
     if connection.worker is None:
         return "this process trains alone"
     if connection.local is not None or (connection.plan is not None and connection.plan.local_steps > 1):
-        return "under a plan of local steps no step sends what it computed"
+        return "the plan has local steps, in which no step sends its own gradients"
     return ""
 
 
 class Tracer:
-    """Runs from its construction until the file is written."""
+    """Records one trace, from its construction until the file is written."""
 
     def __init__(
         self, connection: JobContext, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
@@ -76,10 +77,11 @@ class Tracer:
         self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
         self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
         self._first = warm
-        """Steps before it begins to record, at least."""
+        """Number of steps after which recording starts at the earliest."""
         self._steps: list[RecordedStep] = []
         self._latest: RecordedStep | None = None
-        """The last recorded step. Only steps in which all ranks have a batch are kept (uneven_inputs.py)."""
+        """The last recorded step, until it is known whether to keep it. Only steps in which all ranks have a batch are kept
+        (uneven_inputs.py)."""
         self._recording: Worker | None = None
         self._plan: Plan | None = None
         observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
@@ -100,7 +102,7 @@ class Tracer:
 
     def _ended(self) -> None:
         if self in self._observers.at(ObserverOrder.TRACE) and self._connection.rank == 0:
-            log.warning("no trace in %s: the job ended after %d steps, before %d were recorded", self._path,
+            log.warning("no trace in %s: the job ended after %d steps, before %d steps were recorded", self._path,
                         self._done, self._wanted)
 
     def _look(self) -> None:
@@ -132,7 +134,7 @@ class Tracer:
         self._latest = step
 
     def _stands(self) -> bool:
-        """Whether to trace the current plan. Rank 0 decides; all ranks get the same answer."""
+        """Whether to trace the current plan. Rank 0 decides, and all ranks get the same answer."""
         if not self._planning or not self._connection.terms.auto:
             return True
         if self._done < self._ask:
@@ -145,7 +147,8 @@ class Tracer:
         return bool(word) or self._done >= LATEST_STEP
 
     def _write(self, steps: Sequence[RecordedStep]) -> None:
-        """All ranks gather, rank 0 writes. An unwritable file does not end the training."""
+        """Gathers the steps of all ranks, and writes the file on rank 0. A file that cannot be written does not end the
+        training."""
         connection = self._connection
         gathered = gather_steps(connection, steps)
         if connection.rank != 0:
@@ -179,25 +182,26 @@ def write(connection: JobContext, path: Path, ranks: Sequence[Sequence[RecordedS
 
 
 def _name(connection: JobContext, plan: Plan) -> str:
-    """The plan's digest as its reader knows it: that of a file from `plan make`, or the one in the log."""
+    """Digest of the plan as users know it: that of the file from `plan make`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
 
 def _predicted(connection: JobContext, nodes: int) -> tuple[Prediction | None, str]:
     if connection.terms.basis is None:
-        return None, "nothing is predicted: what the plan was made from is not known here"
+        return None, "no prediction: the inputs of the plan are not known"
     try:
         prediction = predict(connection.terms.basis)
     except ValueError as error:
-        return None, f"nothing is predicted: {error}"
+        return None, f"no prediction: {error}"
     if len(prediction.by_node) != nodes:
-        return None, f"nothing is predicted: the plan was made for {len(prediction.by_node)} nodes, here are {nodes}"
+        return None, f"no prediction: the plan was made for {len(prediction.by_node)} nodes, but this job has {nodes}"
     return prediction, ""
 
 
 def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
-    """The events as compared: with computing and the step itself, and by the plan's buckets before lowering."""
+    """The events of a recorded step in the form in which they are compared: with computation and the step itself, and with the
+    bucket ids of the plan before lowering."""
     backward_s = step.marks["backward"]
     first_s = min(step.ready.values(), default=backward_s)
     yield Event("forward", NO_BUCKET, 0.0, first_s)
@@ -207,7 +211,8 @@ def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
 
 
 def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
-    """For each node, the prediction and below it the measurements of its ranks; then the simulated lanes."""
+    """The tracks of the drawing: for each node the prediction, below it the measurements of its ranks; at the end the simulated
+    lanes."""
     longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
     longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
     at_s = [APART * max(longest) * number for number in range(steps + 1)]
@@ -241,11 +246,11 @@ SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
 
 
 class Prediction(NamedTuple):
-    """One step."""
+    """The prediction of one step."""
 
     timeline: Timeline
     by_node: dict[int, list[Event]]
-    """The events that a worker of that node would record. Only nodes with ranks are numbered."""
+    """Maps a node to the events that a worker on it would record. Only nodes with ranks are numbered."""
 
 
 def predict(basis: Basis) -> Prediction:
@@ -268,7 +273,7 @@ def predict(basis: Basis) -> Prediction:
 
 
 def origins(plan: Plan) -> list[int]:
-    """For each bucket of the lowered plan, the bucket of the plan from which it comes."""
+    """For each bucket of the lowered plan, the id of the bucket from which lowering made it."""
     return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
 
 
@@ -282,12 +287,13 @@ def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
 
 
 def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:
-    """The spans that occupy lanes of this node."""
+    """Events for the spans that occupy lanes of the node `name`."""
     return (_event(s) for s in spans if any(_of(lane, name) for lane in s.lanes))
 
 
 def _over_server(spans: Sequence[Span], name: str) -> Iterator[Event]:
-    """To a worker, everything between sending its payload and receiving the result is one exchange."""
+    """Events of a bucket over a server, as a worker on node `name` records them: everything between sending its payload and
+    receiving the result is one exchange."""
     own = [s for s in spans if s.op not in SERVED and any(_of(lane, name) for lane in s.lanes)]
     coded = next((i for i, s in enumerate(own) if s.op.startswith("encode")), None)
     decoded = next((i for i, s in enumerate(own) if s.op.startswith("decode")), None)
@@ -310,6 +316,6 @@ def _event(span: Span) -> Event:
 
 
 def _of(lane: str, name: str) -> bool:
-    """"cpu:home.1" is a lane of node "home", too."""
+    """Whether a simulated lane belongs to the node `name`. For example "cpu:home.1" is a lane of node "home"."""
     where = lane.partition(":")[2]
     return where == name or (where.startswith(f"{name}.") and where[len(name) + 1 :].isdigit())

@@ -1,9 +1,11 @@
-"""session.join(): a rank that runs out of batches takes part in the steps of the others with weight 0, until all have run out.
+"""Implements session.join(): a rank that runs out of batches takes part in the steps of the other ranks with weight 0, until
+all ranks have run out.
 
 Before each step, each rank sends a row: whether it has a batch of its own, and which averages of the last step its script did
 not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some had none. In these steps
-observers rest, because they compare weights and times of ranks that train alike. A rank without batches applies nothing itself:
-it takes over what the others say about the last step, so that residuals and servers treat the step alike on all ranks.
+no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches applies nothing
+itself. It copies what the other ranks report about the last step, so that residuals and servers treat the step alike on all
+ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from commlayer.observe import Recorder
 log = logging.getLogger("commlayer")
 
 BITS = 48
-"""Bits in one number of a row; numbers are float64."""
+"""Number of bits that one number of a row contains; numbers are float64."""
 
 
 class UnevenInputs:
-    """For one attached plain module. Sends nothing outside of session.join()."""
+    """Runs session.join() for one attached plain module. Outside session.join() it sends nothing."""
 
     def __init__(
         self, model: nn.Module, connection: JobContext, optimizer: Any, scaler: Any, observers: Observers, deadline_s: float,
@@ -41,18 +43,20 @@ class UnevenInputs:
         self._observers, self._deadline_s = observers, deadline_s
         self._rows: Rows | None = None
         self._sent = False
-        """Whether this rank has sent its flag for the current step."""
+        """Whether this rank has sent its row for the current step."""
         self._active: list[bool] = []
-        """By rank, whether it had a batch in the last step whose flags were read."""
+        """One flag for each rank: whether it had a batch in the last step whose rows were read."""
         self._last: list[bool] = []
-        """The same for the last step in which any rank had one."""
+        """One flag for each rank: whether it had a batch in the last step in which any rank had one."""
 
     def enter(self) -> None:
-        """session.join() begins. ValueError, on all ranks alike, if it is not possible here."""
+        """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
+        job."""
         connection = self._connection
         if connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() inside session.join(): allowed is one join() around a loop over batches")
+                               "session.join() must not be called inside session.join(): use one join() around the loop "
+                               "over batches")
         if connection.worker is not None:
             self._check()
             assert connection.rows is not None
@@ -64,12 +68,13 @@ class UnevenInputs:
         terms, plan = connection.terms, connection.plan
         if plan is not None and plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join(): the plan has local steps (every={plan.local_steps}), of which all ranks must "
-                               "take the same number; allowed: plans that average gradients in every step")
+                               f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "
+                               "because all ranks must make the same number of them; use a plan that averages gradients in "
+                               "every step")
         if terms.auto and terms.requested.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): with exact=False the automatic plan may take local steps, of which all ranks "
-                               "must take the same number; remedy: leave exact out")
+                               "session.join() is not supported with exact=False, because the automatic plan might use "
+                               "local steps, of which all ranks must make the same number; leave exact out")
         if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): workers may leave this job (min_workers), which needs the same number of "
@@ -93,26 +98,26 @@ class UnevenInputs:
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join(): {len(foreign)} parameters are not in the optimizer that attach() got, the "
-                               f"first is {foreign[0]}: the state of another optimizer is not copied; give attach() an "
-                               "optimizer of all, or freeze them")
+                               f"session.join(): {len(foreign)} parameters do not belong to the optimizer that attach() "
+                               f"received, for example {foreign[0]}: the state of another optimizer is not copied; pass "
+                               "attach() an optimizer of all parameters, or freeze these")
         if hasattr(self._optimizer, SHARDED):
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               f"session.join(): {type(self._optimizer).__name__} steps on all ranks together, also those "
-                               "without batches; allowed: the optimizer that it shards")
+                               f"session.join() is not supported with {type(self._optimizer).__name__}, which steps on all "
+                               "ranks together, including those without batches; use the optimizer that it shards")
 
     # ---- around a step
 
     def send(self) -> None:
-        """Before a step's first gradient."""
+        """Sends this rank's row before a step's first gradient."""
         self._send(active=True)
 
     def passed(self) -> None:
-        """The step has ended, or was broken off."""
+        """Records that the step has ended or was aborted."""
         self._sent = False
 
     def all_active(self) -> bool:
-        """Whether all ranks had a batch in the step whose sums have arrived, or in the last one."""
+        """Whether all ranks had a batch in the step whose sums have arrived, or else in the last one."""
         if not self._connection.in_join or self._rows is None:
             return True
         self._read(self._rows)
@@ -149,11 +154,11 @@ class UnevenInputs:
     # ---- this rank has no more batches
 
     def leave(self, step: Callable[[], None]) -> None:
-        """session.join() ends. `step` takes part in one step of the others. When no rank has a batch, all ranks become equal
-        again."""
+        """Called when session.join() ends. `step` takes part in one step of the other ranks; it is called until no rank has a
+        batch. Then all ranks copy the state of a rank that had the last batch."""
         worker, rows = self._connection.worker, self._rows
         if worker is not None and rows is not None:
-            log.info("out of batches: this rank takes part in the other ranks' steps with weight 0")
+            log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
             units, recorder = worker.units, worker.recorder
             weight, total, given = units.weight, units.total, units.weight_known
             worker.weigh(0.0, None)
@@ -174,8 +179,8 @@ class UnevenInputs:
         return any(self._active)
 
     def _copy(self, source: int) -> None:
-        """All ranks take weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch. It
-        costs a broadcast of all of them: under AdamW, three times the size of the model, once per session.join()."""
+        """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
+        The cost is a broadcast of all of them, once per session.join(): with AdamW, three times the size of the model."""
         groups = self._connection.groups
         assert groups is not None
         state = {} if self._scaler is None else self._scaler.state_dict()
@@ -193,7 +198,7 @@ class UnevenInputs:
 
 
 def _has_scaler() -> bool:
-    """Whether the script has an enabled GradScaler. Looks at all objects, which takes some 50 ms."""
+    """Whether the script has an enabled GradScaler. The function scans all Python objects, which takes about 50 ms."""
     def some() -> bool:
         return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
 

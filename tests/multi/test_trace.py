@@ -62,9 +62,9 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
 @pytest.mark.parametrize(("changes", "done", "first", "note"), [
     # It asks after 2, 4, 8, 16 steps; what has begun when it asks has its first whole step one later.
     ({5: "basis"}, 12, 9, ""),
-    ({5: "basis", 10: "switch"}, 14, 11, "nothing is predicted: what the plan was made from is not known here"),
-    ({1: "basis of three"}, 6, 3, "nothing is predicted: the plan was made for 3 nodes, here are 2"),
-    ({3: "switch"}, 8, 5, "nothing is predicted: what the plan was made from is not known here"),
+    ({5: "basis", 10: "switch"}, 14, 11, "no prediction: the inputs of the plan are not known"),
+    ({1: "basis of three"}, 6, 3, "no prediction: the plan was made for 3 nodes, but this job has 2"),
+    ({3: "switch"}, 8, 5, "no prediction: the inputs of the plan are not known"),
 ])
 def test_it_waits_for_a_plan_and_begins_anew_with_another(
     tmp_path: Path, changes: dict[int, str], done: int, first: int, note: str,

@@ -171,7 +171,7 @@ def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_pre
     assert re.fullmatch(r"step 0: the plan has no predictions, .*plan.inputs.json .*plan.json \[E-PLAN-FILE\]", line)
     code, out, _ = call("trace", trace)
     assert code == 0
-    assert "nothing is predicted: what the plan was made from is not known here" in out
+    assert "no prediction: the inputs of the plan are not known" in out
     assert call("trace", trace, "--json", "told.json")[0] == 0
     assert {row["predicted_s"] for row in json.loads(Path("told.json").read_text())["rows"]} == {None}
 

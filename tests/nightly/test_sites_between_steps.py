@@ -195,7 +195,7 @@ def test_a_plan_that_rank_0_alone_had_is_gone_with_it_and_the_one_of_before_goes
     """Behind that the others take the next one's."""
     told = survivors(homes, 3, "rank 0's", COARSE, "0@3:share:1", tmp_path)
     assert [one["worlds"] for one in told] == [[3] * 4 + [2] * 8] * 2
-    assert all("step 4: the new plan was lost with rank 0" in "".join(one["said"]) for one in told)
+    assert all("step 4: the new plan is lost" in "".join(one["said"]) for one in told)
     assert [one["codecs"] for one in told] == [[COARSE] * 8 + [FINE] * 4] * 2
     owes_nothing_else(told)
 

@@ -90,7 +90,7 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     assert first["plan"].local_steps == 1
     lines = [line for line in first["said"] if "different states" in line]
     assert len(lines) == 1 + len(first["undone"])
-    assert all("changes of weights are still what is exchanged, now every step" in line for line in lines)
+    assert all("ranks continue to exchange weight changes, now after every step" in line for line in lines)
     for made in first["undone"]:  # what plan="auto" goes back to
         assert (made.codes, made.local_steps, made.overlap, any(b.stale for b in made.buckets)) == ("updates", 1, "", False)
     why = "different states.*E-PLAN-SWITCH|overlap='forward' is not supported with DistributedDataParallel.*E-SYNC-FORWARD"
@@ -269,7 +269,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({"every": 4}, {"local", "round"}, "updates: attach() was given every=4"),
     ({"codes": "gradients"}, {"forward"}, "local: attach() was given every=as planned, codes='gradients'"),
     ({"overlap": "forward"}, {"forward"}, "updates: attach() was given"),
-    ({"way": "every"}, {"updates", "local", "round"}, "forward: the ranks' optimizers are in different states"),
+    ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
 def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:
     with Servers(WORLD, 1) as servers:
