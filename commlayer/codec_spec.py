@@ -139,7 +139,7 @@ class _Rule(NamedTuple):
 
 _NEEDED = object()
 _parsing = threading.Lock()
-"""CPython 3.11's parser fails with SystemError in one thread if another thread enters it during garbage collection."""
+"""Lock around ast.parse. In CPython 3.11 it fails with SystemError if two threads are in it and garbage is collected."""
 
 
 def _whole(value: object, least: int = 1) -> bool:

@@ -161,7 +161,7 @@ class JobContext:
         """Whether all ranks use norm-matched averaging; None until the ranks have compared their settings."""
 
         self.replica: StateGiver | None = None
-        """Creates the state that a joining rank receives from this rank. None if no rank can join."""
+        """Object that creates the state which a joining rank receives from this rank; None if no rank can join."""
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.joined: JoinedState | None = None

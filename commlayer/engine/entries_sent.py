@@ -28,8 +28,8 @@ class EntriesSent:
         self.forget()
         self._alone: list[_One] = []
         self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
-        """Codecs that share a number of entries, by codec without its ratio and by unit: their magnitudes are comparable, and
-        their entries have equal sizes."""
+        """Groups of codecs that share a total number of entries. The keys (codec without its ratio, whether it sends weight
+        updates) separate codecs whose magnitudes cannot be compared, or whose entries differ in bytes."""
         for bucket in buckets:
             if (one := _budgeted(bucket.codec, bucket.state)) is None:
                 continue

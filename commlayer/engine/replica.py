@@ -75,7 +75,7 @@ class TakenState(NamedTuple):
     local: dict[str, torch.Tensor]
     """State of local steps, by tensor name. It is needed when local steps begin."""
     restore: Callable[[], None]
-    """Function that installs the optimizer's state again."""
+    """Function that installs the received optimizer state once more, after the first step."""
 
 
 class Replica:

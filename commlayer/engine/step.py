@@ -132,7 +132,7 @@ class Arrivals:
             self._all.set()
 
     def arrived(self) -> None:
-        """Counts one bucket as arrived: the step needs nothing more of it."""
+        """Counts one more bucket for which the step no longer has to wait. Called by lanes."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
