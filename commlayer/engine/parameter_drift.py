@@ -264,7 +264,7 @@ class ParameterDrift:
         what = "; ".join(self._spelled(unlike))
         if before:
             raise CommError(f"step {self._step}: {what}, again after it was copied from rank 0: set it "
-                            'to the same value on all ranks, or use drift=\"warn\"', code="E-REPLICAS")
+                            'to the same value on all ranks, or use drift="warn"', code="E-REPLICAS")
         self._answer_with(what, lambda groups: share_optimizer(self._optimizer, groups, self._deadline_s), unlike)
 
     def _gather_settings(self, groups: Groups) -> dict[str, list[str]]:
@@ -289,7 +289,7 @@ class ParameterDrift:
                             code="E-REPLICAS")
         if bad := [name for name in unlike if structural(name)]:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
-                            'all ranks with the same, or use drift=\"warn\"', code="E-REPLICAS")
+                            'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         try:
             take(groups)
         except ValueError as error:

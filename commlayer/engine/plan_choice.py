@@ -96,7 +96,7 @@ def is_file(plan: Any) -> bool:
         raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")
     raise InvalidInput("E-PLAN-NAME",
                        f"plan {str(plan)!r}: no such file; `plan` must be 'auto', the path of a plan file, a codec such as "
-                       '\"fp16()\", or a Plan')
+                       '"fp16()", or a Plan')
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:

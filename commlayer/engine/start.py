@@ -594,7 +594,7 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
     for name in dict.fromkeys(name for row in rows for name in row.must):
         values = [row.must.get(name, "unknown") for row in rows]
         if len(set(values)) > 1:
-            return f"{name} differs between ranks: {_by_value(values, rows, ranks)}; it must be the same on all ranks"
+            return f"{name}: {_by_value(values, rows, ranks)}; it must be the same on all ranks"
     machines = len({row.machine for row in rows})
     if own_servers and machines > 1:
         keyed = [r for r, row in enumerate(rows) if row.keys]
