@@ -421,7 +421,7 @@ def _why_none(directory: Path, rows: list[list[SaveOnDisk]]) -> str:
     if faults:
         return f"{where}: neither this save nor an earlier one is complete on all ranks: {faults[0]}"
     other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
-    return (f"{where}: files of different saves: that of rank 0 is of step {of_it[0].step}, that of rank {other} of step "
+    return (f"{where}: files of different saves: rank 0 has a file of step {of_it[0].step}, rank {other} has a file of step "
             f"{of_it[other].step}; load a directory that one save_residuals() has filled")
 
 

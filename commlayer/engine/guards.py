@@ -231,7 +231,7 @@ def check_dtypes(job: Job) -> None:
     for info in job.tensors:
         if info.dtype not in DTYPES:
             raise InvalidInput("E-MODEL-UNSUPPORTED",
-                               f"{info.name} has dtype {info.dtype}, but it must be one of {', '.join(DTYPES)}; "
+                               f"{info.name} is {info.dtype}, but its dtype must be one of {', '.join(DTYPES)}; "
                                "requires_grad=False excludes a parameter")
 
 

@@ -93,7 +93,7 @@ def test_a_plan_file_for_this_model_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_is_a_finite_number(weight: float) -> None:
-    with commlayer.attach(mlp()) as session, pytest.raises(ValueError, match=f"weight {weight}: .*E-WEIGHT"):
+    with commlayer.attach(mlp()) as session, pytest.raises(ValueError, match=f"weight: got {weight}, .*E-WEIGHT"):
         session.weight(weight)
 
 
