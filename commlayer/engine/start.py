@@ -600,7 +600,7 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
         keyed = [r for r, row in enumerate(rows) if row.keys]
         if bare := [r for r, row in enumerate(rows) if not row.keys and (keyed or not row.insecure)]:
             if keyed:
-                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}, but other ranks have keys: make the "
+                return coded("E-KEYS", f"keys: not set on {_who(bare, rows, ranks)}; other ranks have keys: make the "
                                        "missing ones with `commlayer keys add NAME` and set COMMLAYER_KEYS on every "
                                        "machine (docs/how-to/keys.md)")
             return coded("E-PLAIN-TEXT", f"insecure: not set on {_who(bare, rows, ranks)}; the ranks run on {machines} "
