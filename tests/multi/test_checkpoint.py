@@ -97,20 +97,20 @@ def state_dict_round_trip(rank: int, address: str, file: str) -> None:
     job.train(MORE)
     path = f"{file}.{rank}"
     torch.save(job.session.state_dict(), path)
-    kept = torch.load(path, weights_only=True)
+    saved = torch.load(path, weights_only=True)
     job.train(1)
-    assert not all(torch.equal(t, job.session.state_dict()["tensors"][n]) for n, t in kept["tensors"].items())
-    # Servers would answer the step before with the results that they have kept of it.
+    assert not all(torch.equal(t, job.session.state_dict()["tensors"][n]) for n, t in saved["tensors"].items())
+    # Servers would answer the step before with the results that they still have of it.
     with pytest.raises(ValueError, match=rf"step {MORE}\b.*step {MORE + 1}\b.*E-CHECKPOINT"):
-        job.session.load_state_dict(kept)
-    kept["step"] += 1
-    job.session.load_state_dict(kept)
+        job.session.load_state_dict(saved)
+    saved["step"] += 1
+    job.session.load_state_dict(saved)
     now = job.session.state_dict()
     assert now["step"] == MORE + 1
-    assert set(now["tensors"]) == set(kept["tensors"])
-    assert all(torch.equal(t, kept["tensors"][n]) for n, t in now["tensors"].items())
+    assert set(now["tensors"]) == set(saved["tensors"])
+    assert all(torch.equal(t, saved["tensors"][n]) for n, t in now["tensors"].items())
     with pytest.raises(ValueError, match="plan 00.*E-CHECKPOINT"):
-        job.session.load_state_dict(kept | {"plan": "00"})
+        job.session.load_state_dict(saved | {"plan": "00"})
     job.session.close()
 
 
@@ -159,7 +159,7 @@ def failing_saves_and_loads(rank: int, address: str, folder: str) -> dict[str, A
     session.save_residuals(early)
     session.load_residuals(early)
     job.train(2)
-    found: dict[str, Any] = {"step after a load of step 0": int(session.state_dict()["step"])}
+    report: dict[str, Any] = {"step after a load of step 0": int(session.state_dict()["step"])}
     session.save_residuals(late)
     mixed = ("rank-0", "server-0", "server-1")
     if rank == 0:
@@ -168,35 +168,35 @@ def failing_saves_and_loads(rank: int, address: str, folder: str) -> dict[str, A
             shutil.copytree(late, f"{folder}/{name}")
             shutil.copy(f"{early}/save-1/{name}.safetensors", f"{folder}/{name}/save-1")
     torch.distributed.barrier()
-    found["mixed"] = [error_of(lambda name=name: session.load_residuals(f"{folder}/{name}")) for name in mixed]
-    found["empty"] = error_of(lambda: session.load_residuals(f"{folder}/empty"))
+    report["mixed"] = [error_of(lambda name=name: session.load_residuals(f"{folder}/{name}")) for name in mixed]
+    report["empty"] = error_of(lambda: session.load_residuals(f"{folder}/empty"))
     before = job.tensors(buffers=False)
     job.train(1, infinite=2)
     assert equal(job.tensors(buffers=False), before), "the step was to be skipped"
-    found["no directory"] = error_of(lambda: session.save_residuals(__file__ if rank == 1 else f"{folder}/none"))
+    report["no directory"] = error_of(lambda: session.save_residuals(__file__ if rank == 1 else f"{folder}/none"))
     with full_disk(200 if rank == 1 else None):
-        found["save"] = error_of(lambda: session.save_residuals(broken))
+        report["save"] = error_of(lambda: session.save_residuals(broken))
     torch.distributed.barrier()
-    found["left"] = [path.name for path in Path(broken).iterdir()]
+    report["left"] = [path.name for path in Path(broken).iterdir()]
     job.train(1)
-    found["step"] = int(session.state_dict()["step"])
+    report["step"] = int(session.state_dict()["step"])
     session.close()
-    return found
+    return report
 
 
 def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(failing_saves_and_loads, servers.address, str(tmp_path))
-    for found in results:
-        assert found["step after a load of step 0"] == 2
-        assert found["step"] == 4, "neither a refused load nor a failed save, after an abandoned step, disturbs the job"
-        for line in found["mixed"]:
+    for report in results:
+        assert report["step after a load of step 0"] == 2
+        assert report["step"] == 4, "neither a refused load nor a failed save, after an abandoned step, disturbs the job"
+        for line in report["mixed"]:
             assert code_of(line) == "E-CHECKPOINT"
             assert "of step 0" in line
             assert "of step 2" in line
-        assert code_of(found["empty"]) == "E-CHECKPOINT"
-        assert found["left"] == []
-        assert not any("\n" in line for line in (*found["mixed"], found["empty"], found["save"], found["no directory"]))
+        assert code_of(report["empty"]) == "E-CHECKPOINT"
+        assert report["left"] == []
+        assert not any("\n" in line for line in (*report["mixed"], report["empty"], report["save"], report["no directory"]))
     assert code_of(results[0]["save"]) == code_of(results[0]["no directory"]) == "E-OTHER-RANK"
     assert "Not a directory" in results[1]["no directory"]
     assert "File too large" in results[1]["save"]

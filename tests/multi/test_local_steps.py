@@ -48,11 +48,11 @@ def points(rank: int, step: int) -> npt.NDArray[np.float64]:
 
 def cut_at(ends: Sequence[int]) -> list[tuple[Slice, ...]]:
     """Buckets that end behind so many elements of all tensors, the last tensor first; they need not hold whole ones."""
-    found = []
+    parts = []
     for start, stop in pairwise((0, *ends)):
         each = [(TENSORS - 1 - t, max(start - t * SIZE, 0), min(stop - t * SIZE, SIZE)) for t in range(TENSORS)]
-        found.append(tuple(Slice(*part) for part in each if part[1] < part[2]))
-    return found
+        parts.append(tuple(Slice(*part) for part in each if part[1] < part[2]))
+    return parts
 
 
 class Training:
@@ -104,7 +104,7 @@ def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bo
     common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
     workers, velocity = [common.copy() for _ in range(WORLD)], np.zeros_like(common)
     sent: Any = None
-    turn, found = 0, []
+    turn, states = 0, []
 
     def merge(part: list[int], changes: Any, ends: Any) -> None:
         change = np.tensordot(shares, changes, 1)
@@ -124,8 +124,8 @@ def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bo
             if not overlap:
                 merge(*sent)
                 sent = None
-        found.append((np.stack(workers), common.copy()))
-    return found
+        states.append((np.stack(workers), common.copy()))
+    return states
 
 
 def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str
         with pytest.raises(ValueError, match="local steps.*E-CHECKPOINT"):
             training.session.state_dict()
     training.session.drain()
-    found = {"rows": rows, "end": training.weights(), "under way": under_way, "stats": training.session.stats()}
+    report = {"rows": rows, "end": training.weights(), "under way": under_way, "stats": training.session.stats()}
     training.session.close()
-    return found
+    return report
 
 
 STAGED = "encode@cpu all.allgather decode@cpu"
@@ -394,7 +394,7 @@ def by_hand(how: str, every: int, shares: Sequence[Sequence[float]]) -> list[lis
     """All workers in one process; the norm of the mean change is matched. `shares`: by round and rank. After each exchange."""
     models = [Net() for _ in range(WORLD)]
     optimizers = [torch.optim.AdamW(m.groups()) for m in models]
-    scalers, found = [scaler_of(how) for _ in models], []
+    scalers, states = [scaler_of(how) for _ in models], []
     starts = [p.detach().clone() for p in models[0].parameters()]
     for step in range(every * len(shares)):
         for rank, model in enumerate(models):
@@ -414,8 +414,8 @@ def by_hand(how: str, every: int, shares: Sequence[Sequence[float]]) -> list[lis
                     average = sum(s * b.double() for s, b in zip(share, row, strict=True))
                     for b in row:
                         b.copy_(average)
-            found.append(tensors(models[0]))
-    return found
+            states.append(tensors(models[0]))
+    return states
 
 
 def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, Any]:
@@ -435,13 +435,13 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
         stepped(wrapped, optimizer, scaler, rank, step, how, no_sync)
         rows.append(tensors(model))
         grads.append(model.head.weight.grad.clone())
-    found = {"rows": rows, "grads": grads, "stats": session.stats(), "plan": session.inspect.plan}
+    report = {"rows": rows, "grads": grads, "stats": session.stats(), "plan": session.inspect.plan}
     session.close()
     if "ddp" in how:  # it reduces again
         optimizer.zero_grad()
         loss_of(wrapped, rank, 0).backward()
-        found["after"] = model.head.weight.grad.clone()
-    return found
+        report["after"] = model.head.weight.grad.clone()
+    return report
 
 
 def weights(rank: int, step: int) -> tuple[float, float]:
@@ -481,9 +481,9 @@ def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None
 @pytest.mark.parametrize("plan", ["int4()", "auto"])
 def test_any_codec_and_auto_take_local_steps(plan: str) -> None:
     with Servers(WORLD, 1) as servers:
-        found = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
-    assert {b.codec for b in found[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}
-    assert all(torch.equal(a, b) for a, b in zip(found[0]["rows"][-1], found[1]["rows"][-1], strict=True))
+        reports = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
+    assert {b.codec for b in reports[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}
+    assert all(torch.equal(a, b) for a, b in zip(reports[0]["rows"][-1], reports[1]["rows"][-1], strict=True))
 
 
 # ---- refusals

@@ -113,17 +113,17 @@ def resumed(rank: int, how: str, what: str, drift: str) -> dict[str, Any]:
         model.load_state_dict(other.state_dict() if loads else model.state_dict())
     elif what != "nothing" and loads:
         optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
-    said, first, steps = "", [], 8
+    line, first, steps = "", [], 8
     try:
         for number in range(steps):
             step(wrapped, optimizer, rank, number)
             first = first or moments(model, optimizer)
     except commlayer.CommError as error:
-        said = str(error)
+        line = str(error)
     decisions = session.inspect.decisions()
     rate = optimizer.param_groups[0]["lr"]
     session.close()
-    return {"said": said, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
+    return {"error": line, "decisions": decisions, "weights": [p.detach().clone() for p in model.parameters()],
             "moments": moments(model, optimizer), "steps": [float(t) for t in moments(model, optimizer) if t.numel() == 1],
             "rate": rate}
 
@@ -148,10 +148,10 @@ STATES = "the optimizer's state of 0.weight, 0.bias, 2.weight and 3 more differs
 def test_what_some_ranks_load_is_named_and_handled_as_configured(how: str, what: str, drift: str, named: str) -> None:
     results = pool(WORLD).call(resumed, how, what, drift)
     for result in results:
-        lines = [*result["decisions"], *filter(None, [result["said"]])]
+        lines = [*result["decisions"], *filter(None, [result["error"]])]
         assert all(named in line and "\n" not in line for line in lines)
         assert not named or lines
-        assert code_of(result["said"]) == ("E-REPLICAS" if named and drift == "end" else "")
+        assert code_of(result["error"]) == ("E-REPLICAS" if named and drift == "end" else "")
     if drift == "warn":
         assert results[0]["steps"] != results[1]["steps"], "states stay as they are"
     elif drift == "resync":
@@ -167,25 +167,25 @@ def scheduled(rank: int, drift: str) -> tuple[str, list[str]]:
     model = mlp()
     optimizer = optimizer_of(model, "sgd")
     session = commlayer.attach(model, optimizer, config=quick(ranks_per_node=WORLD, drift=drift, drift_steps=2))
-    said = ""
+    line = ""
     try:
         for number in range(14):
             if rank and number > 4:
                 optimizer.param_groups[0]["lr"] = 0.05
             step(model, optimizer, rank, number)
     except commlayer.CommError as error:
-        said = str(error)
+        line = str(error)
     decisions = session.inspect.decisions()
     session.close()
-    return said, decisions
+    return line, decisions
 
 
 @pytest.mark.commit(1)
 @pytest.mark.parametrize(("drift", "ends"), [("resync", True), ("end", True), ("warn", False)])
 def test_a_rate_that_goes_its_own_way_is_named_while_training_runs(drift: str, ends: bool) -> None:
-    for said, decisions in pool(WORLD).call(scheduled, drift):
+    for line, decisions in pool(WORLD).call(scheduled, drift):
         named = "lr of the optimizer is 0.1 on rank 0, 0.05 on rank 1"
-        assert (named in said, code_of(said)) == (ends, "E-REPLICAS" if ends else "")
+        assert (named in line, code_of(line)) == (ends, "E-REPLICAS" if ends else "")
         assert len([line for line in decisions if named in line]) == (0 if drift == "end" else 1)
 
 
@@ -210,9 +210,9 @@ def test_values_that_an_optimizer_adapts_are_no_settings() -> None:
     model = mlp()
     one, other = (Adaptive(model.parameters(), momentum=0.9) for _ in range(2))
     other.param_groups[0].update(d=0.5, k=7, train_mode=True)
-    found, changed = (settings_of(each, model.named_parameters()) for each in (one, other))
-    assert found == changed
-    assert {"lr of the optimizer", "d0 of the optimizer", "momentum of the optimizer"} <= found.keys()
+    before, changed = (settings_of(each, model.named_parameters()) for each in (one, other))
+    assert before == changed
+    assert {"lr of the optimizer", "d0 of the optimizer", "momentum of the optimizer"} <= before.keys()
     other.param_groups[0].update(d0=1e-5, momentum=0.8)
-    assert differences([found, settings_of(other, model.named_parameters())]).keys() == {
+    assert differences([before, settings_of(other, model.named_parameters())]).keys() == {
         "d0 of the optimizer", "momentum of the optimizer"}
