@@ -114,7 +114,7 @@ class Lbb:
 
 
 class LbbBalancer(Balancer):
-    """LBB in place of the default decisions, with shares that can be assigned. Communication does not count."""
+    """LBB instead of the default decisions, with shares that can be assigned. Communication does not count."""
 
     def __init__(
         self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: Policy,

@@ -52,9 +52,9 @@ def doctor(
     console = console if console.is_terminal else Console(highlight=False, markup=False, width=PAGE)
     findings: list[Finding] = []
 
-    def show(found: Finding) -> None:
-        findings.append(found)
-        report.show(console, found)
+    def show(finding: Finding) -> None:
+        findings.append(finding)
+        report.show(console, finding)
 
     if options.problem:
         show(of_error("settings", options.problem))

@@ -45,7 +45,7 @@ def add(
     print(f"made keys of {name} in {place}, good until {until:%Y-%m-%d}")
     if dials_only:  # a home machine, to which scp cannot connect
         print(f"give {name} that folder in a way that you both trust: tar -czf {name}.tgz -C {place.parent} {name}; "
-              f"whoever has it can join the job")
+              "every holder can join the job")
         print(f"there: tar -xzf {name}.tgz, then commlayer launch --keys {name} ..., or COMMLAYER_KEYS={name}")
     else:
         print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")

@@ -271,11 +271,11 @@ def _codec_problem(text: str) -> str:
     return ""
 
 
-def _refuse(made: Plan, job: Job) -> None:
+def _refuse(plan: Plan, job: Job) -> None:
     """Raises if the plan belongs to another model."""
     from commlayer.planner.plan_rules import verify
 
-    problems = verify(made, job)
+    problems = verify(plan, job)
     if problems:
         raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}")
 

@@ -30,7 +30,7 @@ def profile(
 ) -> None:
     """Measure codecs and a model's step on this machine, for planning."""
     if batch and not model:
-        raise InvalidInput("E-CLI-OPTION", "--batch says what a model's loss is of: it goes with --model")
+        raise InvalidInput("E-CLI-OPTION", "--batch is the batch of a model's loss: give --model as well")
     for file in (out, job) if model else (out,):
         check_out(file)
     make = made_by(model) if model else None

@@ -26,17 +26,16 @@ def trace(
     _show(comparison)
 
 
-def _show(told: Comparison) -> None:
+def _show(comparison: Comparison) -> None:
     from commlayer.cli.plan_output import console_of, ms, table
 
     console = console_of()
-    console.print(f"{told.steps} steps from step {told.first_step} on, {told.ranks} ranks on {told.nodes} nodes, "
-                  f"plan {told.plan}",
-                  markup=False)
-    if told.note:
-        console.print(told.note, markup=False)
+    console.print(f"{comparison.steps} steps from step {comparison.first_step} on, {comparison.ranks} ranks on "
+                  f"{comparison.nodes} nodes, plan {comparison.plan}", markup=False)
+    if comparison.note:
+        console.print(comparison.note, markup=False)
     grid = table("", "op", ">buckets", ">predicted ms", ">measured ms", ">error", ">worst bucket")
-    for row in told.rows:
+    for row in comparison.rows:
         predicted = "" if row.predicted_s is None else ms(row.predicted_s)
         error = "" if row.error is None else f"{100 * row.error:+.0f} %"
         grid.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,

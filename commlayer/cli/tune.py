@@ -89,20 +89,20 @@ def load(task: str) -> tuner.Proxy:
     return function_of(BUILT_IN.get(task, task), "proxy", "that takes settings and returns seconds and loss")
 
 
-def _show(running: Iterator[TuningTrial], kept: Store, asked: Search, trials: int) -> None:
+def _show(running: Iterator[TuningTrial], store: Store, search: Search, trials: int) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(highlight=False)
-    if kept.trials:
-        console.print(f"{kept.path}: going on after {len(kept.trials)} trials", markup=False)
+    if store.trials:
+        console.print(f"{store.path}: going on after {len(store.trials)} trials", markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        row = bar.add_task("proxy runs", total=trials, completed=min(trials, len(kept.trials)))
+        row = bar.add_task("proxy runs", total=trials, completed=min(trials, len(store.trials)))
         for trial in running:
-            console.print(line(len(kept.trials), trial, kept.trials[0]), markup=False, soft_wrap=True)
-            best = tuner.best(kept.trials, asked.budget)
-            bar.update(row, completed=len(kept.trials), description=f"best {best.seconds:.3g} s")
+            console.print(line(len(store.trials), trial, store.trials[0]), markup=False, soft_wrap=True)
+            best = tuner.best(store.trials, search.budget)
+            bar.update(row, completed=len(store.trials), description=f"best {best.seconds:.3g} s")
 
 
 def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
@@ -119,9 +119,9 @@ def inexact(settings: Settings) -> str:
     return steps + (", a step late" if settings.get("stale") else "")
 
 
-def _tell(kept: Store, asked: Search, out: Path) -> None:
-    best, dense = tuner.best(kept.trials, asked.budget), kept.trials[0]
+def _tell(store: Store, search: Search, out: Path) -> None:
+    best, dense = tuner.best(store.trials, search.budget), store.trials[0]
     settings = spelled(best.settings)
-    typer.echo(f"best within {asked.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
+    typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
                f"{best.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(best, dense):+.2%}")
-    typer.echo(f"trials in {kept.path}, loss model in {out}: commlayer plan make --loss {out}")
+    typer.echo(f"trials in {store.path}, loss model in {out}: commlayer plan make --loss {out}")

@@ -43,8 +43,8 @@ def check(config: Any) -> list[Finding]:
     return [*server.ServerCheck(config).run("")]
 
 
-def verdicts(found: list[Finding]) -> dict[str, str]:
-    return {one.check: one.verdict for one in found}
+def verdicts(findings: list[Finding]) -> dict[str, str]:
+    return {one.check: one.verdict for one in findings}
 
 
 # ---- the server
@@ -59,8 +59,8 @@ def keyed(folders: Folders) -> Iterator[Coordinator]:
 def test_a_good_server_is_all_ok_and_no_worker_is_registered(keyed: Coordinator, folders: Folders) -> None:
     config = quick(token=SECRET, keys=str(folders.worker), join=keyed.address)
     good = server.ServerCheck(config)
-    found = [*good.run("")]
-    assert verdicts(found) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "ok"}, found
+    findings = [*good.run("")]
+    assert verdicts(findings) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "ok"}, findings
     assert good.status is not None
     assert (good.status.seated, good.status.workers) == (0, 2)
     (link,) = good.link(0.4)
@@ -76,22 +76,22 @@ ODD = [
 
 @pytest.mark.parametrize(("kind", "code", "remedy"), ODD)
 def test_wrong_keys_are_one_line(keyed: Coordinator, kind: str, code: str, remedy: str, folders: Folders) -> None:
-    found = check(quick(token=SECRET, keys=str(getattr(folders, kind)), join=keyed.address))
-    assert [one.verdict for one in found] == ["fail"]
-    assert code_of(found[0].seen + found[0].remedy) == code
-    assert re.search(remedy, found[0].remedy)
-    assert found[0].remedy
+    findings = check(quick(token=SECRET, keys=str(getattr(folders, kind)), join=keyed.address))
+    assert [one.verdict for one in findings] == ["fail"]
+    assert code_of(findings[0].seen + findings[0].remedy) == code
+    assert re.search(remedy, findings[0].remedy)
+    assert findings[0].remedy
 
 
 def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folders: Folders) -> None:
-    found = check(quick(token="another-secret", keys=str(folders.worker), join=keyed.address))
-    assert (found[0].verdict, len(found)) == ("fail", 1)
-    assert code_of(found[0].seen + found[0].remedy) == "E-SECRET"
+    findings = check(quick(token="another-secret", keys=str(folders.worker), join=keyed.address))
+    assert (findings[0].verdict, len(findings)) == ("fail", 1)
+    assert code_of(findings[0].seen + findings[0].remedy) == "E-SECRET"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     begin = time.monotonic()
-    found = check(quick(token=SECRET, join=f"127.0.0.1:{port}"))
-    assert [one.verdict for one in found] == ["fail"]
+    findings = check(quick(token=SECRET, join=f"127.0.0.1:{port}"))
+    assert [one.verdict for one in findings] == ["fail"]
     assert time.monotonic() - begin < 10.0
 
 
@@ -108,7 +108,8 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
         with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
             link.call("Join", messages.server_request(closed, colocated=True, streams=serving.streams), messages.JoinReply,
                       LIMIT_S)
-        (one,) = [found for found in check(quick(join=made.address, carrier=carrier)) if found.check in ("carrier", "port")]
+        findings = check(quick(join=made.address, carrier=carrier))
+        (one,) = [finding for finding in findings if finding.check in ("carrier", "port")]
     assert one.verdict == verdict
     assert re.search(seen, one.seen)
 
@@ -126,10 +127,10 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
         link = opened.enter_context(contextlib.closing(CoordinatorChannel(made.address, "", None)))
         for address, streams in ((alike.address, ""), (nowhere, closed.streams), (alone.address, alone.streams)):
             link.call("Join", messages.server_request(address, streams=streams), messages.JoinReply, LIMIT_S)
-        found = {one.seen: one.verdict for one in check(quick(join=made.address)) if one.check in ("carrier", "port")}
-    assert [verdict for line, verdict in found.items() if nowhere in line and closed.streams in line] == ["warn"]
-    assert found[f"TCP to server {alike.address}"] == found[f"gRPC streams at {alone.address}"] == "ok"
-    assert len(found) == 3
+        findings = {one.seen: one.verdict for one in check(quick(join=made.address)) if one.check in ("carrier", "port")}
+    assert [verdict for line, verdict in findings.items() if nowhere in line and closed.streams in line] == ["warn"]
+    assert findings[f"TCP to server {alike.address}"] == findings[f"gRPC streams at {alone.address}"] == "ok"
+    assert len(findings) == 3
 
 
 def test_the_state_of_a_journal_is_read_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +205,8 @@ def test_a_way_that_loses_full_size_packets_is_told_from_one_that_works(monkeypa
     monkeypatch.setattr(server, "CALL_S", 1.0)
     made = Coordinator(quick(token=SECRET), workers=1)
     relay = Relay(made.address, 1400)
-    found = check(quick(token=SECRET, join=relay.address))
-    assert verdicts(found) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "fail"}, found
+    findings = check(quick(token=SECRET, join=relay.address))
+    assert verdicts(findings) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "fail"}, findings
     relay.close()
     made.close()
 
@@ -262,9 +263,9 @@ def test_the_limit_of_a_control_group(tmp_path: Path, text: str | None, cores: f
     ("expired", False, 0, "fail", "E-CERTIFICATE-DATE"), ("ca", False, 0, "fail", "E-KEYS"),
 ])
 def test_a_keys_folder(folders: Folders, kind: str, serves: bool, days: float, verdict: str, seen: str) -> None:
-    found = [*security.check_keys(getattr(folders, kind), time.time() + days * 86400, serves=serves)]
-    assert " ".join(one.verdict for one in found) == verdict
-    assert seen in found[-1].seen + found[-1].remedy
+    findings = [*security.check_keys(getattr(folders, kind), time.time() + days * 86400, serves=serves)]
+    assert " ".join(one.verdict for one in findings) == verdict
+    assert seen in findings[-1].seen + findings[-1].remedy
 
 
 def test_keys_that_others_can_read(folders: Folders, tmp_path: Path) -> None:
@@ -272,9 +273,9 @@ def test_keys_that_others_can_read(folders: Folders, tmp_path: Path) -> None:
         (tmp_path / path.name).write_bytes(path.read_bytes())
         (tmp_path / path.name).chmod(0o644)
     (tmp_path / security.CA_KEY).write_bytes(b"")
-    found = [*security.check_keys(tmp_path, time.time(), serves=False)]
-    assert [one.verdict for one in found] == ["ok", "warn", "warn"]
-    assert "node.key" in found[1].remedy
+    findings = [*security.check_keys(tmp_path, time.time(), serves=False)]
+    assert [one.verdict for one in findings] == ["ok", "warn", "warn"]
+    assert "node.key" in findings[1].remedy
 
 
 @needs_lab
@@ -300,22 +301,22 @@ def test_the_command_says_what_to_mend_and_fails(tmp_path: Path) -> None:
         begin = time.monotonic()
         done = command("--port", str(held.getsockname()[1]), "--keys", str(tmp_path), "--plan", str(tmp_path / "no.json"),
                        "--json", str(tmp_path / "out.json"))
-        said, errors = done.communicate(timeout=LIMIT_S)
+        text, errors = done.communicate(timeout=LIMIT_S)
         took_s = time.monotonic() - begin
     assert (done.returncode, errors) == (2, "")
     assert took_s < 20.0
-    lines = said.splitlines()
+    lines = text.splitlines()
     assert max(map(len, lines)) <= 80
-    assert "\x1b" not in said, "no colours where there is no terminal"
+    assert "\x1b" not in text, "no colours where there is no terminal"
     assert [line for line in lines if line.startswith("fail settings")]
     assert [line for line in lines if line.startswith("fail plan")]
     assert [line for line in lines if line.startswith("fail port")]
     assert lines[-1].startswith("not usable: ")
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["usable"] is False
-    assert {one["verdict"] for one in told["findings"]} >= {"ok", "fail"}
-    assert next(one["values"]["cores"] for one in told["findings"] if one["check"] == "cpu") >= 1
-    assert all(one["remedy"] for one in told["findings"] if one["verdict"] != "ok")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["usable"] is False
+    assert {one["verdict"] for one in report["findings"]} >= {"ok", "fail"}
+    assert next(one["values"]["cores"] for one in report["findings"] if one["check"] == "cpu") >= 1
+    assert all(one["remedy"] for one in report["findings"] if one["verdict"] != "ok")
 
 
 @needs_lab
@@ -329,12 +330,12 @@ def test_a_home_looks_at_its_server_over_a_slow_link(folders: Folders, tmp_path:
         assert json.loads(server.stdout.readline())["control"] == f"{hub}:7000"
         home = lab.popen(1, [*line, "doctor", "--join", f"{hub}:7000", "--keys", str(folders.worker), "--json",
                              str(tmp_path / "out.json")], **pipes)
-        said, errors = home.communicate(timeout=LIMIT_S)
-        assert (home.returncode, errors) == (0, ""), said
+        text, errors = home.communicate(timeout=LIMIT_S)
+        assert (home.returncode, errors) == (0, ""), text
         server.terminate()
         refused = [one for one in server.communicate(timeout=LIMIT_S)[1].splitlines() if "refused" in one]
-    told = json.loads((tmp_path / "out.json").read_text())
-    values = {one["check"]: one["values"] for one in told["findings"] if one["values"]}
+    report = json.loads((tmp_path / "out.json").read_text())
+    values = {one["check"]: one["values"] for one in report["findings"] if one["values"]}
     link = values["link"]
     assert 0.7 * 10e6 <= link["up_bps"] <= 1.1 * 10e6
     assert 0.6 * 40e6 <= link["down_bps"] <= 1.1 * 40e6

@@ -100,9 +100,9 @@ def test_a_change_must_gain_enough() -> None:
 
 
 def test_communication_adds_to_both_predictions() -> None:
-    found = [Balancer([Joined(0), Joined(1)], 10, communication=Communication(lambda _: 0.5, overlap)).latest.after_s
+    predictions = [Balancer([Joined(0), Joined(1)], 10, communication=Communication(lambda _: 0.5, overlap)).latest.after_s
              for overlap in (0.0, 0.05)]
-    assert found == [5.5, 5.25]
+    assert predictions == [5.5, 5.25]
 
 
 @pytest.mark.parametrize("bad_s", [math.nan, math.inf, 0.0, -1.0, 1e300, 1e-300])

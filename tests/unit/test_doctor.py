@@ -194,13 +194,13 @@ def test_checks_that_hang_or_break_are_findings_and_delay_no_others() -> None:
         raise OSError(5, "Input/output error")
 
     begin = time.monotonic()
-    found = [*run_checks([
+    findings = [*run_checks([
         Check("hangs", lambda: time.sleep(60) or [], 0.2, "pull the plug"), Check("breaks", broken, 5.0, ""),
         Check("works", lambda: [ok("works", "fine")], 5.0, ""),
     ])]
-    assert [(one.check, one.verdict) for one in found] == [("hangs", "fail"), ("breaks", "fail"), ("works", "ok")]
-    assert found[0].remedy == "pull the plug"
-    assert "Input/output error" in found[1].seen
+    assert [(one.check, one.verdict) for one in findings] == [("hangs", "fail"), ("breaks", "fail"), ("works", "ok")]
+    assert findings[0].remedy == "pull the plug"
+    assert "Input/output error" in findings[1].seen
     assert time.monotonic() - begin < 5.0
 
 
@@ -212,14 +212,14 @@ def test_a_driver_that_hangs_is_ended() -> None:
 
 
 def test_lines_fit_a_terminal_of_80_columns() -> None:
-    found = fail("port", "server " + "a-long-name." * 12 + "example:7000 does not answer", "open that port in its firewall and "
-                 "router, and check the address that was given to it on the line that started it")
-    lines = report.finding_lines(found, 80)
+    finding = fail("port", "server " + "a-long-name." * 12 + "example:7000 does not answer", "open that port in its firewall "
+                   "and router, and check the address that was given to it on the line that started it")
+    lines = report.finding_lines(finding, 80)
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("fail port      server a-long-name")
     assert [line for line in lines if line.startswith(" " * 15 + "-> open that port")]
-    assert report.summary([found, warn("a", "b", "c"), ok("a", "b")]) == "not usable: 1 failed, 1 warning, 1 ok"
-    assert not usable([found, ok("a", "b")])
+    assert report.summary([finding, warn("a", "b", "c"), ok("a", "b")]) == "not usable: 1 failed, 1 warning, 1 ok"
+    assert not usable([finding, ok("a", "b")])
     assert usable([warn("a", "b", "c")])
 
 
@@ -235,10 +235,10 @@ def test_links_of_nodes_are_a_table() -> None:
 
 
 def test_errors_are_split_into_what_and_remedy() -> None:
-    found = of_error("keys", ValueError("ca.pem cannot be read: no such file; `commlayer keys init` makes it"))
-    assert (found.seen, found.remedy) == ("ca.pem cannot be read: no such file", "`commlayer keys init` makes it")
-    found = of_error("settings", "join: got 'nonsense', allowed: host:port with a port, as in [::1]:7000")
-    assert (found.seen, found.remedy) == ("join: got 'nonsense'", "allowed: host:port with a port, as in [::1]:7000")
+    finding = of_error("keys", ValueError("ca.pem cannot be read: no such file; `commlayer keys init` makes it"))
+    assert (finding.seen, finding.remedy) == ("ca.pem cannot be read: no such file", "`commlayer keys init` makes it")
+    finding = of_error("settings", "join: got 'nonsense', allowed: host:port with a port, as in [::1]:7000")
+    assert (finding.seen, finding.remedy) == ("join: got 'nonsense'", "allowed: host:port with a port, as in [::1]:7000")
     assert of_error("x", "odd").remedy
 
 

@@ -38,20 +38,21 @@ def test_no_split_is_faster(models: list[TimeModel], total: int, minimum: int, d
     """Also in micro-batches, of which each pays its launch."""
     minimum = min(minimum, total // len(models))
     caps = data.draw(st.lists(st.integers(minimum, 14), min_size=len(models), max_size=len(models)))
-    found = solve(models, total, caps, minimum=minimum)
-    assert sum(found.shares) == total
-    assert min(found.shares) >= minimum
-    assert found.micro_batches == tuple(-(-share // min(cap, total)) for share, cap in zip(found.shares, caps, strict=True))
+    solution = solve(models, total, caps, minimum=minimum)
+    assert sum(solution.shares) == total
+    assert min(solution.shares) >= minimum
+    pairs = zip(solution.shares, caps, strict=True)
+    assert solution.micro_batches == tuple(-(-share // min(cap, total)) for share, cap in pairs)
     vectors = (head for head in itertools.product(range(minimum, total + 1), repeat=len(models)) if sum(head) == total)
     best_s = min(max(in_pieces_s(*one) for one in zip(models, vector, [min(cap, total) for cap in caps], strict=True))
                  for vector in vectors)
-    assert found.makespan_s == pytest.approx(best_s, rel=1e-9)
+    assert solution.makespan_s == pytest.approx(best_s, rel=1e-9)
 
 
 def test_the_papers_four_gpus_have_their_integer_optimum() -> None:
-    found = solve(PAPER, 512)
-    assert found.shares == (166, 167, 159, 20)
-    assert found.makespan_s == pytest.approx(0.104408)
+    solution = solve(PAPER, 512)
+    assert solution.shares == (166, 167, 159, 20)
+    assert solution.makespan_s == pytest.approx(0.104408)
     little = solve(PAPER, 512, [512, 96, 96, 16])
     assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than what the memories hold at once"
 
