@@ -55,7 +55,7 @@ class UnevenInputs:
         connection = self._connection
         if connection.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() must not be called inside session.join(): use one join() around the loop "
+                               "session.join() must not be called inside session.join(): call it once, around the loop "
                                "over batches")
         if connection.worker is not None:
             self._check()
@@ -77,8 +77,8 @@ class UnevenInputs:
                                "local steps, of which all ranks must make the same number; leave exact out")
         if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): workers may leave this job (min_workers), which needs the same number of "
-                               "batches on all ranks; remedy: commlayer.balance.Sampler")
+                               "session.join() is not supported if workers of this job can leave (min_workers), because "
+                               "all ranks then need the same number of batches; use commlayer.balance.Sampler")
         if connection.worker is not None and connection.worker.units.weight_known:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
