@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
 from bench.reference.fifo import Played, play
-from commlayer.planner.candidates import unbeaten
-from commlayer.planner.costs import Prices
+from commlayer.planner.costs import Prices, WalkedOp, plus
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.tables import INTRA, PCIE_COPY, published
 from commlayer.planner.tree import Path, encodes, options
@@ -212,3 +211,56 @@ def lines(link_share: float = 1.0) -> list[str]:
             f"{steps.compressed:6} ({steps.on_cpu})"
         )
     return rows
+
+
+def unbeaten(
+    prices: Prices, paths: Sequence[Path], codec: str, smallest: int, largest: int,
+) -> tuple[Path, ...]:
+    """The paths that may be best for some bucket of smallest to largest elements, in their order."""
+    weighed = [_weights(prices.steps(path, codec), (smallest, largest)) for path in paths]
+    # Cheap paths first: they beat most others. The first of equal paths stays.
+    order = sorted(range(len(paths)), key=lambda i: (sum(weighed[i].values()), i))
+    kept: list[int] = []
+    for i in order:
+        if not any(_beats(weighed[j], weighed[i]) for j in kept):
+            kept.append(i)
+    return tuple(paths[i] for i in sorted(kept))
+
+
+Weights = dict[tuple[str, int], float]
+"""Seconds at each size: of each lane, and of the path alone (lane "")."""
+
+
+def _beats(a: Weights, b: Weights) -> bool:
+    return all(seconds <= b.get(key, 0.0) for key, seconds in a.items())
+
+
+def _lanes(steps: Sequence[WalkedOp]) -> dict[str, Line]:
+    lanes: dict[str, Line] = {}
+    for step in steps:
+        for lane, line in step.lanes:
+            lanes[lane] = plus(lanes[lane], line) if lane in lanes else line
+    return lanes
+
+
+def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
+    lanes = _lanes(steps)
+    weights = {(lane, size): line(size) for size in sizes for lane, line in lanes.items()}
+    for size in sizes:
+        weights["", size] = alone_s(steps, size)
+    return weights
+
+
+def alone_s(steps: Sequence[WalkedOp], numel: int) -> float:
+    """Seconds of the path on idle lanes, where steps wait for each other only on shared lanes."""
+    ends: list[float] = []
+    free: dict[str, float] = {}
+    for step in steps:
+        start = max([0.0, *(ends[i] for i in step.after), *(free.get(lane, 0.0) for lane, _ in step.lanes)])
+        longest = 0.0
+        for lane, line in step.lanes:
+            seconds = line(numel)
+            free[lane] = start + seconds
+            longest = max(longest, seconds)
+        ends.append(start + longest + step.latency(numel))
+    return max(ends, default=0.0)

@@ -19,8 +19,7 @@ from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import times
 from commlayer.planner.explanation import by_itself
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
-from commlayer.planner.search import plain as plain_found
-from commlayer.planner.sync_modes import Found
+from commlayer.planner.search import Found, Search
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
@@ -204,7 +203,7 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
-    searched = plain_found(job, cluster, profile, policy)
+    searched = Search(job, cluster, profile, policy)
 
     def timed(option: Found) -> Plan:
         plan = _with_ratios(option.plan, current)

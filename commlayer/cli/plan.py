@@ -63,7 +63,7 @@ def make(
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.explanation import beside, looser
     from commlayer.planner.model import NO_LIMIT, Policy
-    from commlayer.planner.search import plain
+    from commlayer.planner.search import Search
     from commlayer.planner.simulation import simulate
     from commlayer.planner.tables import at_precision, learning_rows
     from commlayer.planner.tensors import untouched
@@ -91,7 +91,7 @@ def make(
     inputs = plan_file.PlanFileInputs(job, machines, measured, goals, arguments.loss_named(loss),
                                       arguments.learning_named(learning))
     costs, policy = inputs.costs()
-    search = plain(job, machines, costs, policy)
+    search = Search(job, machines, costs, policy)
     result = search.explained(search.best(exact=goals.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:

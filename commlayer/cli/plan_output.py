@@ -81,8 +81,7 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
     lines = [
         f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
-        f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}; "
-        f"with free compression {ms(plan.free_s)}",
+        f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}",
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
@@ -272,14 +271,14 @@ def difference(result: Difference, before: str, after: str) -> Iterator[Renderab
 def curve(result: Curve, width: int) -> Iterator[RenderableType]:
     known, wide = all(p.steps for p in result.points), width >= WIDE
     headers = ["with", ">step ms", *([">x steps", ">to a loss"] if known else []),
-               *([">DDP fp16", ">alone"] if wide else []), ">gain", *([] if known else [">free ms"]),
+               *([">DDP fp16", ">alone"] if wide else []), ">gain",
                *([">samples/s"] if wide else []), *(["codec", "mode"] if wide else ["codec and mode"])]
     grid = table("", *headers)
     for p in result.points:
         gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "every step"
         grid.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
                      *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
-                     *([] if known else [ms(p.free_s)]), *([f"{p.samples_per_s:,.1f}"] if wide else []),
+                     *([f"{p.samples_per_s:,.1f}"] if wide else []),
                      *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
     for column in grid.columns[1:-2]:
         column.no_wrap = True

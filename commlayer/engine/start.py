@@ -144,7 +144,7 @@ def connect(
         if elastic and (why := unfit(job_context.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(job_context.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
-        if job_context.rank == 0 and (note := float64.told(job, nodes)):
+        if job_context.rank == 0 and (note := float64.doubles_notice(job, nodes)):
             job_context.say(note)
         # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
         _join(job_context, job, _placed(config, met.address, job_context), per_node, outbound_only=not met.reachable,

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
-from commlayer.planner.tensors import DOUBLE, is_thin, row_of, shaped, unrounded
+from commlayer.planner.tensors import DOUBLE, is_sparse, row_of, shaped, unrounded
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
@@ -160,7 +160,7 @@ def fused(
     gradients = [pair for pair in numbered if not pair[1].buffer]
     buffers = [pair for pair in numbered if pair[1].buffer]
     for tensor, info in [*reversed(gradients), *buffers]:
-        kind = (info.dtype, info.buffer, not collective and is_thin(job, tensor))
+        kind = (info.dtype, info.buffer, not collective and is_sparse(job, tensor))
         nbytes = info.numel * ELEMENT_NBYTES
         # A whole tensor uses one server's links; a cut one uses several servers' links in parallel.
         parts, row = max(-(-info.numel // (cut_nbytes // ELEMENT_NBYTES)), min(servers, nbytes // spread_nbytes)), 1
@@ -212,7 +212,7 @@ class Sort(IntEnum):
     GRADIENTS = 0
     BUFFERS = 1
     DOUBLES = 2
-    THIN = 3
+    SPARSE = 3
 
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -272,7 +272,7 @@ def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
         return Sort.DOUBLES
     if is_buffer(job, group):
         return Sort.BUFFERS
-    return Sort.THIN if is_thin(job, group[0].tensor) else Sort.GRADIENTS
+    return Sort.SPARSE if is_sparse(job, group[0].tensor) else Sort.GRADIENTS
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:

@@ -11,11 +11,9 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import alone
-from commlayer.planner.costs import Excesses, plan_excess, recipe_of
+from commlayer.planner.costs import ZERO, Excesses, plan_excess, recipe_of
 from commlayer.planner.inputs import checked_inputs, tables_profile
-from commlayer.planner.layout_candidate import FINEST
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
-from commlayer.planner.option_prices import free
 from commlayer.planner.plan_rules import most_used, way_of
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import Span, exact_s, simulate
@@ -98,6 +96,8 @@ def bucket_of(plan: Plan, job: Job, text: str) -> int:
 
 
 ALONE = "one machine alone"
+WORTH = 0.03
+"""A larger loss budget is named if it gains at least this fraction."""
 DDP_NBYTES = 25 << 20
 """Size of DistributedDataParallel's buckets."""
 ENDLESS_BPS = 1e15
@@ -136,7 +136,8 @@ def beside(
 
 def latencies_s(made: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
     """Seconds of a step if links and codecs took no time."""
-    return exact_s(made, job, endless(cluster), free(profile), policy)
+    codecs = tuple(structs.replace(cost, encode=ZERO, decode=ZERO) for cost in profile.codecs)
+    return exact_s(made, job, endless(cluster), structs.replace(profile, codecs=codecs, copy=ZERO), policy)
 
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
@@ -166,7 +167,7 @@ def looser(made: Plan, job: Job, cluster: Cluster, profile: Profile | None, poli
     other = plan(job, cluster, profile, structs.replace(policy, max_loss=NO_LIMIT))
     to_loss = policy.objective == "loss"
     before_s, after_s = (p.step_s * ((p.steps_high if to_loss else 0.0) or 1.0) for p in (made, other))
-    if after_s >= before_s * (1 - FINEST):
+    if after_s >= before_s * (1 - WORTH):
         return None
     return Looser(other, plan_excess(other, job, cluster, profile, policy).loss_high, before_s, after_s, to_loss)
 
@@ -282,7 +283,6 @@ class Point(Record, frozen=True):
     plan_s: float
     dense_s: float
     """Without compression."""
-    free_s: float
     samples_per_s: float
     """Of all workers together; 0 if the job has no batch."""
     steps: float = 0.0
@@ -345,7 +345,7 @@ def point(
     floor_s = latencies_s(planned, job, cluster, profile, policy) * (planned.steps_high or 1.0)
     batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
     alone = by_itself(timing, cluster, profile, policy)
-    return Point(label, x, plan_s, dense.step_s, min(planned.free_s, plan_s), batch / plan_s if plan_s else 0.0,
+    return Point(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0,
                  planned.steps, planned.steps_high, planned.local_steps, way_of(planned), most_used(planned),
                  halves_s(job, cluster, profile, policy), alone[0].to_loss_s if alone else 0.0, floor_s,
                  other.after_s if other else 0.0, other.loss if other else 0.0)

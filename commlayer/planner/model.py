@@ -240,13 +240,10 @@ def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tup
     )
 
 
-EXACT = 6
-"""Up to this many kinds are kept as they are."""
-FEW = 3
-"""Target number of kinds if there are more, while merged nodes differ by less than FAR; otherwise EXACT."""
-ERROR, FAR = 0.05, 0.5
-"""Relative difference between two measurements of one link; doubled until few kinds remain. Beyond FAR, nodes count as
-different."""
+KINDS = 6
+"""Nodes are planned as at most this many kinds."""
+ERROR = 0.05
+"""Relative difference between two measurements of one link; doubled until few kinds remain."""
 
 
 def condensed(cluster: Cluster) -> Cluster:
@@ -257,13 +254,10 @@ def condensed(cluster: Cluster) -> Cluster:
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
     [100, 111]
     """
-    if len({_unnamed(node) for node in cluster.nodes}) <= EXACT:
-        return cluster
-    error, groups = ERROR, _groups(cluster.nodes, ERROR)
+    error, groups = ERROR, _groups(cluster.nodes, 0.0)
     least = len({_sort(node) for node in cluster.nodes})
-    while len(groups) > max(least, FEW if 2 * error <= FAR else EXACT):
-        error *= 2
-        groups = _groups(cluster.nodes, error)
+    while len(groups) > max(least, KINDS):
+        groups, error = _groups(cluster.nodes, error), 2 * error
     nodes = list(cluster.nodes)
     for places in groups:
         slowest = _slowest([cluster.nodes[place] for place in places])
@@ -309,6 +303,3 @@ def _slowest(nodes: Sequence[Node]) -> Node:
     return structs.replace(nodes[0], link=link, speed=min(n.speed for n in nodes), intra_bps=min(n.intra_bps for n in nodes),
                            intra_alpha_s=max(n.intra_alpha_s for n in nodes))
 
-
-def _unnamed(node: Node) -> Node:
-    return structs.replace(node, name="")

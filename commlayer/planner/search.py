@@ -1,47 +1,233 @@
-"""The verb `plan`: chooses buckets, and for each a path, codec and server, by search over simulated steps."""
+"""The verb `plan`: enumerates tree paths, codecs, sync modes and server hosts, and chooses by simulated steps.
+
+A candidate is one layout of buckets, one set of hosts and one sync mode. Candidates are compared by their best uniform choice;
+the best few are searched (choices.py) and placed, and the plan with the fewest seconds to a loss is taken. Other sync modes
+are searched with the buckets and hosts of the best synchronous plan.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cached_property
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
 from msgspec import structs
 
+from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.candidates import allowed_codecs, options
-from commlayer.planner.choices import ChoiceFound
-from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Prices, bare, plan_excess
+from commlayer.planner.buckets import ELEMENT_NBYTES, Limits, Sort
+from commlayer.planner.choices import Choice, Space, search, uniform
+from commlayer.planner.convergence import Recipe, late_measured, measured_local_steps
+from commlayer.planner.costs import Prices, bare, hidden, plan_excess, weights
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.layout_candidate import FINEST, LayoutCandidate, SearchInputs
-from commlayer.planner.model import DENSE, Cluster, Node, Policy, Profile, condensed
-from commlayer.planner.option_prices import Layout, Ways, shares
-from commlayer.planner.simulation import Timeline, per_step, simulate
-from commlayer.planner.sync_modes import Found, OtherWays
-from commlayer.planner.tensors import DOUBLE, full, is_thin, travels
-from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Why
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Option, Policy, Profile, condensed
+from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
+from commlayer.planner.placement import Hosts, Part, even, host_sets, parts
+from commlayer.planner.reasons import explained
+from commlayer.planner.simulation import Round, exact_s, locally, turns_of, urgent
+from commlayer.planner.tensors import full, nonzero_numel, shaped, unrounded
+from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Timing
 
-FINALISTS = 2
-"""Number of layouts with hosts that are searched in full, after all were tried with uniform choices."""
 PAYS = 0.02
-"""Compression must win this fraction, else the plan is dense: compression has risks."""
-
-CHANCE = 0.02
-"""Fraction by which a placed plan may be shorter than others by chance."""
-NEAR = 0.01
-"""A placed plan is faster than the searched choice, with buckets spread over all servers, by at most this fraction."""
-WRITTEN = 2000
-"""Limit for the sum of squared server counts in placed simulations. Where simulations are expensive, only the first few
-are run."""
+"""Compression, or another sync mode, must win this fraction: both have risks."""
+FINALISTS = 3
+"""Number of candidates that are searched in full, by their best uniform choice; as many sync modes."""
+SHARED, FINER = 4, (8, 16, 32)
+"""Target number of parts of the model per server, since fewer could be balanced badly; and finer cuts that are tried."""
+PARTS_WORTH = 0.12
+"""Each doubling of the number of parts must shorten a step by this fraction. A part wakes a dozen threads here and at its
+server, which costs more than its price on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts
+than with 25, where 3 % less was predicted."""
+PLACED = 0.1
+"""A placed plan is faster than the searched choice by at most this fraction."""
+UNBALANCED = 1.1
+"""Fragments take longer by this factor than estimated, since each waits for the server that has most."""
+CODES = 1e6
+"""Burden of coding a bucket: more than any seconds on lanes."""
 ALIKE = 0.1
 """Layouts whose numbers of buckets differ by at most this fraction are not both tried."""
-EVEN = 0.1
-"""Links that differ by at most this fraction count as equal when hosts are chosen."""
-LEAST_PART = 0.05
-"""A node that would sum less than this part of the busiest server's share gets no server."""
+MOST_LOCAL_STEPS = 512
+"""Limit of the search over local steps, if measured rows show how their cost grows. Beyond measured numbers the cost is
+extrapolated."""
+MOST_FRAGMENTS = 64
+LEAST_FRAGMENT_NBYTES = 64 << 10
+"""Least part of the model in a fragment: smaller ones are mostly latency."""
+
+Kind = tuple[Sort, int]
+"""A bucket's contents and its octave of size. Buckets of one kind have the same options."""
+
+
+class Inputs(NamedTuple):
+    job: Job
+    timing: Timing
+    cluster: Cluster
+    searched: Cluster
+    """The cluster with few kinds of nodes."""
+    profile: Profile
+    policy: Policy
+    placed: dict[tuple[tuple[int, ...], bool], Prices]
+    """Prices of plans, by hosts, and whether exchanges overlap with rounds of local steps."""
+
+    def exact_s(self, plan: Plan) -> float:
+        """Seconds of one step of a plan."""
+        key = plan.hosts, plan.overlap == "round"
+        if key not in self.placed:
+            self.placed[key] = Prices(hidden(self.cluster) if key[1] else self.cluster, self.profile, plan.hosts)
+        return exact_s(plan, self.job, self.cluster, self.profile, self.policy, self.placed[key])
+
+    @property
+    def steps_count(self) -> bool:
+        return self.policy.objective == "loss" and bool(self.profile.learning)
+
+
+class Piece(NamedTuple):
+    """A bucket of a layout."""
+
+    slices: tuple[Slice, ...]
+    numel: int
+    """Elements that are sent."""
+    urgency: float
+    kind: Kind
+
+
+class Layout(NamedTuple):
+    """One way to cut the model."""
+
+    job: Job
+    limits: Limits
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, job: Job, timing: Timing, limits: Limits) -> Layout:
+        groups = buckets.groups(job, limits)
+        sizes = [sum(s.numel for s in group) for group in groups]
+        return cls(job, limits, tuple(
+            Piece(group, nonzero_numel(job, group), urgent(timing, group), (buckets.sort_of(job, group), size.bit_length()))
+            for group, size in zip(groups, sizes, strict=True)))
+
+
+class Candidate:
+    """One layout with one set of hosts and one sync mode. `useful[b]` lists the options of bucket b by their numbers in the
+    catalog; choices are indexes into it."""
+
+    def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
+        self.inputs, self.layout, self.recipe = inputs, layout, recipe
+        self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
+        plain = Recipe(recipe.optimizer, workers=recipe.workers)
+        self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
+        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
+        self._found: dict[tuple[int, ...], Found] = {}
+
+    @cached_property
+    def space(self) -> Space:
+        job, timing, _, _, profile, policy, _ = self.inputs
+        pieces = self.layout.pieces
+        priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
+        part = weights(job, [piece.slices for piece in pieces], profile.energy)
+        excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
+                        for of in self.catalog.costs(self.recipe))
+        burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
+                  for mine, (_, held_s) in zip(self.useful, priced, strict=True)]
+        members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
+            members.setdefault((piece.kind, mine), []).append(b)
+        groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
+        turns = turns_of(job, timing, pieces, [load for load, _ in priced], self.catalog.prices.groups, self.recipe,
+                         priority=policy.priority)
+        least_s = sum(max(pace.work_s for pace in turn.paces) for turn in turns)
+        return Space(Round(turns).schedule, loss, excess, burden, groups, policy.max_loss, least_s)
+
+    @property
+    def starts(self) -> list[list[int]]:
+        """Choices that use one option for every bucket that has it."""
+        places = [{option: place for place, option in enumerate(mine)} for mine in self.useful]
+        tried = dict.fromkeys(option for mine in self.useful for option in mine)
+        return [[of.get(option, 0) for of in places] for option in tried]
+
+    @cached_property
+    def uniform(self) -> list[Choice]:
+        return uniform(self.space, self.starts)
+
+    @cached_property
+    def quick(self) -> Choice:
+        """The best of the uniform choices."""
+        return min(self.uniform, key=lambda choice: choice.order)
+
+    @cached_property
+    def dense(self) -> Choice:
+        """The best uniform choice without compression."""
+        plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
+        return min(plain or self.uniform[:1], key=lambda choice: choice.order)
+
+    def used(self, choice: Choice) -> set[Option]:
+        return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
+
+    def price(self, choice: Choice) -> float:
+        """Seconds per step of dense training, by the search's prices."""
+        return choice.price / self.recipe.every
+
+    @cached_property
+    def searched(self) -> Choice:
+        return search(self.space, self.uniform)
+
+    def found(self, choice: Choice) -> Found:
+        """The choice as a plan, priced with each part on its own server. Buckets are cut more finely where that pays."""
+        if choice.options not in self._found:
+            parts = self._parts(choice, SHARED)
+            plan = self._plan(parts)
+            step_s = self.inputs.exact_s(plan)
+            for finely in FINER if plan.servers else ():
+                if step_s * (1 - PARTS_WORTH / 4) * self.recipe.every <= choice.step_s:
+                    break  # what the search promises would not be worth it
+                other = self._parts(choice, finely)
+                if len(other) > len(parts):
+                    other_s = self.inputs.exact_s(finer := self._plan(other))
+                    if other_s < step_s * (1 - PARTS_WORTH * math.log2(len(other) / len(parts))):
+                        parts, plan, step_s = other, finer, other_s
+            self._found[choice.options] = Found(self, choice, plan, tuple(part.origin for part in parts),
+                                                step_s * (1 + choice.excess), choice.excess)
+        return self._found[choice.options]
+
+    def _parts(self, choice: Choice, finely: int) -> list[Part]:
+        chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
+        return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
+                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node)
+
+    def _plan(self, parts: Sequence[Part]) -> Plan:
+        job, made = self.inputs.job, []
+        for i, part in enumerate(parts):
+            o = self.catalog.options[part.option]
+            codec, shape = shaped(o.codec, job, part.slices)
+            made.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
+        hosts = self.catalog.prices.hosts if any(bucket.served for bucket in made) else ()
+        return unrounded(Plan(
+            job.digest(), tuple(made), len(hosts), self.ranks_per_node, self.recipe.every,
+            "updates" if locally(self.recipe) else "gradients",
+            cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
+
+
+class Found(NamedTuple):
+    """A plan's origin, its price in seconds per step of dense training, and its excess of steps."""
+
+    candidate: Candidate
+    choice: Choice
+    plan: Plan
+    origins: tuple[int, ...]
+    """By bucket of the plan, the candidate's bucket of which it is all or a part."""
+    price: float
+    excess: float
+
+
+def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
+    """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
+    the shortest step. Equal arguments give equal plans."""
+    found = Search(job, cluster, profile, policy)
+    return found.explained(found.best(exact=found.policy.exact))
 
 
 @contextmanager
@@ -57,336 +243,212 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class PlainFound:
-    """A plan on averaged gradients: the start for searching all other sync modes."""
+class Search:
+    """The search for one job, whose synchronous part is shared by several calls of `best`."""
 
-    def __init__(self, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> None:
-        self.policy, self._cluster = entry.inputs.policy, cluster
-        self._others = OtherWays(entry, found)
+    @_uncollected()
+    def __init__(self, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> None:
+        profile, self.policy, timing = checked_inputs(job, cluster, profile, policy)
+        # Zeros are left out only between a node's only rank and a server.
+        sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
+        self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
+        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks)
+        self._by_recipe: dict[Recipe, list[tuple[Candidate, Choice]]] = {}
+        self.synchronous = self._synchronous()
+
+    def _synchronous(self) -> Found:
+        """The best plan with an exchange of gradients in every step."""
+        tried: list[Candidate] = []
+        layouts = self._layouts()
+        for i, hosts in enumerate((Hosts(()), *host_sets(self.inputs.searched))):
+            if i > 1 and even(self.inputs.cluster) and not any(c.catalog.prices.hosts for c in _best(tried)):
+                break
+            # Buckets go to servers in rotation, which is nearly as if each were spread over all of them.
+            prices = Prices(self.inputs.searched, self.inputs.profile, hosts.places, spread=hosts.parts)
+            catalog = Catalog(prices, options(prices, self.policy), steps_count=self.inputs.steps_count,
+                              budget=self.policy.max_loss < NO_LIMIT)
+            tried += [Candidate(self.inputs, catalog, layout, self._recipe) for layout in layouts if catalog.options]
+            layouts = list(dict.fromkeys(candidate.layout for candidate in _best(tried))) if i else layouts
+        if not tried:
+            raise InvalidInput("E-PLAN-CODEC-COST", f"profile {self.inputs.profile.source!r} has no cost of {DENSE}: "
+                               "over servers alone, nothing could go as it is")
+        found = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
+        densest = min(tried, key=lambda c: c.dense.price)
+        return _soonest([(densest, densest.dense)], found, by=-PAYS)
+
+    def _layouts(self) -> list[Layout]:
+        """The layouts to try; of those with nearly equal numbers of buckets, the first."""
+        layouts: list[Layout] = []
+        allowed = [bare(codec) for codec in allowed_codecs(self.inputs.profile, self.policy) or (DENSE,)]
+        matrices = any(name.needs_shape for name in allowed)
+        small = self.policy.whole_tree
+        for limits in buckets.limits(self.inputs.job, MAX_BUCKET_NBYTES, matrices=matrices, small=small):
+            layout = Layout.of(self.inputs.job, self.inputs.timing, limits)
+            if all(abs(len(layout.pieces) - len(other.pieces)) > ALIKE * len(other.pieces) for other in layouts):
+                layouts.append(layout)
+        return layouts
 
     @_uncollected()
     def best(self, *, exact: bool) -> Found:
-        """The best of all sync modes; `exact` overrides the policy's setting."""
-        return self._others.best(exact=exact)
+        """The best of all sync modes that the policy allows.
+
+        `exact` overrides the policy's setting: True excludes local steps and stale results. False, under an exact policy,
+        allows at most as many local steps as were measured.
+        """
+        policy, plain = self.policy, self.synchronous
+        if exact and not policy.exact:
+            policy = structs.replace(policy, exact=True, max_local_steps=1, staleness=False)
+        elif policy.exact and not exact:
+            policy = structs.replace(policy, exact=False, max_local_steps=measured_local_steps(self.inputs.profile.learning))
+        best = plain
+        # Modes without measurements are used only if the policy names them.
+        freely = not policy.exact and self.inputs.steps_count
+        measured = freely and late_measured(self.inputs.profile.learning, policy.optimizer)
+        if measured if policy.staleness is None else policy.staleness:
+            best = min([plain, *self._stale(plain)], key=lambda found: found.price)
+        best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
+        return best if best.price < plain.price * (1 - PAYS) else plain
 
     @_uncollected()
     def explained(self, found: Found) -> Plan:
-        """The plan with predictions and reasons, which take a good part of the search time."""
-        return explained(found.plan, found.entry, found.choice, self._cluster)
+        """The plan with predictions and reasons."""
+        return explained(found)
+
+    def _recipes(self, policy: Policy, freely: bool) -> list[Recipe]:
+        """The most promising sync modes: those with a result in the next forward pass or compressed updates, and of local
+        steps the best by estimate."""
+        updates = self._recipe._replace(codes="updates")
+        recipes = [self._recipe._replace(overlap="forward")] if policy.forward else []
+        recipes += [updates._replace(overlap=overlap) for overlap in ("", "round")] if freely else []
+        most = policy.max_local_steps or (searched_local_steps(self.inputs.profile) if freely else 1)
+        job = full(self.inputs.job)
+        parts = max(1, job.numel * ELEMENT_NBYTES // LEAST_FRAGMENT_NBYTES) if policy.fragments else 1
+        local = [updates._replace(every=every, overlap=overlap, fragments=count)
+                 for every in local_steps(most) for overlap in (("", "round") if freely else ("",))
+                 for count in (fragments(every, parts) if overlap else [1])]
+        prices = {recipe: self._estimate(recipe) for recipe in local}
+        best = sorted(local, key=lambda recipe: prices[recipe])[:FINALISTS]
+        return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
+
+    def _estimate(self, recipe: Recipe) -> float:
+        """The price of local steps with the best uniform choice: exchanges take as long as after a single step, and each
+        fragment has its own latencies."""
+        timing, every = self.inputs.timing, recipe.every
+        speed = min(group.node.speed for group in self.synchronous.candidate.catalog.prices.groups if group.workers)
+        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / speed
+        excess, loss = self.synchronous.candidate.catalog.costs(recipe)
+        prices = [math.inf]
+        for exchange in self._exchanges[recipe.overlap]:
+            if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
+                continue
+            exchange_s = exchange.step_s - computing_s + (recipe.fragments - 1) * exchange.latency_s
+            exchange_s *= UNBALANCED if recipe.fragments > 1 else 1.0
+            step_s = max(computing_s, exchange_s / every) if recipe.overlap else computing_s + exchange_s / every
+            prices.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
+        return min(prices)
+
+    @cached_property
+    def _exchanges(self) -> dict[str, list[Exchange]]:
+        """Uniform choices for updates that are waited for, by overlap, which determines the usable part of links."""
+        updates = self._recipe._replace(codes="updates")
+        result: dict[str, list[Exchange]] = {}
+        for overlap in ("", "round"):
+            candidate = self._candidate(updates)
+            if overlap:
+                candidate = Candidate(candidate.inputs, candidate.catalog.hidden, candidate.layout, updates)
+            part = weights(candidate.inputs.job, [piece.slices for piece in candidate.layout.pieces],
+                           self.inputs.profile.energy)
+            result[overlap] = []
+            for choice in uniform(candidate.space._replace(max_loss=math.inf), candidate.starts):
+                parts: dict[int, float] = {}
+                for mine, place, weight in zip(candidate.useful, choice.options, part, strict=True):
+                    parts[mine[place]] = parts.get(mine[place], 0.0) + weight
+                latency_s = max(float(criteria(candidate.catalog.template(o), np.zeros(1))[0, 0]) for o in parts)
+                result[overlap].append(Exchange(choice.step_s, latency_s, parts))
+        return result
+
+    def _candidate(self, recipe: Recipe) -> Candidate:
+        """The candidate of a sync mode, with large tensors cut for its fragments."""
+        plain, inputs, timing = self.synchronous.candidate, self.inputs, self.inputs.timing
+        if locally(recipe):
+            inputs = inputs._replace(job=full(inputs.job))
+        most = inputs.job.numel * ELEMENT_NBYTES // recipe.fragments
+        limits = Limits(*(min(limit, most) for limit in plain.layout.limits))
+        layout = plain.layout
+        if inputs.job is not self.inputs.job or limits != layout.limits:
+            layout = Layout.of(inputs.job, timing, limits)
+        return Candidate(inputs, plain.catalog, layout, recipe)
+
+    def _choices(self, recipe: Recipe) -> list[tuple[Candidate, Choice]]:
+        """The choices of another sync mode, if any keeps the loss budget."""
+        if recipe not in self._by_recipe:
+            candidate = self._candidate(recipe)
+            try:
+                self._by_recipe[recipe] = [(candidate, candidate.searched), (candidate, candidate.quick)]
+            except InvalidInput:  # no choice keeps the loss budget
+                self._by_recipe[recipe] = []
+        return self._by_recipe[recipe]
+
+    def _stale(self, plain: Found) -> Iterator[Found]:
+        """Plans in which a part of the buckets, those that are ready last, is one step stale."""
+        job, _, cluster, _, profile, policy, _ = self.inputs
+        gradients = [b.id for b in plain.plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
+        for share in (8, 4, 2, 1):
+            stale = set(gradients[len(gradients) - -(-len(gradients) // share) :])
+            changed = structs.replace(plain.plan, buckets=tuple(
+                structs.replace(b, stale=b.id in stale) for b in plain.plan.buckets))
+            more = plan_excess(changed, job, cluster, profile, policy)
+            if more.loss_high <= policy.max_loss:
+                excess = more.high if self.inputs.steps_count else 0.0
+                yield plain._replace(plan=changed, price=self.inputs.exact_s(changed) * (1 + excess), excess=excess)
 
 
-def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
-    """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
-    the shortest step. Equal arguments give equal plans."""
-    plain_found = plain(job, cluster, profile, policy)
-    return plain_found.explained(plain_found.best(exact=plain_found.policy.exact))
-
-
-@_uncollected()
-def plain(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> PlainFound:
-    """The shared part of a search for plans in several sync modes, which takes most of the time."""
-    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    # Zeros are left out only between a node's only rank and a server.
-    thin = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
-    inputs = SearchInputs(job if thin else full(job), timing, condensed(cluster), profile, policy)
-    tried = _tried(inputs)
-    finalists = _finalists(tried)
-    choices = [(entry, entry.searched) for entry in finalists if _promising(entry, finalists)]
-    choices += [(entry, entry.quick) for entry in finalists]
-    entry, choice = _best(choices)
-    entry, choice = _best([(entry, choice), entry.refined(choice)])
-    pays = entry.exact(choice) * (1 + PAYS)
-    if able := [each for each in tried if _about(each, each.dense) < pays]:
-        densest, = _cheapest(able, 1, lambda entry: entry.dense)
-        if densest.exact(densest.dense) < pays:
-            entry, choice = densest, densest.dense
-    return PlainFound(entry, choice, cluster)
-
-
-def _best(choices: list[tuple[LayoutCandidate, ChoiceFound]]) -> tuple[LayoutCandidate, ChoiceFound]:
-    """The best choice by exact simulation of the placed plan; hopeless ones are skipped."""
-    (entry, choice), *others = sorted(choices, key=lambda pair: _about(*pair))
-    for other in others:
-        if _about(*other) < entry.exact(choice) and other[0].exact(other[1]) < entry.exact(choice):
-            entry, choice = other
-    return entry, choice
-
-
-def _about(entry: LayoutCandidate, found: ChoiceFound) -> float:
-    """Lower bound for the placed price."""
-    return found.price / entry.local_steps * (1 - NEAR)
-
-
-def _promising(entry: LayoutCandidate, finalists: list[LayoutCandidate]) -> bool:
-    """Whether a search could make it the best. It can gain at most the difference between its quick choice and its lower
-    bound; the search does not see further costs of placement."""
-    gain = (entry.quick.price - entry.least_price) / entry.local_steps
-    return entry.exact(entry.quick) - gain <= min(each.exact(each.quick) for each in finalists) * (1 + CHANCE)
-
-
-def _tried(inputs: SearchInputs) -> list[LayoutCandidate]:
-    """All layouts with all sets of hosts. With one host and equal links, only the best layouts."""
-    layouts = _layouts(inputs)
-    plain = Recipe(inputs.policy.optimizer, workers=inputs.cluster.ranks)
-    steps_count = inputs.policy.objective == "loss" and bool(inputs.profile.learning)
-    tried: list[LayoutCandidate] = []
-    for hosts in host_sets(inputs.cluster):
-        if tried and not _one_may_do(inputs.cluster, _finalists(tried)):
-            break
-        # Buckets go to servers in rotation, which is nearly as if each were spread over all of them.
-        prices = Prices(inputs.cluster, inputs.profile, hosts.places, spread=hosts.parts)
-        ways = Ways(prices, options(prices, inputs.policy), plain, steps_count=steps_count)
-        tried += [LayoutCandidate(inputs, ways, layout) for layout in layouts]
-        if _even(inputs.cluster):
-            layouts = [entry.layout for entry in _finalists(tried)]
-    return tried
-
-
-def _layouts(inputs: SearchInputs) -> list[Layout]:
-    """The layouts to try; of those with nearly equal numbers of buckets, the first."""
-    layouts: list[Layout] = []
-    allowed = [bare(codec) for codec in allowed_codecs(inputs.profile, inputs.policy) or (DENSE,)]
-    matrices = any(name.needs_shape for name in allowed)
-    small = inputs.policy.objective == "step"
-    for limits in buckets.limits(inputs.job, MAX_BUCKET_NBYTES, matrices=matrices, small=small):
-        layout = Layout(inputs.job, inputs.timing, limits)
-        if all(abs(len(layout.sizes) - len(other.sizes)) > ALIKE * len(other.sizes) for other in layouts):
-            layouts.append(layout)
-    return layouts
-
-
-def _finalists(tried: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """The cheapest candidates. One whose servers share by links is kept as well, since even parts, which are simpler to
-    search, would exclude it."""
-    evenly, by_links = ([e for e in tried if _by_links(e) is such] for such in (False, True))
-    return _cheapest(evenly, FINALISTS, lambda entry: entry.quick) + _cheapest(by_links, 1, lambda entry: entry.quick)
-
-
-def _cheapest(
-    tried: list[LayoutCandidate], most: int, which: Callable[[LayoutCandidate], ChoiceFound],
-) -> list[LayoutCandidate]:
-    """The cheapest by placed price, which exceeds the searched price by a few per cent, not equally for all."""
-    ranked: list[tuple[float, int, LayoutCandidate]] = []
-    left = WRITTEN
-    for place, entry in enumerate(sorted(tried, key=lambda entry: which(entry).price)):
-        kind = which(entry)
-        if len(ranked) == most and (kind.price >= ranked[-1][0] or left <= 0):
-            break
-        left -= len(entry.hosts) ** 2
-        ranked = sorted([*ranked, (max(kind.price, entry.exact(kind)), place, entry)])[:most]
-    return [entry for *_, entry in ranked]
-
-
-def _by_links(entry: LayoutCandidate) -> bool:
-    able = sum(node.server for node in entry.inputs.cluster.nodes)
-    return len(entry.hosts) > 1 and (entry.fitted or len(entry.hosts) < able)
-
-
-def _one_may_do(cluster: Cluster, finalists: list[LayoutCandidate]) -> bool:
-    """Whether a server on a single node could be better than servers on all nodes: if a link stands out, or if servers are
-    used anyway."""
-    return not _even(cluster) or any(
-        entry.uses(choice, lambda option: option.served) for entry in finalists for choice in (entry.quick, entry.searched)
-    )
-
-
-def _even(cluster: Cluster) -> bool:
-    rates = [_bps(node) for node in cluster.nodes if node.server]
-    return not rates or max(rates) <= min(rates) * (1 + EVEN)
-
-
-class Hosts(NamedTuple):
-    """Nodes that run servers, and each one's part of the sums; no parts for a single server."""
-
-    places: tuple[int, ...]
-    parts: tuple[float, ...] = ()
-
-
-def host_sets(cluster: Cluster) -> list[Hosts]:
-    """Sets of nodes to run servers: all that can, evenly; those chosen by links, in proportion; the one with the fastest
-    link.
-
-    Even parts balance adding and coding best; parts by links balance the transfers.
-    """
-    able = [i for i, node in enumerate(cluster.nodes) if node.server]
-    if len(able) < 2:
-        return [Hosts(tuple(able))]
-    evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
-    owned = shares(cluster).shares
-    parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
-    fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
-    alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
-    fastest = Hosts((max(able, key=lambda i: (_bps(cluster.nodes[i]), -i)),))
-    return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
-
-
-def _bps(node: Node) -> float:
-    return min(node.link.up_bps, node.link.down_bps)
-
-
-LOOKED_AT = 2.0
-"""Steps longer by more than this factor with another option are not simulated exactly."""
-SAME = 1e-6
-"""Steps that differ by less than this fraction count as equal."""
-
-
-def explained(plan: Plan, entry: LayoutCandidate, found: ChoiceFound, cluster: Cluster) -> Plan:
-    """The plan with its predictions. `found`: the choice behind it. `cluster`: the real nodes, if the search merged
-    similar ones."""
-    job, _, searched, profile, policy = entry.inputs
-    placed = entry.ways.placed.prices
-    timeline = simulate(plan, job, cluster, profile, policy, spans=False,
-                        prices=placed if placed.hosts == plan.hosts and searched == cluster else None)
-    step_s = per_step(timeline, plan.local_steps)
-    more = plan_excess(plan, job, cluster, profile, policy)
-    free_s = min(step_s, entry.free_s() / plan.local_steps)
-    verdicts: dict[int, Verdict] = {}
-    origins = [part.origin for part in entry.parts(found)]
-    for b in dict.fromkeys(origins):
-        verdicts[b] = _verdict(b, entry, found)
-    buckets = tuple(
-        structs.replace(bucket, why=_why(bucket, verdicts[b], entry, timeline))
-        for bucket, b in zip(plan.buckets, origins, strict=True)
-    )
-    steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
-    return structs.replace(plan, buckets=buckets, step_s=step_s, free_s=free_s, **steps)
-
-
-class Price(NamedTuple):
-    """Price of a plan with one bucket's option replaced."""
+class Exchange(NamedTuple):
+    """One uniform choice of compressed updates."""
 
     step_s: float
-    to_loss_s: float
-    """Seconds to a loss per step of dense training; the step time if all steps count equally."""
+    """With computing before the exchange."""
+    latency_s: float
+    parts: dict[int, float]
+    """Part of the model that each option carries."""
 
 
-NEVER = Price(math.inf, math.inf)
+def _best(tried: Sequence[Candidate]) -> list[Candidate]:
+    """The cheapest candidates, and the cheapest with other hosts: even parts, which are simpler to search, would exclude
+    it."""
+    ranked = sorted(tried, key=lambda c: c.price(c.quick))
+    others = [c for c in ranked if c.catalog is not ranked[0].catalog]
+    return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
-class Verdict(NamedTuple):
-    """A bucket's present option, its runner-up, and its best dense and compressed options; and bytes per element."""
-
-    now: Price
-    runner_up: str
-    runner: Price
-    dense: Price
-    coded: Price | None
-    nbytes: float
-    barred: bool
-    """Whether the loss budget excludes an option."""
+def _soonest(choices: Sequence[tuple[Candidate, Choice]], best: Found | None = None, *, by: float = 0.0) -> Found:
+    """The best of these choices as plans, if it is better than `best` by this fraction; hopeless ones are not placed."""
+    for candidate, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
+        if best is None or candidate.price(choice) * (1 - PLACED) < best.price * (1 - by):
+            found = candidate.found(choice)
+            best = found if best is None or found.price < best.price * (1 - by) else best
+    assert best is not None
+    return best
 
 
-def _verdict(b: int, entry: LayoutCandidate, found: ChoiceFound) -> Verdict:
-    mine, place = entry.useful[b], found.choice[b]
-    spare, loss = entry.inputs.policy.max_loss - found.loss, entry.space.loss[b]
-    now = Price(found.step_s / entry.local_steps, found.price / entry.local_steps)
-    others = [o for o in range(len(mine)) if o != place]
-    dense, coded = (_best_other(b, [o for o in others if (entry.options[mine[o]].codec == DENSE) is such], entry, found)
-                    for such in (True, False))
-    runner = min((each for each in (dense, coded) if each is not None and each[0] != NEVER), default=None, key=_to_loss)
-    present = now, place
-    if entry.options[mine[place]].codec == DENSE:
-        dense = min(present, dense or present, key=_to_loss)
-    else:
-        coded = min(present, coded or present, key=_to_loss)
-    return Verdict(now, "" if runner is None else str(entry.options[mine[runner[1]]]), now if runner is None else runner[0],
-                   now if dense is None else dense[0], None if coded is None else coded[0],
-                   entry.ways.template(mine[place]).nbytes, any(loss[o] - loss[place] > spare for o in others))
+def searched_local_steps(profile: Profile) -> int:
+    """Limit if the policy sets none. A single measured number of local steps does not show how the cost grows."""
+    measured = {row.every for row in profile.learning if row.every > 1}
+    return MOST_LOCAL_STEPS if len(measured) > 1 else max(measured, default=1)
 
 
-def _to_loss(priced: tuple[Price, int]) -> tuple[float, int]:
-    return priced[0].to_loss_s, priced[1]
+def local_steps(most: int) -> list[int]:
+    """Powers of two up to `most`.
 
-
-def _best_other(b: int, among: list[int], entry: LayoutCandidate, found: ChoiceFound) -> tuple[Price, int] | None:
-    """The best of these options for the bucket; None if there are none. Stops at an option as good as the chosen one;
-    options far from it are not simulated exactly."""
-    excess = entry.space.excess
-    if not among:
-        return None
-    factors = None
-    if excess is not None:
-        rest = 1 + found.excess - excess[b][found.choice[b]]
-        factors = [rest + more for more in excess[b]]
-    steps = entry.space.schedule.sweep(list(found.choice), [b], LOOKED_AT * found.price, math.nan, 1, among,
-                                       found.price * (1 + SAME), factors)
-    each = [(Price(steps[o] / entry.local_steps, steps[o] / entry.local_steps * (factors[o] if factors else 1.0)), o)
-            for o in among]
-    return min(each, key=_to_loss)
-
-
-def _why(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> Why:
-    now, runner = verdict.now, verdict.runner
-    return Why(
-        seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
-        nbytes=round(verdict.nbytes * travels(entry.inputs.job, bucket.slices)),
-        reason=_reason(bucket, verdict, entry, timeline),
-        runner_up=verdict.runner_up, runner_up_s=runner.step_s - now.step_s,
-        runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if entry.ways.steps_count else 0.0,
-    )
-
-
-def _reason(bucket: Bucket, verdict: Verdict, entry: LayoutCandidate, timeline: Timeline) -> str:
-    now, dense, coded = verdict.now, verdict.dense, verdict.coded
-    job, first = entry.inputs.job, bucket.slices[0].tensor
-    if job.tensors[first].buffer:
-        return "running statistics are sent as they are"
-    if job.tensors[first].dtype == DOUBLE:
-        return "float64 is kept by an all-reduce alone"
-    if is_thin(job, first):
-        return f"{100 * travels(job, bucket.slices) / bucket.numel:.2g} % of it is no zeros, and zeros do not travel"
-    count = entry.ways.steps_count
-    if bucket.codec != DENSE:
-        if dense.to_loss_s > now.to_loss_s * (1 + SAME):
-            return f"dense, {against(now, dense, count=count)}"
-        return "takes load off the links at no cost to the " + ("time to a loss" if count else "step")
-    if coded is None:
-        return "no codec is allowed or worth trying at this size"
-    if verdict.barred and coded.to_loss_s < now.to_loss_s * (1 - FINEST):
-        return f"coded, {gained(now, coded, count=count)}, but max_loss would not be kept"
-    if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
-        return f"coded, {against(now, coded, count=count)}"
-    hidden = timeline.done_s[bucket.id] <= timeline.compute_s
-    return "its transfer is hidden behind computing" if hidden else "coding it would not shorten the step: others end later"
-
-
-def against(now: Price, other: Price, *, count: bool) -> str:
-    """The effect of the other option, in words. `count`: whether steps count differently.
-
-    >>> against(Price(1.0, 1.5), Price(1.2, 1.6), count=True), against(Price(1.0, 1.0), Price(1.2, 1.2), count=False)
-    ('the step would be 200 ms longer, and a loss come 6.7 % later', 'the step would be 200 ms longer')
-    >>> against(Price(1.0, 1.0), Price(0.9, 1.5), count=True)
-    'the step would be 100 ms shorter, but a loss come 50 % later'
-    >>> against(Price(1.0, 1.0), Price(0.9, 0.99), count=True)
-    'a loss would come 1 % sooner, too little for a coarser codec'
-    >>> against(Price(1.0, 1.0), NEVER, count=True), against(Price(1.0, 1.0), NEVER, count=False)
-    ('a loss would take more than twice as long', 'the step would be more than twice as long')
+    >>> local_steps(1), local_steps(4), local_steps(6), local_steps(9999)[-1]
+    ([], [2, 4], [2, 4], 512)
     """
-    if other == NEVER:
-        return f"{'a loss would take' if count else 'the step would be'} more than twice as long"
-    later = other.to_loss_s / now.to_loss_s - 1
-    if count and later <= 0:
-        return f"{gained(now, other, count=count)}, too little for a coarser codec"
-    step, and_so = gained(now, other, count=False), "and" if other.step_s > now.step_s else "but"
-    return f"{step}, {and_so} a loss come {100 * later:.2g} % later" if count else step
+    return [2**i for i in range(1, MOST_LOCAL_STEPS.bit_length()) if 2**i <= most]
 
 
-def gained(now: Price, other: Price, *, count: bool) -> str:
-    """How much sooner a loss would come if `count`, else by how much the step time would differ.
-
-    >>> gained(Price(4.0, 5.0), Price(0.902, 4.5), count=True), gained(Price(4.0, 4.0), Price(0.902, 0.902), count=False)
-    ('a loss would come 10 % sooner', 'the step would be 3,098 ms shorter')
+def fragments(every: int, most: int) -> list[int]:
     """
-    if count:
-        return f"a loss would come {100 * (1 - other.to_loss_s / now.to_loss_s):.2g} % sooner"
-    return f"the step would be {longer(other.step_s - now.step_s)}"
-
-
-def longer(seconds: float) -> str:
+    >>> fragments(8, 64), fragments(64, 5)
+    ([1, 2, 4, 8], [1, 2, 4])
     """
-    >>> longer(0.01234), longer(-17.8)
-    ('12.3 ms longer', '17,800 ms shorter')
-    """
-    how = "shorter" if seconds < 0 else "longer"
-    ms = abs(seconds) * 1e3
-    return f"{ms:,.0f} ms {how}" if ms >= 100 else f"{ms:.3g} ms {how}"
+    return [2**i for i in range(every.bit_length()) if 2**i <= min(most, MOST_FRAGMENTS)]

@@ -25,14 +25,14 @@ KEEP_ZEROS = ("identity", "fp16", "bf16")
 """Codecs whose payloads are zero where gradients are, in every step."""
 
 
-def is_thin(job: Job, tensor: int) -> bool:
+def is_sparse(job: Job, tensor: int) -> bool:
     filled = _filled(job)
     return bool(filled) and filled[tensor] <= SPARSE_AT_MOST and job.tensors[tensor].numel >= LEAST_NUMEL
 
 
-def travels(job: Job, slices: Sequence[Slice]) -> int:
+def nonzero_numel(job: Job, slices: Sequence[Slice]) -> int:
     """Elements of a bucket that are sent: nonzero ones only, if its tensors are thin."""
-    if not is_thin(job, slices[0].tensor):
+    if not is_sparse(job, slices[0].tensor):
         return sum([s.numel for s in slices])
     filled = _filled(job)
     return max(1, round(sum([s.numel * filled[s.tensor] for s in slices])))
@@ -47,7 +47,7 @@ def keeps_zeros(option: Option | Bucket) -> bool:
 def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
     """Elements of a plan's bucket that are sent."""
     zeros = not plan.steps_locally and keeps_zeros(bucket)
-    return travels(job, bucket.slices) if zeros else bucket.numel
+    return nonzero_numel(job, bucket.slices) if zeros else bucket.numel
 
 
 def full(job: Job) -> Job:
@@ -161,7 +161,7 @@ def unrounded(plan: Plan, job: Job) -> Plan:
     return structs.replace(plan, buckets=buckets, servers=plan.servers if served else 0, hosts=plan.hosts if served else ())
 
 
-def told(job: Job, nodes: int) -> str:
+def doubles_notice(job: Job, nodes: int) -> str:
     """A notice for the user that doubles are not compressed; empty if it does not apply."""
     count = sum(t.numel for t in job.tensors if t.dtype == DOUBLE and not t.buffer)
     if not count or nodes < 2:

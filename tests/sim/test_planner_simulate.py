@@ -13,7 +13,7 @@ from support.schedules import chain, one_node, random_problem
 from commlayer.native import core
 from commlayer.planner.model import Task
 from commlayer.planner.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
-from commlayer.planner.simulation import PortableSchedule, critical, schedule
+from commlayer.planner.simulation import PortableSchedule, schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 
@@ -129,27 +129,6 @@ def test_late_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() 
     problem = flatten(loads, one_node((2.0, 2.0, 3.0), 4.0))
     for loop in LOOPS:
         assert loop(problem).run([0] * problem.buckets) == 11.0
-
-
-def test_only_what_holds_the_step_up_is_critical() -> None:
-    """The first bucket's transfer ends before a gap; the second's rules."""
-    problem = flatten([load(*chain(("up:a", 0.5))), load(*chain(("up:a", 1.0)))], one_node((0.0, 2.0), 2.0))
-    _, starts, ends = schedule(problem).trace([0, 0])
-    assert critical(problem, [0, 0], starts, ends) == {1}
-
-
-def test_what_shared_a_link_with_it_is_critical() -> None:
-    loads = [load(*push(("up:a", 0.5), ("down:b", 0.5))), load(*push(("up:a", 2.0), ("down:c", 2.0)))]
-    problem = flatten(loads, ENDS)
-    _, starts, ends = schedule(problem).trace([0, 0])
-    assert critical(problem, [0, 0], starts, ends) == {0, 1}
-
-
-def test_a_codec_that_made_a_gradient_late_is_critical() -> None:
-    loads = [load(*chain(("compute:a", 0.5))), load(*chain(("up:a", 1.0)))]
-    problem = flatten(loads, one_node((0.0, 2.0), 2.0))
-    _, starts, ends = schedule(problem).trace([0, 0])
-    assert critical(problem, [0, 0], starts, ends) == {0, 1}
 
 
 def choice_of(problem: Problem, seed: int) -> list[int]:

@@ -70,8 +70,8 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
     ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
     problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
     made = schedule(problem)
-    burden = [[sum(w.seconds) for w in ways] for ways in choices]
-    space = Space(made, loss, burden, lambda choice: set(range(n)), [[b] for b in range(n)], 1.0 if budget else 1e9)
+    burden, excess = [[sum(w.seconds) for w in ways] for ways in choices], [[0.0] * len(ways) for ways in choices]
+    space = Space(made, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
     return space, problem, [len(each) for each in loss]
 
 

@@ -16,9 +16,9 @@ from commlayer.compressors.feedback import wrap
 from commlayer.engine.plan_choice import promise_of, unsuited
 from commlayer.planner import lower, verify
 from commlayer.planner import tables as machines
-from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Line, Node, Policy, Profile
+from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.search import plan
 from commlayer.planner.tree import Promise, misfits, summing
@@ -79,7 +79,7 @@ def test_every_option_runs(seed: int) -> None:
     rng = random.Random(seed)
     cluster = drawn_cluster(rng)
     profile, policy = drawn_profile(rng, cluster), drawn_policy(rng)
-    offered = options(Prices(cluster, profile), policy)
+    offered = [option for hosts in ((), None) for option in options(Prices(cluster, profile, hosts), policy)]
     sizes = [rng.choice((1, 5, 4096)) for _ in offered]
     job = Job(tuple(TensorInfo(f"t{i}", (n,)) for i, n in enumerate(sizes)), timing=None)
     buckets = tuple(Bucket(i, (Slice(i, 0, n),), o.path, o.codec, down=o.down, by_node=o.by_node)

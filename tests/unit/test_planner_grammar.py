@@ -7,11 +7,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from support.planner import PROFILE, SPARSE, codec, flat, home, tall
+from support.planner import flat, home, tall
 
-from commlayer.planner.candidates import alone_s, unbeaten
-from commlayer.planner.costs import Prices
-from commlayer.planner.model import Cluster, Node, Profile
+from commlayer.planner.model import Cluster, Node
 from commlayer.planner.tree import KINDS, Kind, Op, Path, check, encodes, kind, options, parse, served, spell, summing
 from commlayer.records import over_server
 
@@ -152,21 +150,3 @@ def test_whatever_the_tree_lacks_is_refused() -> None:
 def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str) -> None:
     assert [line for line in check(parse(text), cluster) if rule in line]
     assert parse(text) not in options(cluster)
-
-
-def drawn(draw: random.Random, cluster: Cluster) -> Prices:
-    codecs = tuple(codec(SPARSE, device, draw.uniform(0.1, 9), draw.uniform(0.1, 9), draw.uniform(0.01, 2))
-                   for device in ("gpu", "cpu"))
-    return Prices(cluster, Profile(codecs, PROFILE.server))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_pruning_keeps_what_is_best_for_a_bucket_alone(seed: int) -> None:
-    draw = random.Random(seed)
-    cluster = tall(draw.randint(2, 8), draw.randint(2, 8), net_bps=draw.uniform(1e8, 1e11))
-    prices, paths = drawn(draw, cluster), options(cluster)
-    kept = unbeaten(prices, paths, SPARSE, 1_000, 10_000_000)
-    assert set(kept) < set(paths)
-    for numel in (1_000, 30_000, 1_000_000, 10_000_000):
-        alone = [alone_s(prices.steps(path, SPARSE), numel) for path in paths]
-        assert min(alone) == min(alone_s(prices.steps(path, SPARSE), numel) for path in kept)

@@ -9,13 +9,12 @@ from support.plans import toy_job
 from support.splits import closed_form
 
 from commlayer.planner import buckets, tables
-from commlayer.planner.candidates import options
 from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.layout_candidate import LayoutCandidate, SearchInputs
 from commlayer.planner.model import Cluster, Link, Node, Policy
-from commlayer.planner.option_prices import Layout, Ways
-from commlayer.planner.search import host_sets, plan
+from commlayer.planner.options import Catalog, options
+from commlayer.planner.placement import host_sets, parts
+from commlayer.planner.search import plan
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
@@ -57,15 +56,14 @@ def test_transfers_and_sums_by_parts() -> None:
 
 def test_what_is_written_keeps_the_parts() -> None:
     job, cluster = toy_job(), machines(*["fiber-100"] * 3, "fiber-150")
-    profile, policy, timing = checked_inputs(job, cluster, None, DENSE_ONLY)
+    profile, policy, _ = checked_inputs(job, cluster, None, DENSE_ONLY)
     fitted = next(hosts for hosts in host_sets(cluster) if len(set(hosts.parts)) > 1)
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
-    entry = LayoutCandidate(SearchInputs(job, timing, cluster, profile, policy), Ways(prices, options(prices, policy)),
-                  Layout(job, timing, buckets.limits(job)[0]))
-    made = entry.emit(entry.quick)
+    catalog = Catalog(prices, options(prices, policy))
+    groups = buckets.groups(job, buckets.limits(job)[0])
+    placed = parts(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1)
     for server, part in enumerate(fitted.parts):
-        summed = sum(bucket.numel for bucket in made.buckets if bucket.server == server)
-        assert summed == pytest.approx(part * job.numel, rel=0.02)
+        assert sum(each.numel for each in placed if each.server == server) == pytest.approx(part * job.numel, rel=0.02)
 
 
 def test_two_fast_links_share_what_one_could_not_carry() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.splits import closed_form
 
 from commlayer.planner.model import Cluster, Link, Node
-from commlayer.planner.option_prices import assign, shares
+from commlayer.planner.placement import assign, shares
 
 M, BPS = 100e6, 10e9
 RATES = st.floats(1e7, 1e10)

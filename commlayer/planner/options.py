@@ -1,0 +1,239 @@
+"""What a bucket may do in one cluster with one set of servers: paths of Espresso's tree with codecs, and their prices.
+
+A path is kept if it is the best by some criterion for small, middling or large buckets. The codecs that send most and least
+decide, so that hundreds of two-level paths are priced for two codecs instead of for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from commlayer.codec_spec import parse_spec
+from commlayer.errors import InvalidInput
+from commlayer.planner import tree
+from commlayer.planner.buckets import Sort
+from commlayer.planner.convergence import Recipe
+from commlayer.planner.costs import Excesses, Lines, Prices, Template, bare, hidden
+from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile
+from commlayer.planner.problem import COMPUTE, Load, Shape
+from commlayer.planner.tensors import EXACT, keeps_zeros
+from commlayer.planner.tree import ALIASES, Path, Promise, fits, on_gpus, parse, promise_of, spell
+
+SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
+"""Elements of the buckets for which paths are compared."""
+SLOW = 0.6
+"""A node with an uplink below this part of the median may use a codec that sends less."""
+
+Reals = npt.NDArray[np.float64]
+
+
+def options(prices: Prices, policy: Policy) -> list[Option]:
+    """All options worth trying, dense ones first: over servers if the prices have hosts, else collectives. A plan that mixed
+    both would have few buckets for each server, and balance them badly."""
+    cluster, profile, served = prices.cluster, prices.profile, bool(prices.hosts)
+    codecs = {cost.codec: cost for cost in profile.codecs}
+    floats: tuple[tree.Kind, ...] = ("flat", "two-level") if max(n.ranks for n in cluster.nodes) > 1 else ("flat",)
+    kinds = ("service",) if served else floats
+    dense = best_paths(prices, [] if served and DENSE not in codecs else tree.options(
+        cluster, devices=("cpu",), max_encodes=int(served), kinds=kinds, dense=not served), DENSE)
+    result = [Option(_name(path, cluster)) for path in dense]
+    alike: dict[tuple[Promise, tuple[str, ...]], list[str]] = {}
+    for name in sorted(allowed_codecs(profile, policy), key=lambda name: (codecs[name].nbytes.slope_s, name)):
+        if name != DENSE:
+            alike.setdefault((promise_of(codecs[name]), _devices(prices, name)), []).append(name)
+    for (promise, priced), names in alike.items() if dense else ():
+        devices = [device for device in policy.devices if device in priced]
+        paths = [path for path in tree.options(cluster, devices=devices, max_encodes=policy.max_encodes, sums=promise.sums,
+                                               kinds=kinds if served else (*kinds, "sum"), dense=False,
+                                               servers="cpu" in priced)
+                 if fits(path, [promise], gpus=on_gpus(cluster) and not policy.whole_tree)]
+        kept = dict.fromkeys(path for name in dict.fromkeys((names[0], names[-1])) for path in best_paths(prices, paths, name))
+        result += [Option(_name(path, cluster), name) for path in kept for name in names]
+        result += _uneven(cluster, names, promise, [path for path in kept if tree.served(path)])
+    return result
+
+
+def best_paths(prices: Prices, paths: Sequence[Path], codec: str) -> list[Path]:
+    """The paths that are best by some criterion at some size, in their order."""
+    if not paths:
+        return []
+    each = np.stack([criteria(prices.template(path, codec), SIZES) for path in paths])
+    return [paths[i] for i in sorted(set(each.argmin(axis=0).ravel().tolist()))]
+
+
+def criteria(template: Template, sizes: Reals) -> Reals:
+    """Seconds by criterion and size: alone on idle lanes; the busiest lane; both; links; coding on CPUs; load on GPUs plus
+    each of time alone and links."""
+    zero = np.zeros(len(sizes))
+    seconds, latency = _over(template.seconds, sizes), _over(template.latency, sizes)
+    busy: dict[str, Reals] = {}
+    ends: list[Reals] = []
+    at = 0
+    for lanes, after, late in zip(template.shape.lanes, template.shape.after, latency, strict=True):
+        longest = zero
+        for lane, of_lane in zip(lanes, seconds[at : at + len(lanes)], strict=True):
+            busy[lane] = busy.get(lane, zero) + of_lane
+            longest = np.maximum(longest, of_lane)
+        at += len(lanes)
+        ends.append(_most([ends[i] for i in after], zero) + longest + late)
+
+    def most(*kinds: str) -> Reals:
+        return _most([of_lane for lane, of_lane in busy.items() if lane.partition(":")[0] in kinds], zero)
+
+    alone, busiest = _most(ends, zero), _most(list(busy.values()), zero)
+    links, gpu, cpu = most("up", "down", "intra"), most(COMPUTE), most("cpu", "server")
+    return np.stack([alone, busiest, alone + busiest, links, cpu, gpu + alone, gpu + links, links + cpu + 10 * gpu])
+
+
+def _over(lines: Lines, sizes: Reals) -> Reals:
+    """A row for each line, a column for each size."""
+    values = np.array(lines).reshape(-1, 2)
+    return values[:, :1] + values[:, 1:] * sizes
+
+
+def _most(each: Sequence[Reals], zero: Reals) -> Reals:
+    result = zero
+    for seconds in each:
+        result = np.maximum(result, seconds)
+    return result
+
+
+def _devices(prices: Prices, codec: str) -> tuple[str, ...]:
+    """Devices on which every node could use the codec, according to the profile. Servers encode on CPUs."""
+    priced = {cost.device for cost in prices.profile.codecs if cost.codec == codec}
+    gpus = {node.device for node in prices.cluster.nodes if node.ranks and node.device != "cpu"}
+    return (*(("gpu",) if "gpu" in priced or gpus <= priced else ()), *(("cpu",) if "cpu" in priced else ()))
+
+
+def _uneven(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
+    """Options that only a server allows: less data from slow nodes, or different codecs of one family for upload and
+    download."""
+    if not promise.alone:
+        return
+    workers = [node for node in cluster.nodes if node.ranks]
+    slow = [node.link.up_bps < SLOW * median(n.link.up_bps for n in workers) for node in workers]
+    families: dict[str, list[str]] = {}
+    for name in codecs:
+        families.setdefault(parse_spec(name).family, []).append(name)
+    for path in served:
+        text = _name(path, cluster)
+        for less, more in (pair for family in families.values() for pair in pairwise(family)):
+            if any(slow) and not all(slow) and parse_spec(less).without_ratio() == parse_spec(more).without_ratio():
+                yield Option(text, more, by_node=tuple(less if is_slow else more for is_slow in slow))
+            if any(op.name == "pull" for op in path) and fits(path, [promise], down=promise):
+                yield Option(text, more, down=less)
+                yield Option(text, less, down=more)
+
+
+def _name(path: Path, cluster: Cluster) -> str:
+    """The short name of a path if it has one, else its spelling."""
+    widest = max(node.ranks for node in cluster.nodes)
+    return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
+
+
+def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
+    """The profile's codecs that the policy allows, as the profile spells them."""
+    known = {bare(cost.codec): cost.codec for cost in profile.codecs}
+    # Collectives need no price for floats.
+    unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
+    if unknown:
+        raise InvalidInput("E-PLAN-CODEC-COST",
+                           f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
+                           f"it has: {', '.join(sorted(known.values()))}")
+    allowed = {bare(codec) for codec in policy.codecs} or {*known}
+    return sorted(text for name, text in known.items() if name in allowed)
+
+
+class Priced(NamedTuple):
+    """Several options in a row, priced for every size."""
+
+    shapes: tuple[Shape, ...]
+    seconds: Reals
+    latency: Reals
+    edges: tuple[int, ...]
+    """Where each option's seconds begin, and the end."""
+
+
+class Catalog:
+    """Options by number, with their prices. Buckets count as spread over all hosts.
+
+    Without `steps_count` all steps count equally; without `budget` the loss does not matter.
+    """
+
+    def __init__(self, prices: Prices, options: Sequence[Option], *, steps_count: bool = False, budget: bool = True) -> None:
+        self.prices, self.options, self.steps_count, self.budget = prices, tuple(options), steps_count, budget
+        self._excesses = Excesses(prices.profile)
+        self._costs: dict[Recipe, tuple[list[float], list[float]]] = {}
+        self._useful: dict[tuple[Sort, int], tuple[int, ...]] = {}
+        self._criteria: list[Reals] = []
+        self._priced: dict[tuple[int, ...], Priced] = {}
+
+    @cached_property
+    def hidden(self) -> Catalog:
+        """The catalog with links reduced to what overlapped exchanges can rely on."""
+        prices = self.prices
+        reduced = Catalog(Prices(hidden(prices.cluster), prices.profile, prices.hosts, spread=prices.spread), self.options,
+                          steps_count=self.steps_count, budget=self.budget)
+        reduced._useful = self._useful
+        return reduced
+
+    def template(self, option: int) -> Template:
+        o = self.options[option]
+        return self.prices.template(o.path, o.codec, 0, 0, o.down, o.by_node)
+
+    def costs(self, recipe: Recipe) -> tuple[list[float], list[float]]:
+        """By option, if the whole model used it: excess steps and relative increase of the loss, by cautious estimates."""
+        if recipe not in self._costs:
+            keys = [(o.by_node or (o.codec,), o.down) for o in self.options]
+            of = {key: self._excesses.of(*key, recipe) for key in dict.fromkeys(keys)}
+            self._costs[recipe] = ([of[key].high if self.steps_count else 0.0 for key in keys],
+                                   [of[key].loss_high for key in keys])
+        return self._costs[recipe]
+
+    def useful(self, sort: Sort, octave: int, recipe: Recipe) -> tuple[int, ...]:
+        """Options for buckets with these contents and this octave of size: all dense ones, and for each level of steps and
+        loss those that are best by some criterion. Prices are linear, so an option that is best at both ends of the octave
+        is best between them."""
+        if (sort, octave) not in self._useful:
+            dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
+            only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Sort.BUFFERS: dense,
+                    Sort.SPARSE: [o for o, option in enumerate(self.options) if keeps_zeros(option)]}.get(sort, [])
+            self._useful[sort, octave] = tuple(only) or tuple(sorted({*dense, *self._best(octave, recipe)}))
+        return self._useful[sort, octave]
+
+    def _best(self, octave: int, recipe: Recipe) -> list[int]:
+        if not self._criteria:
+            self._criteria = [criteria(self.template(o), np.exp2(np.arange(32))) for o in range(len(self.options))]
+        excess, losses = self.costs(recipe)
+        levels: dict[tuple[float, float], list[int]] = {}
+        for o in range(len(self.options)):
+            levels.setdefault((round(excess[o], 6), round(losses[o], 6)), []).append(o)
+        kept: dict[int, Reals] = {}
+        for (_, loss), level in sorted(levels.items()):
+            prices = np.stack([self._criteria[o][:, octave - 1 : octave + 1].ravel() for o in level])
+            for i in sorted(set(prices.argmin(axis=0).tolist())):
+                mine = np.append(prices[i], loss if self.budget else 0.0)
+                if not any((theirs <= mine).all() for theirs in kept.values()):
+                    kept[level[i]] = mine
+        return list(kept)
+
+    def load(self, options: tuple[int, ...], numel: int, urgency: float) -> tuple[Load, list[float]]:
+        """The load of a bucket with these options, and each option's seconds summed over all lanes."""
+        if options not in self._priced:
+            each = [self.template(o) for o in options]
+            self._priced[options] = Priced(
+                tuple(t.shape for t in each), np.array([line for t in each for line in t.seconds]).reshape(-1, 2),
+                np.array([line for t in each for line in t.latency]).reshape(-1, 2),
+                tuple(accumulate([len(t.seconds) for t in each], initial=0)))
+        priced = self._priced[options]
+        seconds = priced.seconds[:, 0] + priced.seconds[:, 1] * numel
+        latency = priced.latency[:, 0] + priced.latency[:, 1] * numel
+        held_s: list[float] = np.diff(np.append(0.0, np.cumsum(seconds))[list(priced.edges)]).tolist()
+        return Load(priced.shapes, seconds.tolist(), latency.tolist(), urgency), held_s

@@ -1,0 +1,191 @@
+"""Which nodes host summation servers, how much each sums, and which server gets which part of a bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from commlayer.codec_spec import parse_spec
+from commlayer.errors import InvalidInput
+from commlayer.planner import buckets
+from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, least_spread_nbytes, spread
+from commlayer.planner.model import Cluster, Node
+from commlayer.planner.options import Catalog
+from commlayer.planner.tensors import nonzero_numel
+from commlayer.records import Job, Slice
+
+EVEN = 0.1
+"""Links that differ by at most this fraction count as equal when hosts are chosen."""
+LEAST_PART = 0.05
+"""A node that would sum less than this part of the busiest server's share gets no server."""
+
+
+class Hosts(NamedTuple):
+    """Nodes that run servers, and each one's part of the sums; no parts for a single server."""
+
+    places: tuple[int, ...]
+    parts: tuple[float, ...] = ()
+
+
+def host_sets(cluster: Cluster) -> list[Hosts]:
+    """Sets of nodes to run servers: all that can, evenly; those chosen by links, in proportion; the one with the fastest
+    link.
+
+    Even parts balance adding and coding best; parts by links balance the transfers.
+    """
+    able = [i for i, node in enumerate(cluster.nodes) if node.server]
+    if len(able) < 2:
+        return [Hosts(tuple(able))]
+    evenly = Hosts(tuple(able), (1 / len(able),) * len(able))
+    owned = shares(cluster).shares
+    parts = {i: part for i, part in enumerate(owned) if part >= LEAST_PART * max(owned)}
+    fitted = Hosts(tuple(parts), tuple(part / sum(parts.values()) for part in parts.values()) if len(parts) > 1 else ())
+    alike = fitted.places == evenly.places and max(fitted.parts) <= min(fitted.parts) * (1 + EVEN)
+    fastest = Hosts((max(able, key=lambda i: (_bps(cluster.nodes[i]), -i)),))
+    return list(dict.fromkeys([evenly, evenly if alike else fitted, fastest]))
+
+
+def even(cluster: Cluster) -> bool:
+    rates = [_bps(node) for node in cluster.nodes if node.server]
+    return not rates or max(rates) <= min(rates) * (1 + EVEN)
+
+
+class Split(NamedTuple):
+    """How a model is divided among the nodes that host servers."""
+
+    shares: tuple[float, ...]
+    """Part of the bytes per node of the cluster; their sum is 1."""
+    seconds: float
+    """For one pass of all bytes, in both directions at once."""
+
+
+def _bps(node: Node) -> float:
+    return min(node.link.up_bps, node.link.down_bps)
+
+
+def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
+    """The split that ends soonest, if every training node sends and receives `nbytes`. Nodes without a server own 0."""
+    n = sum(1 for node in cluster.nodes if node.ranks)
+    hosts = [node for node in cluster.nodes if node.server]
+    if not hosts:
+        raise InvalidInput("E-PLAN-INPUT", "placement: no node of the cluster can host a server")
+    if n == 0:
+        raise InvalidInput("E-PLAN-INPUT", "placement: the cluster has no node with ranks")
+    for node in cluster.nodes:
+        if not _bps(node) > 0:
+            raise InvalidInput("E-PLAN-INPUT",
+                               f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
+    bits = 8 * nbytes
+    # Training nodes without a server send and receive all bytes, whatever the split.
+    low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
+    high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
+    for _ in range(200):
+        middle_s = (low_s + high_s) / 2
+        if middle_s in (low_s, high_s):
+            break
+        if sum(_room(node, n, middle_s, bits) for node in cluster.nodes) >= 1:
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    rooms = [_room(node, n, high_s, bits) for node in cluster.nodes]
+    total_room = sum(rooms)
+    owned = tuple(room / total_room for room in rooms)
+    return Split(owned, max(_busy_s(node, share, n, bits) for node, share in zip(cluster.nodes, owned, strict=True)))
+
+
+def _lighter(node: Node, n: int) -> bool:
+    """Whether owning a part reduces the node's own traffic: with n = 1 it then sends nothing."""
+    return node.server and n < 2
+
+
+def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
+    """Seconds that a node's link is busy, in each direction."""
+    if node.ranks:
+        return bits / _bps(node) * ((1 - share) + (n - 1) * share)
+    return bits / _bps(node) * n * share
+
+
+def _room(node: Node, n: int, seconds: float, bits: float) -> float:
+    """The largest share that the node can own within that time."""
+    passes = seconds * _bps(node) / bits
+    if not node.server:
+        return 0.0
+    if not node.ranks:
+        return passes / n
+    if n <= 2:
+        # Its link is busy for 1 - share + (n-1) share, which does not grow with the share.
+        return 1.0 if passes >= n - 1 else 0.0
+    return min(1.0, max(0.0, (passes - 1) / (n - 2)))
+
+
+def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
+    """A server for each bucket, in order: the one with the least load relative to its weight. Weight 0 gets none. `loads`:
+    earlier loads, to which the sizes are added.
+
+    Ties go to the lower number. With n servers, none exceeds its part by more than that part of n - 1 times its last bucket.
+    This holds at any time, so early buckets keep all servers busy.
+    """
+    if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
+        raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
+    loads = [0.0] * len(weights) if loads is None else loads
+    able = [s for s, w in enumerate(weights) if w > 0]
+    chosen = [0] * len(sizes)
+    for bucket, size in enumerate(sizes):
+        server = min(able, key=lambda s: ((loads[s] + size) / weights[s], s))
+        loads[server] += size
+        chosen[bucket] = server
+    return chosen
+
+
+class Part(NamedTuple):
+    """A bucket of the future plan: all of a bucket of the search, or a part of it."""
+
+    origin: int
+    """The bucket of the search."""
+    slices: tuple[Slice, ...]
+    numel: int
+    option: int
+    server: int = 0
+    owner: int = 0
+
+
+ANY = -1
+"""Placeholder for a part that may go to the server with the least load."""
+
+
+def parts(
+    job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
+    fragments: int, ranks_per_node: int,
+) -> list[Part]:
+    """Cuts and places buckets; `options` has the option of each.
+
+    A served bucket is cut: each server gets at least `finely` parts of what is served, and a part of each fragment. Parts go
+    to the server with the least load, and among a node's ranks to the one with the least.
+    """
+    hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
+    sizes = [sum(s.numel for s in slices) for slices in groups]
+    total = max(1, sum(numel for numel, option in zip(sizes, options, strict=True) if catalog.options[option].served))
+    result: list[Part] = []
+    for b, (slices, numel, option) in enumerate(zip(groups, sizes, options, strict=True)):
+        cuts = catalog.options[option].served and not parse_spec(catalog.options[option].codec).needs_shape
+        count = -(-numel * max(finely, fragments) * hosts // total) if cuts else 1
+        count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // least_spread_nbytes(fragments)))
+        each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts, in proportion to their links
+        ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
+        for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
+            piece = buckets.between(slices, start, stop) if ends else slices
+            result.append(Part(b, piece, stop - start, option, host if each else ANY))
+    served = [i for i, part in enumerate(result) if catalog.options[part.option].served]
+    weights = {i: sum(catalog.template(result[i].option).sent(nonzero_numel(job, result[i].slices))) for i in served}
+    for i, owner in zip(served, spread(list(weights.values()), ranks_per_node), strict=True):
+        result[i] = result[i]._replace(owner=owner)
+    loads = [0.0] * hosts
+    for places in fragments_of(result, min(fragments, len(result))):
+        free = [i for i in places if i in weights and result[i].server == ANY]
+        if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
+            free.sort(key=lambda i: -weights[i])
+        for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):
+            result[i] = result[i]._replace(server=server)
+    return [part._replace(server=max(part.server, 0)) for part in result]
