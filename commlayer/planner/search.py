@@ -307,7 +307,8 @@ class Search:
         if measured if policy.staleness is None else policy.staleness:
             best = min([plain, *self._stale(plain)], key=lambda found: found.price)
         best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
-        return best if best.price < plain.price * (1 - PAYS) else plain
+        # The forward overlap changes nothing that is learnt, so it has no risk that must be paid for.
+        return best if best.candidate.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
     @_uncollected()
     def explained(self, found: Found) -> Plan:
