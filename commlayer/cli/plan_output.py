@@ -286,8 +286,7 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
         column.min_width = max((min(LONGEST, len(word)) for cell in column.cells for word in str(cell).split()), default=0)
     yield grid
     yield ("gain: of the plan over the best of no compression, DDP fp16 and one machine alone"
-           + (", in seconds to a loss" if known else "") + "; codec: of most elements"
-           + ("" if known else "; free: with codecs that take no time"))
+           + (", in seconds to a loss" if known else "") + "; codec: of most elements")
     if losing := [p.label for p in result.points if 0 < p.alone_s < p.to_loss_s]:
         yield f"one machine alone is faster than this plan: {', '.join(losing)}"
     floors = ", ".join(f"{ms(p.floor_s)} ({p.label})" for p in result.points if p.floor_s)

@@ -24,7 +24,7 @@ from commlayer.cli import plan_output
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import RequestedModes, stepping
 from commlayer.planner import default_plan
-from commlayer.planner import sync_modes as other_ways
+from commlayer.planner import search as planning
 from commlayer.planner.buckets import fragments_of
 from commlayer.planner.convergence import LearningRow, Recipe, excess
 from commlayer.planner.costs import hidden, plan_excess
@@ -221,7 +221,7 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_for_turns_of_one_size() -> None
 
 
 def test_a_small_model_goes_in_few_turns() -> None:
-    assert other_ways.fragments(8, 1) == [1]
+    assert planning.fragments(8, 1) == [1]
     small = toy_job(tensors=1, numel=20_000, step_s=0.03)
     assert plan(small, at(1e5), measured(at(1e5)), Policy(exact=False, optimizer="sgd")).fragments == 1
 
