@@ -55,7 +55,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},
-        {"choices", "candidates", "option_prices", "layout_candidate", "search", "sync_modes"},
+        {"choices", "options", "placement", "search"},
         {"explanation", "plan_lint"},
     ],
     # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
