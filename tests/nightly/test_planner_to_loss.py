@@ -75,7 +75,7 @@ def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
     exact = [made_for(at(bps), Policy()) for bps in rates]
     free = [made_for(at(bps), FREE) for bps in rates]
     for made in (exact[0], free[0]):
-        assert {parse_spec(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8"}
+        assert {parse_spec(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8", "int4"}
         assert (made.local_steps, made.codes, made.overlap) == (1, "gradients", "")
     for plans in (exact, free):
         needed = [made.steps_high for made in plans]
