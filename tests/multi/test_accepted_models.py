@@ -153,7 +153,7 @@ def sparse(rank: int) -> list[str]:
 
 def test_sparse_gradients_under_ddp_are_refused_by_name() -> None:
     for first, second in pool(WORLD).call(sparse):
-        assert "gradient of 0.weight is torch.sparse_coo" in first
+        assert "gradient of 0.weight has layout torch.sparse_coo" in first
         assert first.endswith("[E-GRADIENT-LAYOUT]")
         assert second != "nothing"
 

@@ -268,7 +268,7 @@ BAD = [
     ({"token": "short"}, "^token: .*argument token, .*8 or more.*E-SETTING"),
     ({"token": "with blanks in it"}, "^token: .*argument token, .*8 or more.*E-SETTING"),
     ({"token_file": "missing"}, "^token_file: .*missing .*argument token_file .*E-SETTING"),
-    ({"token_file": "empty"}, "^token_file: .*empty .*argument token_file .*0 characters .*E-SECRET"),
+    ({"token_file": "empty"}, "^token_file: .*empty .*argument token_file: .*0 characters .*E-SECRET"),
     ({"token_file": "good", "token": SECRET}, "^token_file: .*good .*argument token_file .*argument token, .*E-SECRET"),
 ]
 

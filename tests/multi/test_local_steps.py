@@ -552,5 +552,5 @@ def test_local_steps_and_late_results_exclude_each_other() -> None:
 @pytest.mark.parametrize("arguments", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}])
 def test_impossible_outer_optimizers_are_refused(arguments: dict[str, float]) -> None:
     (name, value), = arguments.items()
-    with pytest.raises(ValueError, match=f"Outer: {name} {value}.*E-OPTIM-ARGUMENT"):
+    with pytest.raises(ValueError, match=f"Outer: {name} is {value}.*E-OPTIM-ARGUMENT"):
         Outer(**arguments)

@@ -95,7 +95,7 @@ def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, cap
 
 
 def test_a_plan_for_other_machines_says_so() -> None:
-    job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@10g")
+    job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@fiber-1000")
     said: list[str] = []
     basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
     with_server_nodes(basis.plan, basis, 2, said.append)
