@@ -103,7 +103,7 @@ def test_replicas_stay_equal_under_other_codecs_and_sync_modes(how: dict[str, An
 
 def test_overlap_refuses_them_by_name() -> None:
     model = Tables()
-    with pytest.raises(ValueError, match=r"words\.weight .*E-SYNC-FORWARD"):
+    with pytest.raises(ValueError, match=r"words\.weight.*E-SYNC-FORWARD"):
         commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward")
 
 

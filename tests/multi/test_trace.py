@@ -90,7 +90,7 @@ def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
     with commlayer.attach(mlp()) as session:
         with pytest.raises(ValueError, match="alone.*E-TRACE"):
             session.inspect.trace(tmp_path / "t.json")
-        with pytest.raises(ValueError, match=r"steps is 0\b.*E-TRACE"):
+        with pytest.raises(ValueError, match=r"steps: got 0\b.*E-TRACE"):
             session.inspect.trace(tmp_path / "t.json", steps=0)
 
 
@@ -126,4 +126,4 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     connection = JobContext()
     trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
     connection.close()
-    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 were recorded"]
+    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
