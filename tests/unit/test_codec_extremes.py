@@ -240,7 +240,7 @@ def test_output_of_another_kind(codec: Codec, told: str) -> None:
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
 def test_a_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
     state, other = codec.init(SPEC), codec.init(Spec((32, 101)))
-    with pytest.raises(ValueError, match=r"codec state \S+: shape \(.*\).* \(.*\).*E-CODEC-STATE"):
+    with pytest.raises(ValueError, match=r"codec state \S+: got shape \(.*\).* \(.*\).*E-CODEC-STATE"):
         restore(other, snapshot(state))
     for name, value in snapshot(state).items():
         wrong = torch.float64 if value.dtype != torch.float64 else torch.float32
