@@ -244,5 +244,5 @@ def test_a_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
         restore(other, snapshot(state))
     for name, value in snapshot(state).items():
         wrong = torch.float64 if value.dtype != torch.float64 else torch.float32
-        with pytest.raises(ValueError, match=rf"codec state {name}: {wrong}.* {value.dtype}.*E-CODEC-STATE"):
+        with pytest.raises(ValueError, match=rf"codec state {name}: got {wrong}.* {value.dtype}.*E-CODEC-STATE"):
             restore(codec.init(SPEC), {**snapshot(state), name: value.to(wrong)})

@@ -85,6 +85,5 @@ def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through(
     assert unsuited(made, 3, 1, reachable=False) == []
     other = planner.lower(planner.plan(JOB, together, costs(), Policy(devices=("cpu",))))
     assert "service" not in {b.path for b in other.buckets}
-    assert "a collective crosses nodes, and these reach a server alone (commlayer launch), allowed: 'service'" in unsuited(
-        other, 3, 1, reachable=False)[0]
+    assert "has a collective between nodes that can reach only a server" in unsuited(other, 3, 1, reachable=False)[0]
     assert unsuited(other, 3, 1) == []

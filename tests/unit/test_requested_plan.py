@@ -198,4 +198,4 @@ def test_payloads_that_no_frame_carries_are_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(plan_choice, "MAX_FRAME_NBYTES", 200_000)
     (line,) = unsuited(plan, 2, 1)
     assert line.startswith("bucket 0: payloads of identity()")
-    assert line.endswith("a frame carries 200000: cut it into several, or take a codec that sends less")
+    assert line.endswith("a frame is limited to 200000: split the bucket, or use a codec that sends less")

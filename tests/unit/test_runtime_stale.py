@@ -170,4 +170,4 @@ def test_what_cannot_be_late_is_refused_in_one_line() -> None:
     buckets = tuple(msgspec.structs.replace(b, path="allreduce") for b in made.buckets)
     problems = unsuited(msgspec.structs.replace(made, buckets=buckets), 2, 1)
     assert problems
-    assert all("path 'allreduce' gives its result in the same step" in line for line in problems)
+    assert all("path 'allreduce' does not support results that are one step late" in line for line in problems)
