@@ -104,7 +104,8 @@ def test_who_says_nothing_until_the_deadline_is_refused() -> None:
     with contextlib.closing(StreamTransport(Hello("job", SERVER_BASE), settings=settings)) as server, \
             socket.create_connection(server.listen(), WAIT_S):
         until(lambda: bool(noted), "it is noted")
-    assert [(type(why), why.partition(": ")[2]) for why in noted] == [(str, "sent no HELLO before the deadline of the handshake [E-DEADLINE]")]
+    assert [(type(why), why.partition(": ")[2]) for why in noted] == [
+        (str, "sent no HELLO before the deadline of the handshake [E-DEADLINE]")]
 
 
 def test_who_is_sent_away_since_it_said_nothing_is_refused() -> None:

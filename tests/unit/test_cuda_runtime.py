@@ -113,5 +113,6 @@ def test_without_cupy_one_line_says_so_and_the_host_codes(
         assert not runs_on(identity(), torch.device("cuda"))
         assert not runs_on(int8(), torch.device("cuda"))
     assert [record.message for record in caplog.records] == [
-        "device codecs: CuPy cannot be loaded (none here); install commlayer[gpu12]; gradients are compressed on the CPU instead"
+        "device codecs: CuPy cannot be loaded (none here); install commlayer[gpu12]; gradients are compressed on the CPU "
+        "instead"
     ]
