@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import permutations, product
 from operator import getitem
 from typing import NamedTuple
 
@@ -17,11 +17,11 @@ from commlayer.planner.simulation import Timed
 
 EQUAL = 1e-9
 """Prices that differ by less than this fraction are equal."""
-SLACK = 1e-3
-"""The refinement may raise the price by this fraction."""
 STARTS = 3
 """Number of uniform choices with which the first pass begins."""
-FEW = 6
+FEW = 2000
+"""Up to this many choices of all buckets are all tried."""
+SMALL = 6
 """Up to this many buckets, pairs are changed together as long as that helps: under a loss budget, one may pay for another."""
 MOST_SINGLE = 16
 """In a pass, at most this many buckets are changed by themselves, the largest first."""
@@ -78,12 +78,15 @@ def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
 
 
 def search(space: Space, starts: Sequence[Choice]) -> Choice:
-    """Improves the best starts in two passes: by groups of buckets, then the best of them by single buckets."""
+    """Improves the best starts in two passes: by groups of buckets, then the best of them by single buckets. With few choices
+    it tries them all."""
+    if math.prod(map(len, space.loss)) <= FEW:
+        return _refined(space, _all(space))
     found = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
                 key=lambda choice: choice.order)
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
     found = _passed(space, found, [*single, *_groups(space)])
-    while len(found.options) <= FEW and (paired := _paired(space, found)) != found:
+    while len(found.options) <= SMALL and (paired := _paired(space, found)) != found:
         found = paired
     return _refined(space, found)
 
@@ -96,6 +99,17 @@ def _paired(space: Space, found: Choice) -> Choice:
             other = _changed(space, first, (b,), found.price)
             if other.price < found.price * (1 - EQUAL) and other.loss <= _within(space):
                 found = other
+    return found
+
+
+def _all(space: Space) -> Choice:
+    """The best of all choices within the budget. One sweep prices all options of the last bucket."""
+    counts = [len(losses) for losses in space.loss[:-1]]
+    found = min(uniform(space), key=lambda choice: choice.order)
+    for head in product(*map(range, counts)):
+        other = _changed(space, _priced(space, (*head, 0)), (len(counts),), found.price)
+        if other.loss <= _within(space) and other.price < found.price * (1 - EQUAL):
+            found = other
     return found
 
 
@@ -133,7 +147,7 @@ def _changed(space: Space, found: Choice, buckets: Sequence[int], price: float =
 def _refined(space: Space, found: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price: compression that saves no time
     is reverted."""
-    limit = found.price * (1 + SLACK)
+    limit = found.price * (1 + EQUAL)
 
     def coarse(b: int, option: int) -> tuple[float, float, float]:
         return space.excess[b][option], space.loss[b][option], space.burden[b][option]
