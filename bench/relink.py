@@ -27,7 +27,7 @@ SEEN = 8
 """Steps whose median is a step time."""
 PATIENCE_S = 60.0
 DEADLINE_S = 200.0
-PLANNED = ("went over to plan", "kept the plan in force", "no plan")
+PLANNED = ("switched to plan", "kept the current plan", "no plan")
 
 Step = dict[str, Any]
 

@@ -427,12 +427,12 @@ class TuningController:
         except ValueError as error:  # raised on all ranks, and nothing has changed
             if self._lead is not None:
                 self._lead = plan_policy.refused(self._lead)
-            self._say(f"kept the plan in force: {error}")
+            self._say(f"kept the current plan: {error}")
             return
         if self._lead is not None:
             self._set(*plan_policy.switched(self._lead, self._active, left))
         back = proposal is not None and proposal.back
-        self._say(f"went {'back' if back else 'over'} to plan {digest(self._active)}: {in_words(self._active)}")
+        self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {in_words(self._active)}")
         self._entered(own=True)
 
     def _change_codecs(self, change: CodecChange) -> bool:
@@ -443,9 +443,9 @@ class TuningController:
         try:
             self._do.switch(plan, by_itself=False)
         except ValueError as error:  # raised on all ranks, and nothing has changed
-            self._say(f"{change.reason}, but the plan in force stays: {error}", logging.WARNING)
+            self._say(f"{change.reason}, but the current plan stays: {error}", logging.WARNING)
             return False
-        self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from here on, {change.before:.3g} -> "
+        self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from now on, {change.before:.3g} -> "
                   f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
         self._entered(by_guard=True)
         return True

@@ -286,7 +286,7 @@ def end_search(
         return structs.replace(kept, stale=True), [LogLine("found a plan, but the active plan has changed meanwhile")]
     if order.checks and max(best.current_s, lead.pace_s) >= OFF * min(best.current_s, lead.pace_s):
         again = not (lead.discarded or keep)
-        line = (f"kept the plan in force: priced at {_ms(best.current_s)} per step, measured at {_ms(lead.pace_s)}, so a "
+        line = (f"kept the current plan: priced at {_ms(best.current_s)} per step, measured at {_ms(lead.pace_s)}, so a "
                 f"search by these prices is discarded{'; measuring again' if again else ''}")
         return structs.replace(kept, stale=again, discarded=True), [LogLine(line)]
     verdict = ReplanVerdict(order.step_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
@@ -298,7 +298,7 @@ def end_search(
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
     if keep or later or _hopeless(best, best.current_steps):
-        line = f"kept the plan in force{_versus_alone(best, current_s)}: found {line}"
+        line = f"kept the current plan{_versus_alone(best, current_s)}: found {line}"
         return structs.replace(kept, basis=best.back.basis), [LogLine(line), *hint]
     line = f"found {line}{_versus_alone(best, best.plan.step_s * best.steps)}"
     return structs.replace(kept, proposal=Proposal(best, lead.pace_s)), [LogLine(line), *hint]

@@ -106,7 +106,7 @@ def test_all_ranks_go_over_to_another_plan_when_links_become_slow_and_when_they_
     assert all(r["digests"] == results[0]["digests"] for r in results), "each plan is taken up by all at one step"
     first, slow, quick = results[0]["decided"]
     for r in results:
-        assert len([one for one in r["decisions"] if "went over to plan" in one]) >= 3
+        assert len([one for one in r["decisions"] if "switched to plan" in one]) >= 3
         at_first, before, behind, after = (r["sent"][step] for step in (0, first, slow, quick))
         assert 0 < behind < 4 * 40 * 40, "on slow links payloads are compressed"
         assert at_first != before

@@ -49,7 +49,7 @@ def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
             sent.append(session.stats()["sent_nbytes"])
             same = same + 1 if plans and session.inspect.plan == plans[-1] else 0
             plans.append(session.inspect.plan)
-            judged.fill_(any("under plan" in one or "kept the plan" in one for one in session.inspect.decisions()))
+            judged.fill_(any("under plan" in one or "kept the current plan" in one for one in session.inspect.decisions()))
             dist.broadcast(judged, 0)
         steps = [after - before for before, after in itertools.pairwise(sent)]
         session.drain()

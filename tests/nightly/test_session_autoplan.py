@@ -51,8 +51,8 @@ def test_all_go_over_to_a_plan_of_their_own(how: str) -> None:
     changed = first["digests"].index(first["digests"][-1])
     assert changed > FIRST_PLANNING
     for r in results:
-        (line,) = [line for line in r["decisions"] if "went over to plan" in line]
-        assert line.startswith(f"step {changed + 1}: went over to plan {first['digests'][-1]}: ")
+        (line,) = [line for line in r["decisions"] if "switched to plan" in line]
+        assert line.startswith(f"step {changed + 1}: switched to plan {first['digests'][-1]}: ")
         before, after = r["sent"][changed], r["sent"][-1]
         assert before > 0
         assert set(r["sent"][changed - 4 : changed + 1]) == {before}, "of steps under the plan to begin with"

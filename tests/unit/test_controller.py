@@ -258,9 +258,9 @@ def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> No
 
     jobs = together(world, script)
     if refuses:
-        assert lines(jobs, "kept the plan")[0].startswith("kept the plan in force: ")
+        assert lines(jobs, "kept the current plan")[0].startswith("kept the current plan: ")
     else:
-        assert sum("went" in line for line in jobs[1].lines) == 2
+        assert sum("switched " in line for line in jobs[1].lines) == 2
 
 
 def test_moved_shares_are_measured_again_once_they_matter() -> None:

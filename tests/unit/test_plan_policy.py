@@ -62,7 +62,7 @@ def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_s
     rank, found = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
     lines = texts(rank.found(found))
     assert rank.request() == (Request.SWITCH if proposed else Request.NOTHING)
-    assert lines.startswith("found a plan" if proposed else "kept the plan in force: found a plan")
+    assert lines.startswith("found a plan" if proposed else "kept the current plan: found a plan")
     # The inputs of the kept plan are known now. Before all have switched, nothing of the found plan is active.
     assert (rank.lead.basis, rank.lead.price) == (None if proposed else found.back.basis, found.current_price)
     assert rank.lead.verdicts == (ReplanVerdict(1.2, found.uncontended_s, found_s, current_steps, steps),)
