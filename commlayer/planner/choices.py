@@ -103,14 +103,9 @@ def _paired(space: Space, found: Choice) -> Choice:
 
 
 def _all(space: Space) -> Choice:
-    """The best of all choices within the budget. One sweep prices all options of the last bucket."""
-    counts = [len(losses) for losses in space.loss[:-1]]
-    found = min(uniform(space), key=lambda choice: choice.order)
-    for head in product(*map(range, counts)):
-        other = _changed(space, _priced(space, (*head, 0)), (len(counts),), found.price)
-        if other.loss <= _within(space) and other.price < found.price * (1 - EQUAL):
-            found = other
-    return found
+    """The best of all choices within the budget."""
+    every = (_priced(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
+    return min((choice for choice in every if choice.loss <= _within(space)), key=lambda choice: choice.order)
 
 
 def _groups(space: Space) -> list[Sequence[int]]:
