@@ -11,7 +11,8 @@ import pytest
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
 from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
 from bench.reference.fifo import Played, play
-from commlayer.planner.model import Task
+from commlayer.planner.model import Policy, Task
+from commlayer.planner.search import plan
 from commlayer.planner.tables import published
 from commlayer.planner.tree import check
 
@@ -125,3 +126,14 @@ def test_direction_of_the_experiments(case: Case) -> None:
     assert steps.espresso_s <= steps.gpu_s < steps.dense_s
     assert steps.free_s < steps.espresso_s
     assert 0 < steps.compressed < len(published(case.model).tensors), "most tensors stay dense"
+
+
+LONGER = pytest.mark.xfail(strict=True, reason="135.1 ms against Espresso's 134.0: no plan with large parts is found")
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=LONGER if case.model == "vgg16" else (), id=case.model) for case in CASES
+])
+def test_a_plan_is_no_longer_than_espressos(case: Case) -> None:
+    made = plan(published(case.model), cluster_of(case.testbed), profile(case.codec), Policy(objective="step", whole_tree=True))
+    assert made.step_s <= run(case).espresso_s
