@@ -66,8 +66,10 @@ class Members:
         self.least = self.chance.choice((0, *range(1, self.workers + 1)))
         self.loss, self.lag_s = self.chance.choice((0.0, 0.1, 0.3)), self.chance.choice((0.05, 0.6))
         self.state = State(self.workers, 1, min_workers=self.least)
-        self.up, self.disk = True, b""
-        """Whether the coordinator runs, and the contents of its journal."""
+        self.up = True
+        """Whether the coordinator runs."""
+        self.disk: CoordinatorRecord | None = None
+        """The coordinator's journal."""
         self.now, self.counts = 0.0, Counter[str]()
         self.problems: list[str] = []
         self._order = itertools.count()
@@ -144,8 +146,8 @@ class Members:
     def _comes_up(self) -> None:
         self.up = True
         self._heard = {}
-        if self.disk:
-            self.state = coordinator_journal.resumed_state(coordinator_journal.decode_record(self.disk), self.now)
+        if self.disk is not None:
+            self.state = coordinator_journal.resumed_state(self.disk, self.now)
             self._heard = dict.fromkeys(self.state.registrations, self.now)
         else:
             self.state = State(self.workers, 1, min_workers=self.least)
@@ -162,7 +164,7 @@ class Members:
             return
         dice = self.chance.random() if self.now < CALM_S else 1.0
         if dice >= 0.02:
-            self.disk = coordinator_journal.encode_record(CoordinatorRecord("", "", self.state))
+            self.disk = coordinator_journal.without_times(CoordinatorRecord("", "", self.state))
         if dice < 0.04:
             self._down()
             raise Killed

@@ -115,7 +115,7 @@ class Coordinator:
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
                                             door=self._door,
-                                    journal=None if journal is None else journal.meeting,
+                                    journal=journal,
                                     noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._rendezvous.begin()

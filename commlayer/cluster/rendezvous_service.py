@@ -9,13 +9,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from commlayer.cluster import kv_store, sites
 from commlayer.cluster.audit import Audit
-from commlayer.cluster.coordinator_journal import KvJournal, SitesRecord
+from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore, QuotaOwner
 from commlayer.cluster.messages import KvReply, KvRequest, RegisterSite, SiteReply, version
 from commlayer.cluster.sites import PendingWait, WaitTracker
@@ -36,7 +36,7 @@ class RendezvousService:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: KvJournal | None = None,
+                 door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
                  noticed_s: float = 0.0) -> None:
         """`silence_s`: a site counts as gone after this many seconds without a call. `door`: returns whether the running job
         admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
@@ -47,11 +47,8 @@ class RendezvousService:
         self._lock = threading.Lock()
         self._settled, self._waits = 1, WaitTracker()
         self._journal = journal
-        for record in journal.read() if journal is not None else ():
-            if isinstance(record, SitesRecord):
-                self._state = sites.reset_silence(record.homes, clock())
-            else:
-                self._store.replay(record)
+        if journal is not None and journal.sites is not None:
+            self._state, self._store = sites.reset_silence(journal.sites, clock()), KvStore(journal.rows.items())
 
     def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
@@ -124,8 +121,8 @@ class RendezvousService:
         with self._lock:
             self._state = msgspec.structs.replace(self._state, begun=True)
         if self._journal is not None and self._state.ranks_assigned:
-            self._journal.begin(self._whole)
-            self._store.note = self._journal.note
+            self._journal.begin(sites.reset_silence(self._state, 0.0), self._store.rows)
+            self._store.save = self._journal.write_row
 
     def forget(self, view: int) -> None:
         """Drops older values after all workers have switched to the epoch with generation `view`. Call it in the event loop's
@@ -166,15 +163,11 @@ class RendezvousService:
             self._note(before)
             self._write_down(before)
 
-    def _whole(self) -> Iterator[SitesRecord | kv_store.Change]:
-        yield SitesRecord(sites.reset_silence(self._state, 0.0))
-        yield from self._store.changes()
-
     def _write_down(self, before: sites.Sites) -> None:
         """Writes to the journal which sites take part, if that has changed since `before`. After the job has begun, it changes
         only when sites join or leave."""
         if self._journal is not None and self._state.begun and self._state.present.keys() != before.present.keys():
-            self._journal.note(SitesRecord(sites.reset_silence(self._state, 0.0)))
+            self._journal.write_sites(sites.reset_silence(self._state, 0.0))
 
     def _record_contact(self, site: str) -> str:
         """Records that the site has called. Returns why the site is not part of this rendezvous; "" if it is."""

@@ -164,16 +164,24 @@ def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: s
 
 
 def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
-    store = kv_store.KvStore()
-    store.put([(NAME, b"12"), (NAME, b"1")], BY)
+    store, by = kv_store.KvStore(), QuotaOwner("a", 1 << 18)
+    store.put([(NAME, b"12"), (NAME, b"1")], by)
     assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
     for number in range(kv_store.MAX_TOKENS):
         with contextlib.suppress(CorruptFrame):
-            store.add("sum", 1, str(number), BY)
-    assert (1 << 20) - 2 * kv_store.TOKEN_NBYTES < store.nbytes <= 1 << 20
-    assert store.add("sum", 1, "0", BY) == int(store.values(["sum"])[0] or b"") > 1000, "what was refused is not added"
+            store.add("sum", 1, str(number), by)
+    assert (1 << 18) - 1024 < store.nbytes <= 1 << 18
+    assert store.add("sum", 1, "0", by) == int(store.values(["sum"])[0] or b"") > 400, "what was refused is not added"
     store.drop([NAME, "sum"])
-    assert (store.nbytes, store._sums) == (0, {})
+    assert store.nbytes == 0
+
+
+def test_additions_start_from_the_value_that_was_set() -> None:
+    store = kv_store.KvStore()
+    store.put([("sum", b"5"), ("text", b"five")], BY)
+    assert [store.add("sum", 2, once, BY) for once in ("a", "a", "b")] == [7, 7, 9]
+    with pytest.raises(CorruptFrame, match="text.*not a number.*E-FRAME"):
+        store.add("text", 1, "c", BY)
 
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:

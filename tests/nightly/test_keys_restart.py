@@ -14,7 +14,7 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from commlayer.cluster import authority, client, membership, messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.coordinator_journal import CoordinatorJournal, journaled_part
+from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, journaled_part
 from commlayer.transport.key_folder import Keys
 
 SECRET = "correct-horse-battery"
@@ -38,7 +38,8 @@ def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted
         both = list(pool.map(joined, range(2)))
     first.close()
     # A process holds its journal's folder to its end.
-    shutil.copy(tmp_path / "coordinator.state", tmp_path / "two")
+    for path in tmp_path.glob(f"{NAME}*"):
+        shutil.copy(path, tmp_path / "two")
     if when == "while it was away":
         authority.revoke(folders.ca, gone.name)
     port = int(first.address.rsplit(":", 1)[1])

@@ -27,7 +27,7 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
-REGROUPED, TICK, BEAT, PACKED = epoch_change.next_view, membership.tick, membership.heartbeat, coordinator_journal.encode_record
+REGROUPED, TICK, BEAT, PACKED = epoch_change.next_view, membership.tick, membership.heartbeat, coordinator_journal.without_times
 
 
 def same_number(state: State) -> State:
@@ -37,7 +37,7 @@ def same_number(state: State) -> State:
     return msgspec.structs.replace(after, view=msgspec.structs.replace(after.view, generation=state.view.generation))
 
 
-def forgetful(kept: CoordinatorRecord) -> bytes:
+def forgetful(kept: CoordinatorRecord) -> CoordinatorRecord:
     view = kept.state.view
     assert view is not None
     first = msgspec.structs.replace(kept.state, view=msgspec.structs.replace(view, generation=1))
@@ -65,7 +65,7 @@ def too_few(state: State) -> State:
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
     (epoch_change, "next_view", same_number, "has not heard of view"),
-    (coordinator_journal, "encode_record", forgetful, "has not heard of view"),
+    (coordinator_journal, "without_times", forgetful, "has not heard of view"),
     (epoch_change, "next_view", too_few, "are the least"),
     (membership, "tick", impatient, "and is dead"),
     (epoch_change, "record_overdue", hasty, "has not hung, and is dead"),
