@@ -77,7 +77,6 @@ CODES: dict[str, tuple[str, str]] = {
     "E-CHECKPOINT": ("Saved residuals cannot be loaded, or belong to another step, plan or world.",
                      "The message names the save to load, or the call to make first."),
     "E-TRACE": ("A trace cannot be made or read.", "Set `trace` to a file name and train some steps."),
-    "E-DOCTOR": ("The doctor cannot check what was asked for.", "The message names what is missing."),
     "E-CLI-OPTION": ("A command's option has a wrong value, or contradicts another one.",
                      "The message names the option and what is allowed."),
     "E-PACKAGE": ("A command needs a package that is not installed.", "Install the extra that the message names."),

@@ -1,32 +1,35 @@
-"""Checks a machine: versions, cores, shared memory, open files, disks, torch and GPUs."""
+"""Checks a machine: versions, cores, limits, disks, keys, the plan file, torch and GPUs."""
 
 from __future__ import annotations
 
-import fcntl
+import functools
 import json
 import math
 import os
 import platform
 import resource
+import stat
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from commlayer import native
+from commlayer import native, planner, records
 from commlayer.cluster import messages
-from commlayer.cluster.server_journal import LOCK, NAME
-from commlayer.doctor.report import Finding, at_least, fail, ok, warn
+from commlayer.cluster.server_journal import NAME
+from commlayer.config import Config, host_port, is_loopback
+from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import RecordError
-from commlayer.records import Record
+from commlayer.plan_file import plan_in
+from commlayer.records import Plan, Record
 from commlayer.transport import framing
+from commlayer.transport.key_folder import KEY, TOKEN, Keys
 
-TESTED_TORCH = "2.13"
-"""The version that constraints.txt pins."""
-LEAST_TORCH = (2, 6)
+TESTED_TORCH, LEAST_TORCH = "2.13", (2, 6)
+"""`TESTED_TORCH` is the version that constraints.txt pins."""
 TESTED_PYTHON = "3.11"
 GIB, MIB = 1 << 30, 1 << 20
 FEW_FILES, TOO_FEW_FILES = 1024, 256
@@ -36,7 +39,9 @@ SMALL_SHARED = 512 * MIB
 JOURNAL_NBYTES = 24
 """Journal bytes per parameter of a server: two slots, each with the residual, the partial sum and the last result."""
 SMALL_DISK, NO_DISK = 2 * GIB, 64 * MIB
-OTHER_FOLDER = "choose a folder that this user can write to"
+SOON_S = 30 * 86400.0
+"""A run may take weeks, and after its certificate expires a node cannot connect again."""
+CA_KEY = "ca.key"
 
 
 def own_version() -> str:
@@ -45,85 +50,55 @@ def own_version() -> str:
 
 def check_versions(python: str, isa: str) -> Iterator[Finding]:
     """`isa`: the instruction set of the native core; empty without a core."""
-    versions = f"{own_version()}, Python {python}"
-    if python.rpartition(".")[0] == TESTED_PYTHON:
-        yield ok("version", versions)
-    else:
-        yield warn("version", versions, f"tested with Python {TESTED_PYTHON} only: use it if anything fails")
-    if isa:
-        yield ok("core", f"native, with {isa} code")
-    else:
-        yield warn("core", "no native core: codecs run on the fallback in numpy, which is slow",
-                   "install a C++ compiler, then `pip install --force-reinstall --no-deps commlayer`")
+    yield judge("version", f"{own_version()}, Python {python}",
+                f"tested with Python {TESTED_PYTHON} only: use it if anything fails",
+                doubtful=python.rpartition(".")[0] != TESTED_PYTHON)
+    yield judge("core", f"native, with {isa} code" if isa else "no native core: codecs run in numpy, which is slow",
+                "install a C++ compiler, then `pip install --force-reinstall --no-deps commlayer`", doubtful=not isa)
 
 
-def own_versions() -> tuple[str, str]:
-    return platform.python_version(), native.core.isa() if native.core is not None else ""
-
-
-def check_processor(cores: int, limit: float, architecture: str, flags: Collection[str]) -> Iterator[Finding]:
+def check_processor(cores: int, limit: float) -> Finding:
     """`limit`: cores that the control group allows."""
-    wide = [name for name in ("avx2", "avx512f", "asimd") if name in flags]
-    line = f"{cores} core{'s' if cores != 1 else ''} of {architecture}" + (f" with {', '.join(wide)}" if wide else "")
+    line = f"{cores} core{'s' if cores != 1 else ''}"
     if limit < cores:
-        yield warn("cpu", f"{line}, but its control group allows the time of {limit:g}",
-                   "raise the container's limit (docker run --cpus, or limits.cpu), or codecs are throttled in bursts")
-    elif architecture in ("x86_64", "AMD64") and "avx2" not in flags and cores > 1:
-        yield warn("cpu", f"{line} without AVX2", "codecs run portable code, several times slower: run them on the GPU")
-    else:
-        yield at_least("cpu", line, "give it 2 or more cores: training, codecs and sockets share this one", cores, 2,
-                       cores=cores)
-
-
-def own_processor() -> tuple[int, float, str, tuple[str, ...]]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    line = next((row for row in _text(Path("/proc/cpuinfo")).splitlines() if row.startswith(("flags", "Features"))), "")
-    return cores, core_limit(), platform.machine(), tuple(line.partition(":")[2].split())
+        return warn("cpu", f"{line}, but its control group allows the time of {limit:g}", "raise the container's limit (docker "
+                    "run --cpus, or limits.cpu), or codecs are throttled in bursts", cores=cores)
+    return judge("cpu", line, "give it 2 or more cores: training, codecs and sockets share this one", doubtful=cores < 2,
+                 cores=cores)
 
 
 def core_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that control groups of version 2, else of version 1, allow; infinite for no limit."""
-    most, _, period = _text(cgroup / "cpu.max").partition(" ")
-    if not most:
-        most, period = _text(cgroup / "cpu/cpu.cfs_quota_us"), _text(cgroup / "cpu/cpu.cfs_period_us")
-    most, period = most.strip(), period.strip()
-    return int(most) / int(period) if most.isdecimal() and period.isdecimal() and int(period) else math.inf
-
-
-def check_file_limits(soft: int, hard: int) -> Iterator[Finding]:
-    most = {resource.RLIM_INFINITY: math.inf}
-    can = most.get(hard, hard) >= FEW_FILES
-    remedy = "ulimit -n 4096" if can else "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=4096"
-    yield at_least("files", f"{'any number' if soft in most else soft} open files allowed", remedy, most.get(soft, soft),
-                   FEW_FILES, TOO_FEW_FILES)
-
-
-def own_file_limits() -> tuple[int, int]:
-    """The soft and the hard limit."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """DataLoader workers pass batches through it, and NCCL its traffic inside a machine."""
+    """Cores that the control group allows; infinite for no limit."""
     try:
-        disk = os.statvfs(path)
-    except OSError as error:
-        yield warn("shm", f"{path}: {error.strerror}", "mount a tmpfs there: DataLoader workers and NCCL use it")
-        return
-    free = disk.f_bavail * disk.f_frsize
-    yield at_least("shm", f"{path}: {size(free)} free of {size(disk.f_blocks * disk.f_frsize)}",
-                   "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: DataLoader workers and NCCL use it", free,
-                   SMALL_SHARED, free_nbytes=free)
+        most, period = (cgroup / "cpu.max").read_text().split()
+        return int(most) / int(period)
+    except (OSError, ValueError):
+        return math.inf
 
 
-def check_folder(what: str, path: Path, free: int | str) -> Iterator[Finding]:
+def check_file_limits(soft: float, hard: float) -> Finding:
+    """`soft`, `hard`: the limits of open files; -1 for none."""
+    soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    remedy = ("ulimit -n 4096" if hard >= FEW_FILES else
+              "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=4096")
+    return judge("files", f"{'any number' if soft == math.inf else soft} open files allowed", remedy,
+                 failed=soft < TOO_FEW_FILES, doubtful=soft < FEW_FILES)
+
+
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+    """DataLoader workers pass batches through it, and NCCL its traffic inside a machine."""
+    free = free_space(path) if path.exists() else "no such folder"
+    seen = f"{path}: {free}" if isinstance(free, str) else f"{path}: {size(free)} free"
+    return judge("shm", seen, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: DataLoader workers and NCCL use "
+                 "it", doubtful=isinstance(free, str) or free < SMALL_SHARED)
+
+
+def check_folder(what: str, path: Path, free: int | str) -> Finding:
     """`free`: bytes, or why the folder cannot be written."""
     if isinstance(free, str):
-        yield fail("disk", f"{what} {path}: {free}", OTHER_FOLDER)
-    else:
-        yield at_least("disk", f"{what} {path}: {size(free)} free",
-                       "a checkpoint holds weights, optimizer and residuals: free space, or choose another folder", free,
-                       SMALL_DISK, NO_DISK, free_nbytes=free)
+        return fail("disk", f"{what} {path}: {free}", "choose a folder that this user can write to")
+    return judge("disk", f"{what} {path}: {size(free)} free", "free space, or choose another folder", failed=free < NO_DISK,
+                 doubtful=free < SMALL_DISK)
 
 
 def free_space(path: Path) -> int | str:
@@ -142,35 +117,93 @@ def free_space(path: Path) -> int | str:
     return disk.f_bavail * disk.f_frsize
 
 
-def check_journal(path: Path, free: int | str, in_use: bool, left: bool, *, required: bool) -> Iterator[Finding]:
-    """`left`: it holds the journal of an earlier job. `required`: a server without space for its journal refuses to serve."""
+def check_journal(path: Path, free: int | str, *, present: bool, required: bool) -> Iterator[Finding]:
+    """`present`: it holds the journal of an earlier job. `required`: a server without space for its journal refuses to
+    serve."""
     if isinstance(free, str):
-        yield fail("journal", f"{path}: {free}", OTHER_FOLDER)
+        yield fail("journal", f"{path}: {free}", "choose a folder that this user can write to")
         return
-    if in_use:
-        yield fail("journal", f"{path} is in use by a running server", "stop that server, or choose another folder")
-    elif left:
+    if present:
         yield warn("journal", f"{path} holds the journal of an earlier job, which `commlayer serve` resumes",
                    f"to start another job, delete it: rm -r {path}")
-    remedy = ("free space: with too little, a job runs without a journal" if not required else
-              "free space: without it a server refuses to serve a larger model, unless journal_required is false")
-    yield at_least("journal", f"{path}: {size(free)} free, enough for about {free / JOURNAL_NBYTES / 1e6:.0f} M parameters",
-                   remedy, free, SMALL_DISK, NO_DISK if required else 0, free_nbytes=free)
+    yield judge("journal", f"{path}: {size(free)} free, enough for about {free / JOURNAL_NBYTES / 1e6:.0f} M parameters",
+                "free space: without it a server refuses to serve a larger model, unless journal_required is false" if required
+                else "free space: with too little, a job runs without a journal", failed=required and free < NO_DISK,
+                doubtful=free < SMALL_DISK)
 
 
-def own_journal(path: Path) -> tuple[int | str, bool, bool]:
-    """(free space or an error, whether a running server uses it, whether it holds a journal)."""
-    free, in_use = free_space(path), False
+def own_journal(path: Path, *, required: bool) -> Iterator[Finding]:
+    return check_journal(path, free_space(path), present=(path / NAME).exists(), required=required)
+
+
+def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]:
+    """`now_s`: seconds since 1970. `serves`: whether other nodes connect to this one."""
+    from cryptography import x509
+
     try:
-        with (path / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a server that starts at this moment tries again
-    except BlockingIOError:
-        in_use = True
-    except FileNotFoundError:
-        pass  # no server has used this folder
-    except OSError as error:
-        free = free if isinstance(free, str) else error.strerror or str(error)
-    return free, in_use, (path / NAME).exists()
+        mine = Keys(folder)
+    except (RecordError, OSError, ValueError) as error:
+        yield of_error("keys", str(error).removeprefix("keys: "))
+        return
+    name, revoked = mine.own.name, mine.revoked()
+    again = f"commlayer keys add {name} --again"
+    if mine.own.serial in revoked:
+        yield fail("keys", f"the certificate of {name} is revoked", f"make a new one: {again}")
+        return
+    certificates = [x509.load_pem_x509_certificate(data) for data in (mine.certificate, mine.ca)]
+    ends = [one.not_valid_after_utc.timestamp() - now_s for one in certificates]
+    yield judge("keys", f"{name} in {folder}, valid for {min(ends) / 86400:.0f} days; list {mine.list_number}, {len(revoked)} "
+                "revoked", again if ends[0] <= ends[1] else "make a new CA: commlayer keys init --dir",
+                doubtful=min(ends) < SOON_S)
+    if readable := [file for file in (KEY, TOKEN, CA_KEY) if _is_open(folder / file)]:
+        yield warn("keys", f"other users of this machine can read {', '.join(readable)}",
+                   f"chmod 600 {' '.join(f'{folder}/{file}' for file in readable)}")
+    if (folder / CA_KEY).exists():
+        yield warn("keys", "the CA's private key is in this folder; its owner can admit any node",
+                   "keep it on one machine: copy only the folder nodes/NAME")
+    if mine.dials_only and serves:
+        yield fail("keys", f"{name} was made with --dials-only, but other nodes must connect to it",
+                   f"{again}, without --dials-only; or --join a server elsewhere")
+
+
+def _is_open(path: Path) -> bool:
+    return path.exists() and bool(path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO))
+
+
+def check_settings(config: Config) -> Iterator[Finding]:
+    """Checks security settings of a node that connects to others or accepts connections."""
+    hosts = (config.bind, config.advertise, host_port(config.join)[0] if config.join else "")
+    if all(is_loopback(host) for host in hosts if host):
+        return
+    if config.insecure and not config.keys:
+        yield warn("secure", "plain text: anyone on the path can read and change it",
+                   "commlayer keys init, then COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
+    elif config.join and not config.token:
+        yield fail("secure", "no secret, but joining a job needs one", "set COMMLAYER_KEYS or COMMLAYER_TOKEN_FILE")
+
+
+@functools.cache
+def own_plan(path: Path | None) -> Plan | str:
+    """The plan, or why it cannot be used."""
+    if path is None:
+        return "no plan"
+    try:
+        plan = plan_in(path)
+        return next(iter(planner.verify_alone(plan, 0)), plan)
+    except ValueError as error:
+        return str(error)
+
+
+def own_digest(path: Path | None) -> str:
+    """Empty without a usable plan."""
+    plan = own_plan(path)
+    return "" if isinstance(plan, str) else records.digest(plan)
+
+
+def check_plan(path: Path, plan: Plan | str) -> Finding:
+    if isinstance(plan, str):
+        return of_error("plan", plan, "make it again: commlayer plan make --out FILE")
+    return ok("plan", f"{path}: hash {records.digest(plan)}, {len(plan.buckets)} buckets, {plan.servers} servers")
 
 
 class Torch(Record, frozen=True):
@@ -178,13 +211,8 @@ class Torch(Record, frozen=True):
 
     torch: str = ""
     cuda: str = ""
-    hip: str = ""
-    gpus: tuple[tuple[str, int, str], ...] = ()
-    """Name, bytes and architecture."""
-    archs: tuple[str, ...] = ()
-    nccl: str = ""
+    gpus: tuple[str, ...] = ()
     cupy: str = ""
-    cupy_from: str = ""
     driver: bool = False
     error: str = ""
 
@@ -194,84 +222,53 @@ def check_torch(f: Torch) -> Iterator[Finding]:
         yield fail("torch", f.error or "not installed", "pip install torch, then check `python -c 'import torch'`")
         return
     release = f.torch.partition("+")[0]
+    least = ".".join(map(str, LEAST_TORCH))
     if tuple(int(part) for part in release.split(".")[:2] if part.isdecimal()) < LEAST_TORCH:
-        yield fail("torch", f.torch, f"commlayer needs {'.'.join(map(str, LEAST_TORCH))} or later: pip install -U torch")
-    elif not release.startswith(f"{TESTED_TORCH}."):
-        yield warn("torch", f"{f.torch}, untested",
-                   f"tested with {TESTED_TORCH}: pip install 'torch=={TESTED_TORCH}.*' if anything fails")
+        yield fail("torch", f.torch, f"commlayer needs {least} or later: pip install -U torch")
     else:
-        yield ok("torch", f"{f.torch}, tested")
+        yield judge("torch", f.torch, f"tested with {TESTED_TORCH}: pip install 'torch=={TESTED_TORCH}.*' if anything fails",
+                    doubtful=not release.startswith(f"{TESTED_TORCH}."))
     if f.error:
         yield fail("gpu", f.error, "check `nvidia-smi`; reinstall the driver or torch if it fails")
-    elif f.gpus:
-        yield from _gpus(f)
-    elif not f.driver:
-        yield ok("gpu", "none: training, codecs and servers use the CPU")
-    elif f.cuda or f.hip:
-        yield warn("gpu", f"torch with CUDA {f.cuda} finds no GPU, but a driver is loaded", "check `nvidia-smi`: the driver "
-                   "may be too old, the container may have no GPU, or CUDA_VISIBLE_DEVICES may hide it")
+    elif not f.gpus:
+        yield judge("gpu", f"the system has NVIDIA's driver, but torch {f.torch} finds no GPU" if f.driver else
+                    "none: training, codecs and servers use the CPU", "check `nvidia-smi`, CUDA_VISIBLE_DEVICES and the "
+                    "container's GPUs; or install torch with CUDA from https://pytorch.org", doubtful=f.driver)
     else:
-        yield warn("gpu", f"the system has NVIDIA's driver, but torch {f.torch} is built without CUDA",
-                   "install torch with CUDA from https://pytorch.org")
+        yield ok("gpu", ", ".join(f"{count} x {name}" for name, count in Counter(f.gpus).items()))
+        major = f.cuda.partition(".")[0]
+        if major:  # not ROCm
+            package = f.cupy.partition(" ")[0]
+            other = package.startswith("cupy-cuda") and package != f"cupy-cuda{major}x"
+            yield judge("cupy", f"{f.cupy or 'not installed: codecs run on the CPU'}, torch has CUDA {f.cuda}",
+                        f"{f'pip uninstall {package}, then ' if other else ''}pip install 'commlayer[gpu{major}]'",
+                        doubtful=other or not f.cupy)
 
 
-def _gpus(f: Torch) -> Iterator[Finding]:
-    names = Counter(f"{name} ({nbytes / GIB:.0f} GiB)" for name, nbytes, _ in f.gpus)
-    kind = f"ROCm {f.hip}" if f.hip else f"CUDA {f.cuda}"
-    line = f"{', '.join(f'{count} x {name}' for name, count in names.items())}, {kind}"
-    unfit = sorted({arch for _, _, arch in f.gpus if f.archs and not _runs(arch, f.archs)})
-    if unfit:
-        yield fail("gpu", f"{line}: torch has no code for {', '.join(unfit)}, only {', '.join(f.archs)}",
-                   "install a build of torch for this GPU")
-    else:
-        yield ok("gpu", line)
-    yield ok("nccl", f.nccl) if f.nccl else warn("nccl", "torch is built without it", "ranks on one machine use Gloo")
-    if f.hip:
-        return
-    major = f.cuda.partition(".")[0]
-    if not f.cupy:
-        yield warn("cupy", "not installed: codecs run on the CPU", f"pip install 'commlayer[gpu{major}]'")
-    elif f.cupy_from.startswith("cupy-cuda") and f.cupy_from != f"cupy-cuda{major}x":
-        yield warn("cupy", f"{f.cupy_from} {f.cupy}, but torch has CUDA {f.cuda}",
-                   f"pip uninstall {f.cupy_from}, then pip install 'commlayer[gpu{major}]'")
-    else:
-        yield ok("cupy", f"{f.cupy_from} {f.cupy}")
-
-
-def _runs(arch: str, archs: Sequence[str]) -> bool:
-    """Whether the GPU runs code of its major version, or PTX of an earlier one, which the driver compiles at load time."""
-    number = int(arch.removeprefix("sm_"))
-    have = [(kind, int(text)) for kind, _, text in (a.partition("_") for a in archs) if text.isdecimal()]
-    return any(n <= number and (kind == "compute" or n // 10 == number // 10) for kind, n in have)
-
-
-CHILD_S = 12.0
+CHILD_S = 15.0
 """Limit of a process that loads torch and queries its GPUs: a broken driver may hang the process."""
-LOOK_AT_TORCH = """
+TORCH_FACTS = """
 import importlib.metadata, json
 facts = {}
 for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy"):
     try:
-        facts["cupy"], facts["cupy_from"] = importlib.metadata.version(name), name
+        facts["cupy"] = f"{name} {importlib.metadata.version(name)}"
         break
     except importlib.metadata.PackageNotFoundError:
         pass
 try:
     import torch
-    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
+    facts |= {"torch": torch.__version__, "cuda": torch.version.cuda or ""}
     if torch.cuda.is_available():
-        facts["archs"] = torch.cuda.get_arch_list()
-        for i in range(torch.cuda.device_count()):
-            p = torch.cuda.get_device_properties(i)
-            facts.setdefault("gpus", []).append([p.name, p.total_memory, f"sm_{p.major}{p.minor}"])
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        facts["gpus"] = [f"{one.name} ({one.total_memory / 2 ** 30:.0f} GiB)" for one in every]
 except Exception as error:
     facts["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print(json.dumps(facts))
 """
 
 
-def own_torch(limit_s: float = CHILD_S, program: str = LOOK_AT_TORCH) -> Torch:
+def own_torch(limit_s: float = CHILD_S, program: str = TORCH_FACTS) -> Torch:
     """Facts from a separate process. After `limit_s` the process is ended and an error is returned."""
     driver = Path("/proc/driver/nvidia/version").exists()
     try:
@@ -285,16 +282,16 @@ def own_torch(limit_s: float = CHILD_S, program: str = LOOK_AT_TORCH) -> Torch:
         return Torch(driver=driver, error=f"a process that loads torch ended with exit code {process.returncode}: {last}")
 
 
+def own_machine() -> Iterator[Finding]:
+    yield from check_versions(platform.python_version(), native.core.isa() if native.core is not None else "")
+    yield check_processor(len(os.sched_getaffinity(0)), core_limit())
+    yield check_file_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_shared_memory()
+
+
 def size(nbytes: float) -> str:
     """
     >>> size(64 << 20), size(3.5 * (1 << 30))
     ('64 MiB', '3.5 GiB')
     """
     return f"{nbytes / MIB:.0f} MiB" if nbytes < GIB else f"{nbytes / GIB:.1f} GiB"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

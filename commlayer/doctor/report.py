@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import textwrap
 import threading
@@ -45,11 +44,8 @@ def fail(check: str, seen: str, remedy: str, **values: Any) -> Finding:
     return Finding(check, "fail", seen, remedy, values)
 
 
-def at_least(
-    check: str, seen: str, remedy: str, value: float, warn_below: float, fail_below: float = -math.inf, **values: Any,
-) -> Finding:
-    """Judges a value by two limits."""
-    verdict: Verdict = "fail" if value < fail_below else "warn" if value < warn_below else "ok"
+def judge(check: str, seen: str, remedy: str, *, failed: bool = False, doubtful: bool = False, **values: Any) -> Finding:
+    verdict: Verdict = "fail" if failed else "warn" if doubtful else "ok"
     return Finding(check, verdict, seen, "" if verdict == "ok" else remedy, values)
 
 
@@ -86,7 +82,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
         try:
             result.put([*check.run()])
         except Exception as error:  # whatever fails on this machine, the other checks are still useful
-            result.put([of_error(check.name, f"{line_of(error) or type(error).__name__}")])
+            result.put([of_error(check.name, line_of(error) or type(error).__name__)])
 
     for check, result in zip(checks, results, strict=True):
         threading.Thread(target=run, args=(check, result), name=f"doctor {check.name}", daemon=True).start()
@@ -127,6 +123,7 @@ def summary(findings: Iterable[Finding]) -> str:
     'usable: 1 ok, 2 warnings'
     """
     counts = Counter(finding.verdict for finding in findings)
-    good, failed = f"{counts['ok']} ok", f"{counts['fail']} failed"
-    warnings = [f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}"] if counts["warn"] else []
-    return ", ".join([f"not usable: {failed}", *warnings, good] if counts["fail"] else [f"usable: {good}", *warnings])
+    warnings = f"{counts['warn']} warning{'s' if counts['warn'] > 1 else ''}" if counts["warn"] else ""
+    parts = [f"{counts['fail']} failed" if counts["fail"] else "", *((warnings, f"{counts['ok']} ok") if counts["fail"] else
+                                                                    (f"{counts['ok']} ok", warnings))]
+    return f"{'not usable' if counts['fail'] else 'usable'}: {', '.join(part for part in parts if part)}"

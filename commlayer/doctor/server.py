@@ -15,8 +15,8 @@ from commlayer.cluster import messages, uplink
 from commlayer.cluster.client import CoordinatorChannel, diagnose
 from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.config import Config, host_port
-from commlayer.doctor.network import check_reachable, dial
-from commlayer.doctor.report import Finding, at_least, fail, of_error, ok, warn
+from commlayer.doctor.network import dial
+from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
 from commlayer.transport import framing, tls
@@ -62,18 +62,15 @@ class ServerCheck:
         self.status, self.round_trip_s = status, round_trip_s
         yield check_status(config.join, status)
         with ThreadPoolExecutor(MOST_SERVERS, "doctor") as pool:
-            for findings in pool.map(lambda one: [*check_connection(one, config, keys)], status.servers[:MOST_SERVERS]):
-                yield from findings
+            yield from pool.map(lambda one: check_connection(one, config, keys), status.servers[:MOST_SERVERS])
         yield check_clock(ahead_s, round_trip_s / 2, keys=bool(config.keys))
-        yield at_least("latency", f"{1e3 * round_trip_s:.3g} ms round trip to the server",
-                       "use a server nearer to all workers: each step waits for at least one round trip", -round_trip_s, -FAR_S,
-                       round_trip_s=round_trip_s)
-        if blocked:
-            yield fail("packets", f"small packets pass, full-size packets {' and '.join(blocked)} the server do not",
-                       "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both"
-                       " ends")
-        else:
-            yield ok("packets", f"full-size packets pass {'to the server' if status.begun else 'both ways'}")
+        yield judge("latency", f"{1e3 * round_trip_s:.3g} ms round trip to the server",
+                    "use a server nearer to all workers: each step waits for at least one round trip",
+                    doubtful=round_trip_s > FAR_S, round_trip_s=round_trip_s)
+        yield judge("packets", f"full-size packets {' and '.join(blocked)} the server are lost" if blocked else
+                    f"full-size packets pass {'to the server' if status.begun else 'both ways'}",
+                    "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both"
+                    " ends", failed=bool(blocked))
         if plan and status.plan and status.plan != plan:
             yield fail("plan", f"hash {plan} here, {status.plan} at the server", "give all workers the same plan file")
 
@@ -90,11 +87,11 @@ class ServerCheck:
                 up_bps = link_rates.rate(network, link_rates.UP, [0], round_trip_s, each_s, CALL_S)
                 down_bps = link_rates.rate(network, link_rates.DOWN, [0], round_trip_s, each_s, CALL_S, expected_bps=up_bps)
         except (CommError, ValueError) as error:
-            yield warn("link", f"not measured: {error}", "start the job later, or use --no-bandwidth")
+            yield warn("link", f"not measured: {error}", "run this again")
             return
-        yield at_least("link", f"{rate_text(up_bps)} up, {rate_text(down_bps)} down",
-                       "stop other traffic; `commlayer plan whatif` shows what this link allows", min(up_bps, down_bps),
-                       SLOW_BPS, up_bps=up_bps, down_bps=down_bps)
+        yield judge("link", f"{rate_text(up_bps)} up, {rate_text(down_bps)} down",
+                    "stop other traffic; `commlayer plan whatif` shows what this link allows",
+                    doubtful=min(up_bps, down_bps) < SLOW_BPS, up_bps=up_bps, down_bps=down_bps)
 
 
 def check_status(address: str, status: StatusReply) -> Finding:
@@ -106,56 +103,44 @@ def check_status(address: str, status: StatusReply) -> Finding:
         return fail("server", f"{intro}; here it is {messages.version()}: other {' and '.join(differ)}",
                     "install the same version on all machines")
     if not status.begun:
-        count = f"{status.seated} of {workers}" if workers else f"{status.seated}"
-        servers = f"{len(status.servers)} server{'s' if len(status.servers) != 1 else ''}"
-        return ok("server", f"{intro}: {count} workers and {servers} are connected")
+        return ok("server", f"{intro}: {status.seated}{f' of {workers}' if workers else ''} workers and "
+                  f"{len(status.servers)} server{'s' if len(status.servers) != 1 else ''} are connected")
     if status.free_seats:
         return ok("server",
                   f"{intro}: its job is running; {status.free_seats} of its {workers} places are free (commlayer launch)")
-    if status.full:
-        return warn("server", f"{intro}: its job is running with all {workers} workers",
-                    "wait until a worker has left; a lost worker keeps its place for reconnect_s")
     return warn("server", f"{intro}: its job is running with {workers} workers",
+                "wait until a worker has left; a lost worker keeps its place for reconnect_s" if status.full else
                 f"it admits no more workers ({status.closed_reason}): wait for its end, or start another job")
 
 
 def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
     """`ahead_s`: how far this clock is ahead of the server's. `keys`: certificates depend on the clock."""
     off_s = abs(ahead_s)
-    line = f"{duration_text(off_s)} {'ahead of' if ahead_s > 0 else 'behind'} the server's"
-    remedy = "synchronize it with a time server: timedatectl set-ntp true"
     if off_s - error_s < CLOCK_S:
         return ok("clock", f"within {max(off_s, error_s, 0.001):.3g} s of the server's")
-    if keys and off_s > CLOCK_FAIL_S:
-        return fail("clock", f"{line}; certificates depend on the clock", remedy)
-    return warn("clock", f"{line}; log times will not match", remedy)
+    return judge("clock", f"{clock_text(ahead_s)} the server's", "synchronize it with a time server: timedatectl set-ntp true",
+                 doubtful=True, failed=keys and off_s > CLOCK_FAIL_S)
 
 
-def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Iterator[Finding]:
+def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Finding:
     """Checks the transport that gradients would use to a summation server: it connects as a worker does."""
     streams = uplink.streams_at(server, config.join)
-    answer = ""
-    if config.carrier != "grpc" and not uplink.only_streams(server, config.join):
-        answer = dial_tls(server.address, keys, tls.DATA)
-    if answer == "open":
-        yield ok("carrier", f"TCP to server {server.address}")
-    elif streams and config.carrier != "tcp":
+    tcp = config.carrier != "grpc" and not uplink.only_streams(server, config.join)
+    problem = dial_tls(server.address, keys, tls.DATA) if tcp else ""
+    if tcp and not problem:
+        return ok("carrier", f"TCP to server {server.address}")
+    if streams and config.carrier != "tcp":
         error = dial_streams(streams, keys)
-        if error and answer:
-            yield from check_reachable("server", server.address, answer)
-        elif error:
-            yield of_error("carrier", error)
-        elif answer:
-            yield warn("carrier", f"gRPC streams at {streams}, since TCP to server {server.address} is blocked",
-                       "open that port: TCP costs less, and the start waits 5 s for it")
-        else:
-            yield ok("carrier", f"gRPC streams at {streams}")
-    elif answer:
-        yield from check_reachable("server", server.address, answer)
-    else:
-        takes = "accepts gRPC streams only" if streams else "accepts no gRPC streams"
-        yield fail("carrier", f"server {server.address} {takes}, and carrier is \"{config.carrier}\" here",
-                   "use the same carrier setting on server and workers, or leave it out")
+        if not error:
+            blocked = f", since TCP to server {server.address} is blocked" if tcp else ""
+            return judge("carrier", f"gRPC streams at {streams}{blocked}",
+                         "open that port: TCP costs less, and the start waits 5 s for it", doubtful=tcp)
+        problem = problem or error
+    if problem:
+        return of_error("carrier", f"server {server.address} {problem}")
+    offer = "accepts gRPC streams only" if streams else "accepts no gRPC streams"
+    return fail("carrier", f"server {server.address} {offer}, and carrier is \"{config.carrier}\" here",
+                "use the same carrier setting on server and workers, or leave it out")
 
 
 def dial_streams(address: str, keys: Keys | None) -> str:
@@ -171,7 +156,7 @@ def dial_streams(address: str, keys: Keys | None) -> str:
 
 
 def dial_tls(address: str, keys: Keys | None, protocol: str) -> str:
-    """Dials an address, with a TLS handshake if there are keys. A coordinator that refuses the handshake counts as open:
+    """Dials an address, with a TLS handshake if there are keys. A coordinator that refuses the handshake counts as reached:
     the check of the server reports why."""
 
     def greet(sock: socket.socket) -> None:
@@ -182,7 +167,7 @@ def dial_tls(address: str, keys: Keys | None, protocol: str) -> str:
     try:
         return dial(*host_port(address), CALL_S, greet)
     except CommError as error:
-        return "open" if protocol == tls.CONTROL else str(error)
+        return "" if protocol == tls.CONTROL else str(error)
 
 
 def dial_coordinator(config: Config) -> str:
@@ -257,12 +242,10 @@ def rate_text(bps: float) -> str:
     return f"{bps / 1e9:.2g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:.{0 if bps >= 10e6 else 1}f} Mb/s"
 
 
-def duration_text(seconds: float) -> str:
+def clock_text(ahead_s: float) -> str:
     """
-    >>> duration_text(7.2), duration_text(600), duration_text(7300), duration_text(3 * 86400)
-    ('7 s', '10 minutes', '2.0 hours', '3.0 days')
+    >>> clock_text(7.2), clock_text(-7300)
+    ('7 s ahead of', '2.0 hours behind')
     """
-    for unit, of, digits in (("days", 86400.0, 1), ("hours", 3600.0, 1), ("minutes", 60.0, 0)):
-        if seconds >= 1.5 * of:
-            return f"{seconds / of:.{digits}f} {unit}"
-    return f"{seconds:.0f} s"
+    off_s = abs(ahead_s)
+    return f"{f'{off_s / 3600:.1f} hours' if off_s >= 5400 else f'{off_s:.0f} s'} {'ahead of' if ahead_s > 0 else 'behind'}"

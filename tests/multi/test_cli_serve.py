@@ -58,7 +58,6 @@ MISTAKES = [
     (("serve", "--no-server", "--bind", "0.0.0.0"), {}, "E-PLAIN-TEXT", "bind: 0.0.0.0"),
     (("serve", "--no-server", "--bind", "0.0.0.0", "--insecure"), {}, "E-SETTING", "bind: 0.0.0.0"),
     (("serve", "--bind", "127.0.0.1:abc"), {}, "E-ADDRESS", "--bind: got '127.0.0.1:abc'"),
-    (("doctor", "--master", "nonsense"), {}, "E-ADDRESS", "--master: got 'nonsense'"),
     (("serve", "--bind", "127.0.0.1:7000", "--port", "7001"), {}, "E-CLI-OPTION", "--bind 127.0.0.1:7000 beside --port 7001"),
     (("launch", "train.py"), {}, "E-CLI-OPTION", "--join is missing"),
     (("launch", "--join", "127.0.0.1:7000", "train.py"), {}, "E-SECRET", "--join 127.0.0.1:7000"),

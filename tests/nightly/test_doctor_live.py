@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import re
 import socket
@@ -24,12 +23,11 @@ from support.lab import needs_lab
 from support.processes import clean_environment
 
 from bench.lab import Lab
-from commlayer.cluster import client, coordinator, messages, server_journal
+from commlayer.cluster import client, coordinator, messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.server_journal import JournalFolder
 from commlayer.cluster.summation_server import DataServer
-from commlayer.doctor import machine, network, security, server
+from commlayer.doctor import machine, network, server
 from commlayer.doctor.report import Finding
 from commlayer.errors import code_of
 from commlayer.transport import own_address
@@ -109,7 +107,7 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
             link.call("Join", messages.server_request(closed, colocated=True, streams=serving.streams), messages.JoinReply,
                       LIMIT_S)
         findings = check(quick(join=made.address, carrier=carrier))
-        (one,) = [finding for finding in findings if finding.check in ("carrier", "port")]
+        (one,) = [finding for finding in findings if finding.check == "carrier"]
     assert one.verdict == verdict
     assert re.search(seen, one.seen)
 
@@ -127,27 +125,10 @@ def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
         link = opened.enter_context(contextlib.closing(CoordinatorChannel(made.address, "", None)))
         for address, streams in ((alike.address, ""), (nowhere, closed.streams), (alone.address, alone.streams)):
             link.call("Join", messages.server_request(address, streams=streams), messages.JoinReply, LIMIT_S)
-        findings = {one.seen: one.verdict for one in check(quick(join=made.address)) if one.check in ("carrier", "port")}
+        findings = {one.seen: one.verdict for one in check(quick(join=made.address)) if one.check == "carrier"}
     assert [verdict for line, verdict in findings.items() if nowhere in line and closed.streams in line] == ["warn"]
     assert findings[f"TCP to server {alike.address}"] == findings[f"gRPC streams at {alone.address}"] == "ok"
     assert len(findings) == 3
-
-
-def test_the_state_of_a_journal_is_read_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "job"
-    assert machine.own_journal(path)[1:] == (False, False)
-    assert not path.exists()
-    folder = JournalFolder(str(path))
-    assert machine.own_journal(path)[1]
-    folder.close()
-    folder.file.write_bytes(b"")
-    assert machine.own_journal(path)[1:] == (False, True)
-    assert machine.own_journal(folder.file)[0] == "it is a file"
-    with (path / server_journal.LOCK).open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        assert not machine.own_journal(path)[1], "another doctor is no server"
-        monkeypatch.setattr(server_journal, "time", SimpleNamespace(sleep=lambda _: other.close()))
-        JournalFolder(str(path)).close()  # and keeps no server from starting
 
 
 def test_a_job_that_has_begun_is_not_measured() -> None:
@@ -220,8 +201,8 @@ def test_ports_that_are_in_use_or_not_ours() -> None:
         error = network.listen_error("127.0.0.1", port)
         assert error is not None
         assert error.errno == errno.EADDRINUSE
-        assert network.dial("127.0.0.1", port) == "open"
-    assert network.dial("127.0.0.1", port) == "refused"
+        assert network.dial("127.0.0.1", port) == ""
+    assert "nothing listens" in network.dial("127.0.0.1", port)
     assert network.listen_error("127.0.0.1", port) is None
     error = network.listen_error("203.0.113.9", 0)
     assert error is not None
@@ -233,21 +214,15 @@ def test_ports_that_are_in_use_or_not_ours() -> None:
                 sock = queued.enter_context(socket.socket())
                 sock.setblocking(False)
                 sock.connect_ex(full.getsockname())
-            assert network.dial(*full.getsockname(), 0.5) == "silent"
+            assert "firewall" in network.dial(*full.getsockname(), 0.5)
     assert "does not resolve" in network.dial("no-such-host.invalid", 1, 1.0)
 
 
-def test_interfaces_and_names_of_this_machine(tmp_path: Path) -> None:
+def test_addresses_of_this_machine() -> None:
     mine = network.own_addresses("")
-    assert any(one.address == "127.0.0.1" and one.kind == "loopback" for one in mine.interfaces)
+    assert "127.0.0.1" in {one.address for one in mine.interfaces}
     assert mine.chosen == own_address.default_address()
-    assert not mine.chosen or mine.interface
-    assert network.is_own("localhost")
-    assert not network.is_own("203.0.113.9")
-    for name in ("docker0/bridge", "docker0/brif/veth1", "veth1", "vmbr0/bridge", "vmbr0/brif/eth0", "eth0/device"):
-        (tmp_path / name).mkdir(parents=True)
-    kinds = {name: network.kind_of(name, tmp_path) for name in ("docker0", "vmbr0", "eth0", "wg0")}
-    assert kinds == {"docker0": "bridge", "vmbr0": "link", "eth0": "link", "wg0": "tunnel"}
+    assert network.address_towards("localhost") == "127.0.0.1"
 
 
 @pytest.mark.parametrize(("text", "cores"), [(None, float("inf")), ("150000 100000\n", 1.5), ("max 100000\n", float("inf"))])
@@ -263,7 +238,7 @@ def test_the_limit_of_a_control_group(tmp_path: Path, text: str | None, cores: f
     ("expired", False, 0, "fail", "E-CERTIFICATE-DATE"), ("ca", False, 0, "fail", "E-KEYS"),
 ])
 def test_a_keys_folder(folders: Folders, kind: str, serves: bool, days: float, verdict: str, seen: str) -> None:
-    findings = [*security.check_keys(getattr(folders, kind), time.time() + days * 86400, serves=serves)]
+    findings = [*machine.check_keys(getattr(folders, kind), time.time() + days * 86400, serves=serves)]
     assert " ".join(one.verdict for one in findings) == verdict
     assert seen in findings[-1].seen + findings[-1].remedy
 
@@ -272,19 +247,10 @@ def test_keys_that_others_can_read(folders: Folders, tmp_path: Path) -> None:
     for path in folders.worker.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
         (tmp_path / path.name).chmod(0o644)
-    (tmp_path / security.CA_KEY).write_bytes(b"")
-    findings = [*security.check_keys(tmp_path, time.time(), serves=False)]
+    (tmp_path / machine.CA_KEY).write_bytes(b"")
+    findings = [*machine.check_keys(tmp_path, time.time(), serves=False)]
     assert [one.verdict for one in findings] == ["ok", "warn", "warn"]
     assert "node.key" in findings[1].remedy
-
-
-@needs_lab
-def test_a_low_mtu_is_seen() -> None:
-    """In a network of its own, whose loopback stands for any interface."""
-    program = "from commlayer.doctor import network as n; print(n.mtu_of('lo'), n.path_mtu('127.0.0.1'))"
-    done = subprocess.run(["unshare", "--net", "sh", "-c", 'ip link set lo up mtu 900 && exec "$0" -c "$1"', sys.executable,
-                           program], capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
-    assert done.stdout.split() == ["900", "900"], done.stderr
 
 
 # ---- the command

@@ -116,14 +116,13 @@ def test_no_kind_of_line_is_overlooked() -> None:
     # One torchrun starts, and one is a word of another shell's.
     pages = "\n".join(page.read_text("utf-8") for page in PAGES)
     words = [line.words for line in lines_of("", pages) if line.whole]
-    assert ("doctor", "--nodes", "4") in words
-    assert ("doctor", "--master", "4:29499", "--nodes", "4") in words
+    assert words.count(("doctor",)) == 2
 
 
 @pytest.mark.parametrize(("text", "problem"), [
     ("```\n$ commlayer serve --bnd 127.0.0.1:7000      # here\n```", "No such option: --bnd"),
-    ("```\ncommlayer doctor --nodes many\n```", "valid integer"),
-    ("```\nsrun bash -c 'commlayer doctor --mster $A:1 --nodes 4' || exit 2\n```", "No such option: --mster"),
+    ("```\ncommlayer doctor --port many\n```", "valid integer"),
+    ("```\nsrun bash -c 'commlayer doctor --jon $A:1 --port 4' || exit 2\n```", "No such option: --jon"),
     ("```\ntorchrun --nnodes 4 \\\n   -m commlayer doctor --node 4\n```", "No such option"),
     ("```\nsays: commlayer lanch --join h:1 SCRIPT\n```", "no command lanch"),
     ("```\ncommlayer keys add\n```", "Missing"),
