@@ -60,6 +60,9 @@ class Sums:
 
     def skip(self) -> None: ...
 
+    def worth_giving_back(self, members: int) -> bool:
+        return False
+
     def snapshot(self) -> bytes:
         return b""
 

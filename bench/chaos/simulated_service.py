@@ -92,6 +92,9 @@ class Ledger:
 
     def skip(self) -> None: ...
 
+    def worth_giving_back(self, members: int) -> bool:
+        return False
+
     def weigh(self, payload: memoryview, weight: float, first: bool) -> None: ...
 
     def norm(self, r: int, payload: memoryview) -> float:

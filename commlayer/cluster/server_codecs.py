@@ -1,4 +1,4 @@
-"""Codecs for the summation service: each bucket's codec, accumulators and server state, as the bucket's `Ops`."""
+"""Codecs for the summation service: each bucket's codec, accumulators and server state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLACK_NBYTES = 16 << 20
 
 
 class CodecOps:
-    """Codec operations and server state of one bucket. Implements JournaledOps and RecomputableOps."""
+    """Codec operations and server state of one bucket."""
 
     def __init__(self, codec: Codec, bucket: Bucket, job: str, *, weights: bool = False, buffers: bool = False) -> None:
         """`weights`: the sums are of weight updates, not gradients. `buffers`: the bucket contains model buffers, which are

@@ -1,6 +1,6 @@
 """The summation service as a state machine: receives contributions, returns replies.
 
-It does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in as `Ops`.
+It does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in as CodecOps.
 Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal bit for bit in
 every run. Early contributions stay compressed until they are added. Each contribution is applied at most once. The results of
 the last two steps are kept for members that request them again.
@@ -15,13 +15,16 @@ import logging
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, peer_name
+
+if TYPE_CHECKING:
+    from commlayer.cluster.server_codecs import CodecOps
 
 log = logging.getLogger("commlayer")
 
@@ -56,26 +59,26 @@ class Summation:
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
         step = cell.step if cell.open else cell.awaited
-        memory = SumEntry(step, cell.round, cell.open, cell.again_header, header, bytes(body))
-        self._keep(cell.bucket, encode_entry(memory), cell.ops.remember())
+        entry = SumEntry(step, cell.round, cell.open, cell.again_header, header, bytes(body))
+        self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
-        """Restores what an earlier process journaled. If this raises CorruptFrame or ValueError, call `forget`."""
-        cell, journaled = self.cells[bucket], decode_entry(words)
-        body = memoryview(journaled.memory.body)
-        if journaled.result is not None:
-            if not journaled.result.flags & Flag.ABANDON:
-                room = cell.out(journaled.result.step, journaled.result.round)
+        """Restores what an earlier process journaled. If this raises ValueError or MsgspecError, call `forget`."""
+        cell, entry = self.cells[bucket], msgspec.msgpack.decode(words, type=SumEntry)
+        body = memoryview(entry.body)
+        if entry.result is not None:
+            if not entry.result.flags & Flag.ABANDON:
+                room = cell.out(entry.result.step, entry.result.round)
                 room[: len(body)] = body
                 body = room[: len(body)].toreadonly()
-            cell.results = {(journaled.result.step, journaled.result.round): (journaled.result, body)}
+            cell.results = {(entry.result.step, entry.result.round): (entry.result, body)}
         cell.ops.recall(state, body)
-        if journaled.memory.open and journaled.memory.step is not None:
-            cell.begin(journaled.memory.step, journaled.memory.round)
-            if journaled.again_header is not None:
-                cell.expected, cell.again_header = journaled.again_header.weight, journaled.again_header
+        if entry.open and entry.step is not None:
+            cell.begin(entry.step, entry.round)
+            if entry.again_header is not None:
+                cell.expected, cell.again_header = entry.again_header.weight, entry.again_header
         else:
-            cell.idle(journaled.memory.step)
+            cell.idle(entry.step)
         cell.resumed = True
 
     def forget(self, bucket: int) -> None:
@@ -199,7 +202,7 @@ class Summation:
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
         ops, r = cell.ops, cell.round
-        lean = cell.recomputable if self._keep is None else None
+        lean = cell.recomputable and self._keep is None
         if lean and cell.next + len(cell.early) < len(cell.members):
             return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
@@ -238,7 +241,7 @@ class Summation:
         if lean and not (cell.abandoned or mismatch):
             replies = self._emit(cell)
             cell.held = sum_of
-            lean.give_back(cell.accs[0])
+            ops.give_back(cell.accs[0])
             return replies
         for message in sum_of:
             release(message)
@@ -435,17 +438,15 @@ class Stall(NamedTuple):
 class BucketSum:
     """One bucket: the sum in progress or the last finished step, and the results that are kept."""
 
-    def __init__(self, bucket: int, ops: JournaledOps, members: tuple[int, ...]) -> None:
+    def __init__(self, bucket: int, ops: CodecOps, members: tuple[int, ...]) -> None:
         self.bucket, self.ops, self.members = bucket, ops, members
         self.lock = threading.Lock()
         self.accs: list[Any] = [None] * ops.rounds
         # One buffer per kept step and round. A result stays valid until KEPT_STEPS later steps have begun.
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
-        self.recomputable: RecomputableOps | None = None
-        """Equal to `ops` if payloads are kept between steps instead of their sum, to save memory; otherwise None."""
-        if isinstance(ops, RecomputableOps) and ops.worth_giving_back(len(members)):
-            self.recomputable = ops
+        self.recomputable = ops.worth_giving_back(len(members))
+        """Whether payloads are kept between steps instead of their sum, to save memory."""
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
         empty."""
@@ -525,119 +526,19 @@ class BucketSum:
         return self.outs[slot]
 
 
-# ---- Journal entries of a bucket's sum: encoding and decoding. An entry is written before the server sends something that
-# depends on it: a result, a request to compress again, or a state. Members repeat everything after that, since they have no
-# reply to it yet.
-#
-# An entry is written before the server sends something that depends on it: a result, a request to code again, or a state.
-# Members repeat everything after that, since they have no reply to it yet.
-
 ENTRY_HEADER_NBYTES = 1024
 """Upper bound of the size, in bytes, of a journal entry's metadata without the result's payload."""
 
 
 class SumEntry(Record, frozen=True):
-    """Journaled state of one bucket's sum: the next step and round, and the last result. Headers are stored as tuples."""
+    """Journaled state of one bucket's sum. It is written before the server sends something that depends on it: a result, a
+    request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
 
     step: int | None
     round: int
     open: bool
-    again_header: tuple[int | float, ...] | None = None
-    """Header of the AGAIN message that asked members to compress this step's contributions again; None if they were not
-    asked."""
-    result: tuple[int | float, ...] | None = None
+    again_header: Header | None = None
+    """See BucketSum.again_header."""
+    result: Header | None = None
+    """Header of the last result; `body` is its payload."""
     body: bytes = b""
-
-
-class DecodedEntry(NamedTuple):
-    """A journal entry of a bucket's sum, with decoded headers."""
-
-    memory: SumEntry
-    again_header: Header | None
-    result: Header | None
-
-
-def encode_entry(memory: SumEntry) -> bytes:
-    return msgspec.msgpack.encode(memory)
-
-
-def decode_entry(words: bytes) -> DecodedEntry:
-    """Decodes an entry of the journal. Raises CorruptFrame if the entry is malformed."""
-    try:
-        memory = msgspec.msgpack.decode(words, type=SumEntry)
-        return DecodedEntry(memory, *(None if row is None else _header(row) for row in (memory.again_header, memory.result)))
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
-        raise CorruptFrame(f"a journal entry is malformed: {error}") from None
-
-
-def _header(row: tuple[int | float, ...]) -> Header:
-    header = Header(*row)  # type: ignore[arg-type]
-    return header._replace(flags=int(header.flags))
-
-
-class Ops(Protocol):
-    """Codec operations and server state of one bucket."""
-
-    @property
-    def rounds(self) -> int: ...
-
-    @property
-    def codec(self) -> int: ...
-
-    @property
-    def bound(self) -> int: ...
-
-    @property
-    def in_means(self) -> bool:
-        """Whether payloads must be compressed for the total weight of all workers: see `Header.total`."""
-        ...
-
-    @property
-    def means(self) -> bool:
-        """Whether payloads are averaged with `weigh` instead of summed with `add`."""
-        ...
-
-    def zeros(self, r: int) -> Any: ...
-
-    def add(self, r: int, payload: memoryview, acc: Any, first: bool) -> None: ...
-
-    def weigh(self, payload: memoryview, weight: float, first: bool) -> None:
-        """Adds a payload with this weight to the mean that `emit` returns. Used instead of `add` if `means` is true."""
-        ...
-
-    def emit(self, r: int, acc: Any, out: memoryview) -> int: ...
-
-    def undo(self, slices: int) -> None: ...
-
-    def skip(self) -> None: ...
-
-    def snapshot(self) -> bytes: ...
-
-    def restore(self, data: bytes | memoryview) -> None: ...
-
-
-@runtime_checkable
-class RecomputableOps(Protocol):
-    """Ops whose sums can be computed again from the payloads."""
-
-    def worth_giving_back(self, members: int) -> bool:
-        """Returns whether keeping the payloads of this many members takes at most half the memory of their sum. `undo` needs
-        one of the two until the next step."""
-        ...
-
-    def give_back(self, acc: Any) -> None:
-        """Frees the memory of a sum, which is computed again if needed."""
-        ...
-
-
-class JournaledOps(Ops, Protocol):
-    """Ops whose state can be written to a journal and restored."""
-
-    @property
-    def memory_nbytes(self) -> int: ...
-
-    def remember(self) -> bytes: ...
-
-    def recall(self, data: bytes, sent: memoryview) -> None: ...
-
-    def begin_anew(self) -> None: ...

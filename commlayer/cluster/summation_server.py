@@ -519,7 +519,7 @@ class DataServer:
                 if entry is None:
                     raise CorruptFrame("no intact entry")
                 core.recall(bucket, *entry)
-            except (CorruptFrame, ValueError) as error:
+            except (CorruptFrame, ValueError, *MALFORMED) as error:
                 lost_buckets.append(f"{bucket} ({without_code(error)})")
                 core.forget(bucket)
         log.warning("journal: resumed in generation %d; %d of %d buckets are intact",
@@ -534,10 +534,8 @@ class DataServer:
             return
         about = ServerIdentity(self._token, server, self.address, view, plan, core.generation, self.streams)
         sizes = {b: ops.memory_nbytes + ops.bound + ENTRY_HEADER_NBYTES for b, ops in self._ops.items()}
-        if (keep := self.journal.begin(about, sizes)) is not None:
-            core.remember(keep)
-            if not self.journal.publish():
-                core.remember(None)
+        if not self.journal.replace(about, sizes, core.remember):
+            core.remember(None)
 
     def _core(self, plan: Plan, server: int, generation: int) -> Summation:
         self._transport.limit_kept(expected_nbytes(plan, server))

@@ -178,8 +178,7 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = join_host(*free.getsockname())
     view = View(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
-    assert journal.begin(ServerIdentity("a token", 0, address, view, b"plan", 1), {0: 1000}) is not None
-    journal.publish()
+    assert journal.replace(ServerIdentity("a token", 0, address, view, b"plan", 1), {0: 1000}, lambda _: None)
     journal.close(over=False)
     command = [*SERVE, "--journal", str(tmp_path), "--join", "127.0.0.1:1"]
     for wait_s in ("1", "60"):

@@ -52,6 +52,9 @@ class Doubles:
     def skip(self) -> None:
         self.last = (0.0, 0.0)
 
+    def worth_giving_back(self, members: int) -> bool:
+        return False
+
     def snapshot(self) -> bytes:
         return struct.pack("<d", self.residual)
 

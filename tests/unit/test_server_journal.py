@@ -14,10 +14,10 @@ import torch
 
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.server_codecs import ops_of, senders_of
-from commlayer.cluster.server_journal import Journal, JournalEntry, JournalFolder, ServerIdentity, ServerJournal
+from commlayer.cluster.server_journal import NAME, ServerIdentity, ServerJournal, read
 from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of, seed
-from commlayer.errors import CorruptFrame, RecordError
+from commlayer.errors import RecordError
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, ServerInfo, TensorInfo, View
 from commlayer.records import Member as MemberRecord
@@ -30,83 +30,56 @@ CODECS = ["identity()", "int8()", "topk(ratio=0.1)", "powersgd(rank=2)", "random
           "momentum(topk(ratio=0.1))", "qsgd(levels=7)"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Any:
-    made = JournalFolder(str(tmp_path / "journal"))
-    yield made
-    made.close()
+def about() -> ServerIdentity:
+    view = View(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
+    return ServerIdentity("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
 
 
-def written(folder: JournalFolder, entries: list[tuple[int, bytes, bytes]]) -> None:
-    journal = Journal(folder, b"about", {1: 100, 2: 50})
-    for entry in entries:
-        journal.write(*entry)
-    journal.publish()
-    journal.close()
+def written(folder: Path, *entries: tuple[int, bytes, bytes]) -> bytes:
+    journal = ServerJournal(str(folder), required=True)
+    assert journal.replace(about(), {1: 100, 2: 50}, lambda write: [write(*entry) for entry in entries] and None)
+    journal.close(over=False)
+    return (folder / NAME).read_bytes()
 
 
-def test_the_last_entry_of_each_place_is_found(folder: JournalFolder) -> None:
-    assert folder.find() is None
-    written(folder, [(1, b"a", b"one"), (2, b"", b""), (1, b"b", b"two"), (1, b"c", b"x" * 99)])
-    found = folder.find()
-    assert found is not None
-    assert (found.about, found.places) == (b"about", (1, 2))
-    assert found.entries == {1: JournalEntry(b"c", b"x" * 99), 2: JournalEntry(b"", b"")}
-    folder.forget()
-    assert folder.find() is None
+def test_the_last_entry_of_each_bucket_is_read(tmp_path: Path) -> None:
+    written(tmp_path, (1, b"a", b"one"), (2, b"", b""), (1, b"b", b"two"), (1, b"c", b"x" * 99))
+    assert read(tmp_path / NAME) == (about(), {1: (b"c", b"x" * 99), 2: (b"", b"")})
+    with pytest.raises(ValueError, match=r"bucket 2 .*51 bytes, allowed 50.*E-JOURNAL"):
+        written(tmp_path, (2, b"x", bytes(50)))
 
 
-def test_every_torn_byte_leaves_the_entry_before_or_none(folder: JournalFolder) -> None:
-    written(folder, [(1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s")])
-    whole = folder.file.read_bytes()
-    allowed = [JournalEntry(b"new", b"later"), JournalEntry(b"old", b"state")]
+def test_every_torn_byte_leaves_the_entry_before_or_none(tmp_path: Path) -> None:
+    whole = written(tmp_path, (1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s"))
     seen = set()
     for at in range(len(whole)):
-        broken = bytearray(whole)
-        broken[at] ^= 0x5A
-        folder.file.write_bytes(broken)
+        (tmp_path / NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
         try:
-            found = folder.find()
-        except CorruptFrame:
+            identity, entries = read(tmp_path / NAME)
+        except ValueError:
             seen.add("nothing")
             continue
-        assert found is not None
-        assert found.entries[1] in allowed
-        seen.add(found.entries[1].words.decode())
-        assert found.entries.get(2) in (None, JournalEntry(b"w", b"s"))
+        assert identity == about()
+        assert entries[1] in ((b"new", b"later"), (b"old", b"state"))
+        assert entries.get(2) in (None, (b"w", b"s"))
+        seen.add(entries[1][0].decode())
     assert seen == {"nothing", "new", "old"}
     for cut in range(0, len(whole), 7):
-        folder.file.write_bytes(whole[:cut])
-        with pytest.raises(CorruptFrame, match=r"server.journal .*E-JOURNAL\]"):
-            folder.find()
+        (tmp_path / NAME).write_bytes(whole[:cut])
+        journal = ServerJournal(str(tmp_path), required=True)
+        assert (journal.recovered, journal.entries) == (None, {})
+        journal.close(over=False)
 
 
-def test_a_journal_that_was_not_finished_is_not_found(folder: JournalFolder) -> None:
-    written(folder, [(1, b"first", b"")])
-    unfinished = Journal(folder, b"another", {1: 10})
-    unfinished.write(1, b"second", b"")
-    found = folder.find()
-    assert found is not None
-    assert found.entries == {1: JournalEntry(b"first", b"")}
-    unfinished.close()
-    assert [path.name for path in sorted(folder.path.iterdir())] == ["lock", "server.journal"]
-
-
-def test_a_folder_has_one_server(folder: JournalFolder) -> None:
-    with pytest.raises(ValueError, match=f"{folder.path} .*another server.*E-JOURNAL-IN-USE"):
-        JournalFolder(str(folder.path))
-
-
-def test_a_folder_that_cannot_be_made_is_one_line() -> None:
-    for make in (JournalFolder, CoordinatorJournal):
+def test_a_folder_has_one_server_and_one_coordinator(tmp_path: Path) -> None:
+    for make, who in ((lambda path: ServerJournal(path, required=True), "another server"),
+                      (CoordinatorJournal, "another coordinator")):
+        journal = make(str(tmp_path))
+        with pytest.raises(ValueError, match=f"{tmp_path} .*{who}.*E-JOURNAL-IN-USE"):
+            make(str(tmp_path))
         with pytest.raises(ValueError, match=r"/proc/j .*No such file or directory.*E-JOURNAL\]"):
             make("/proc/j")
-
-
-def test_a_folder_has_one_coordinator_beside_one_server(folder: JournalFolder) -> None:
-    CoordinatorJournal(str(folder.path))
-    with pytest.raises(ValueError, match=f"{folder.path} .*another coordinator.*E-JOURNAL-IN-USE"):
-        CoordinatorJournal(str(folder.path))
+        assert journal.recovered is None
 
 
 # ---- sums
@@ -238,27 +211,20 @@ def files_up_to(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def about() -> ServerIdentity:
-    view = View(1, (MemberRecord(0, 0, "host"),), (ServerInfo(0, "127.0.0.1:7001"),), "digest")
-    return ServerIdentity("a token", 0, "127.0.0.1:7001", view, b"plan", 1)
-
-
 @pytest.mark.parametrize("required", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
         required: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = ServerJournal(str(tmp_path), required=required)
-    keep = journal.begin(about(), {0: 1000})
-    assert keep is not None
-    keep(0, b"words", b"state")
-    journal.publish()
+    journal, former = ServerJournal(str(tmp_path), required=required), list[Any]()
+    assert journal.replace(about(), {0: 1000}, former.append)
     with files_up_to(1 << 20):
         if required:
             with pytest.raises(RecordError, match=rf"{tmp_path}: .*8\.0 MiB: File too large.*E-JOURNAL\]"):
-                journal.begin(about(), {0: 4 << 20})
+                journal.replace(about(), {0: 4 << 20}, lambda _: None)
+            former[0](0, b"words", b"state")  # the plan before is still served, and written down
         else:
-            assert journal.begin(about(), {0: 4 << 20}) is None
+            assert not journal.replace(about(), {0: 4 << 20}, lambda _: None)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == (["lock", "server.journal"] if required else ["lock"]), "an old one must not be taken for the new plan's"
+    assert left == (["lock", NAME] if required else ["lock"]), "an old one must not be taken for the new plan's"
     assert [r.getMessage().endswith("without a journal, so a crash of this server will end the job") for r in caplog.records] \
         == ([] if required else [True])
     journal.close(over=True)
@@ -268,50 +234,21 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
 def test_one_follows_another_and_the_last_is_found_by_who_comes_next(tmp_path: Path) -> None:
     for over in (False, True):
         journal = ServerJournal(str(tmp_path), required=False)
-        assert journal.entries == ({} if not over else {0: JournalEntry(b"3", b"state")})
+        assert journal.entries == ({0: (b"3", b"state")} if over else {})
         for generation in range(1, 4):
-            keep = journal.begin(about(), {0: 1000})
-            assert keep is not None
-            keep(0, str(generation).encode(), b"state")
-            assert journal.publish()
-            keep(0, str(generation).encode(), b"state")
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "server.journal"]
+            writers = list[Any]()
+            assert journal.replace(about(), {0: 1000}, writers.append)
+            writers[0](0, str(generation).encode(), b"state")
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", NAME]
         journal.close(over=over)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     assert tmp_path.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("required", [False, True])
-def test_one_that_cannot_be_put_in_force_is_one_line(required: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     caplog: pytest.LogCaptureFixture) -> None:
-    journal = ServerJournal(str(tmp_path), required=required)
-    former = journal.begin(about(), {0: 1000})
-    assert former is not None
-    assert journal.publish()
-    keep = journal.begin(about(), {0: 1000})
-    assert keep is not None
-
-    def fail(*_: Any) -> None:
-        raise OSError(30, "Read-only file system")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("os.replace", fail)
-        if required:
-            with pytest.raises(RecordError, match=rf"{tmp_path}: .*Read-only file system.*E-JOURNAL\]"):
-                journal.publish()
-            former(0, b"words", b"state")  # the plan before is still served, and written down
-        else:
-            assert not journal.publish()
-    assert [r.getMessage().endswith("without a journal, so a crash of this server will end the job") for r in caplog.records] \
-        == ([] if required else [True])
-    assert sorted(path.name for path in tmp_path.iterdir()) == (["lock", "server.journal"] if required else ["lock"])
-    journal.close(over=True)
-
-
 def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "server.journal").write_bytes(b"something else, and long enough for a header")
+    (tmp_path / NAME).write_bytes(b"something else, and long enough for a header")
     journal = ServerJournal(str(tmp_path), required=False)
     assert (journal.recovered, journal.entries) == (None, {})
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("the journal is ignored")
+    assert line.endswith("ignored")
     journal.close(over=True)
