@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from bench import Unmeasurable, planner_wan
-from bench.reference.espresso_cases import CASES, cluster_of, profile
+from bench.reference.espresso_cases import CASES, cluster_of, profile, published
 from bench.reference.espresso_cases import run as espresso
 from bench.report import Result
 from commlayer.planner import tables
@@ -30,7 +30,6 @@ from commlayer.planner.options import Catalog, options
 from commlayer.planner.problem import Pace, flatten
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import schedule
-from commlayer.planner.tables import published
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from commlayer.errors import RecordError, one_line
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the format of plan files and control messages. A reader refuses other versions."""
 
 MAX_TENSORS_PER_BUCKET = 64
@@ -204,9 +204,6 @@ class Plan(Record, frozen=True):
     """Number of parts into which the model's weight changes are split; the parts are exchanged one after the other."""
     step_s: float = 0.0
     """Predicted seconds per step; 0: no prediction."""
-    free_s: float = 0.0
-    """Predicted seconds per step if encoding and decoding took no time; 0: no prediction. Not a lower bound: another plan might
-    be faster."""
     steps: float = 0.0
     """Predicted convergence factor: steps until a given loss, relative to uncompressed synchronous training. 0: no prediction.
     """
@@ -233,7 +230,7 @@ def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
     ones. Predictions are dropped: they were for the old membership."""
     buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
                     for b in plan.buckets)
-    return replace(plan, buckets=buckets, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+    return replace(plan, buckets=buckets, step_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def with_updates(plan: Plan) -> Plan:

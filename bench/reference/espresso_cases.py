@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
 from bench.reference.fifo import Played, play
+from bench.reference.ugatit import ugatit
+from commlayer.planner import tables
 from commlayer.planner.costs import Prices, WalkedOp, plus
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.planner.tables import INTRA, PCIE_COPY, published
+from commlayer.planner.tables import INTRA, PCIE_COPY
 from commlayer.planner.tree import Path, encodes, options
 from commlayer.records import Job
 
@@ -79,6 +81,10 @@ def profile(codec: str, *, free: bool = False) -> Profile:
     """With `free`, compression takes no time: a bound for all strategies."""
     dense = CodecCost(DENSE, "cpu", Line(0.0), Line(0.0), Line(0.0, 4.0), sums=True)
     return Profile((dense, *_costs(codec, free=free)), Line(0.0), copy=Line(0.0) if free else PCIE_COPY, source="Espresso")
+
+
+def published(name: str) -> Job:
+    return ugatit() if name == "ugatit" else tables.published(name)
 
 
 class Case(NamedTuple):

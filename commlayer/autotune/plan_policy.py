@@ -100,7 +100,7 @@ class Candidate(NamedTuple):
         buckets = self.plan.buckets
         if plan.steps_locally:
             buckets = tuple(structs.replace(b, stale=False) for b in buckets)
-        actual = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, free_s=plan.free_s, steps=plan.steps,
+        actual = structs.replace(self.plan, buckets=buckets, step_s=plan.step_s, steps=plan.steps,
                                  steps_high=plan.steps_high, **{way: getattr(plan, way) for way in WAY})
         return self._replace(basis=self.basis._replace(plan=actual), runnable=plan, steps=steps_of(actual, self.basis.inputs))
 

@@ -261,7 +261,7 @@ def exact(plan: Plan) -> bool:
 
 def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
     """The plan as it runs when optimizer states differ, with its step time."""
-    converted = structs.replace(with_updates(plan), free_s=0.0, steps=0.0, steps_high=0.0)
+    converted = structs.replace(with_updates(plan), steps=0.0, steps_high=0.0)
     return structs.replace(converted, step_s=step_s(converted, made_from))
 
 

@@ -423,7 +423,7 @@ def stepping(plan: Plan, requested: RequestedModes) -> Plan:
     if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
         return laid
     # The prediction is for steps that exchange, and wait for it.
-    return structs.replace(laid, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+    return structs.replace(laid, step_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def ways_of(plan: Plan) -> list[tuple[str, str]]:

@@ -202,7 +202,7 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
         raise InvalidInput("E-PLAN-SWITCH",
                            f"plan: it has {what}, which is not possible after local steps, because they left the ranks' "
                            f"optimizers in different states: make the plan without {'staleness' if late else 'overlap'}")
-    unpredicted = structs.replace(plan, step_s=0.0, free_s=0.0, steps=0.0, steps_high=0.0)
+    unpredicted = structs.replace(plan, step_s=0.0, steps=0.0, steps_high=0.0)
     return with_updates(unpredicted), (
         "the optimizers of the ranks have different states after local steps, so ranks continue to exchange weight "
         "changes, now after every step")

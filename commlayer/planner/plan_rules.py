@@ -45,8 +45,8 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
     if plan.ratio_over not in ("bucket", "plan"):
         problems.append(f"ratio_over is {plan.ratio_over!r}, allowed: 'bucket' or 'plan'")
     problems += [*_steps(plan)]
-    problems += [f"{name} is {getattr(plan, name)}, allowed: seconds, 0 or more"
-                 for name in ("step_s", "free_s") if not (math.isfinite(getattr(plan, name)) and getattr(plan, name) >= 0)]
+    if not (math.isfinite(plan.step_s) and plan.step_s >= 0):
+        problems.append(f"step_s is {plan.step_s}, allowed: seconds, 0 or more")
     return problems + [line for place, bucket in enumerate(plan.buckets) for line in _bucket(plan, place, bucket)]
 
 

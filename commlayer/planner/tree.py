@@ -225,13 +225,10 @@ def options(
 
 
 def check(path: Path, cluster: Cluster | None = None) -> list[str]:
-    """Every rule that the path breaks, a line each."""
-    lines = list(_order_breaks(path))
-    if not lines and path not in _every():
-        lines.append(_first_wrong(path))
-    if not lines and cluster is not None:
-        lines += _cluster_breaks(path, cluster)
-    return lines
+    """Where the path leaves the tree, else every rule of the cluster that it breaks, a line each."""
+    if path not in _every():
+        return [_first_wrong(path)]
+    return [] if cluster is None else list(_cluster_breaks(path, cluster))
 
 
 def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
@@ -258,54 +255,6 @@ def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
         yield "a server is needed, and no node can host one"
 
 
-def _order_breaks(path: Path) -> Iterator[str]:
-    """Errors found by walking along the path; errors that this misses are found by comparing with the tree."""
-    coded, pushed = False, False
-    halves: dict[str, str] = {}
-    for op in path:
-        if op.name == "encode":
-            if coded:
-                yield f"{op} stands where payloads are: decode them first"
-            coded = True
-        elif op.name == "decode":
-            if not coded:
-                yield f"{op} stands where floats are"
-            coded = False
-        elif op.name == "push":
-            if not coded:
-                yield f"{op} stands where floats are: a server takes payloads (codec identity() for floats as they are)"
-            pushed = True
-        elif op.name in ("pull", "forward"):
-            if not pushed:
-                yield f"{op} stands before net.push"
-            pushed = False
-        else:
-            yield from _half_breaks(op, coded, halves)
-    if coded:
-        yield "the path ends in payloads: a decode is missing"
-    if pushed:
-        yield "net.push has no net.pull or net.forward behind it"
-    for scope, first in halves.items():
-        yield f"{scope}.{first} has no second half: {scope}.{SECOND[first]}"
-
-
-def _half_breaks(op: Op, coded: bool, halves: dict[str, str]) -> Iterator[str]:
-    first = halves.get(op.where)
-    if op.name in SECOND:
-        wants = op.name in dict(PAYLOAD_PAIRS)
-        if wants != coded:
-            yield f"{op} stands where {'payloads' if coded else 'floats'} are, it takes {'payloads' if wants else 'floats'}"
-        if first is not None:
-            yield f"{op} follows {op.where}.{first}, whose second half is {op.where}.{SECOND[first]}"
-        halves[op.where] = op.name
-    elif op.name in ("allgather", "broadcast"):
-        if first is not None and SECOND[first] != op.name:
-            yield f"{op} follows {op.where}.{first}, whose second half is {op.where}.{SECOND[first]}"
-        elif first is None and (op.name == "broadcast" or not coded):
-            yield f"{op} has no first half before it"
-        halves.pop(op.where, None)
-
-
 @cache
 def _every() -> frozenset[Path]:
     return frozenset(path for name in KINDS for path in kind(name))
@@ -321,8 +270,8 @@ def _first_wrong(path: Path) -> str:
             break
         known = frozenset(p for p in known if len(p) > place and p[place] == op)
     allowed = ", ".join(sorted("the end" if o is None else str(o) for o in follow))
-    where = f"behind {spell(path[:place])!r}" if place else "at the beginning"
-    return f"{where} stands {'the end' if op is None else op}, allowed: {allowed}"
+    where = f"after {spell(path[:place])!r}" if place else "at the beginning"
+    return f"{where}: got {'the end' if op is None else op}, allowed: {allowed}"
 
 
 class Promise(NamedTuple):

@@ -65,9 +65,9 @@ def test_layouts_and_devices() -> None:
 
 
 @pytest.mark.parametrize(("fields", "said"), [
-    ({"path": "encode@cpu all.allgather"}, "the path ends in payloads: a decode is missing"),
-    ({"path": "all.allgather"}, "all.allgather has no first half before it"),
-    ({"path": "all.allreduce all.allreduce"}, "stands all.allreduce, allowed: the end"),
+    ({"path": "encode@cpu all.allgather"}, "after 'encode@cpu all.allgather': got the end, allowed: decode@cpu"),
+    ({"path": "all.allgather"}, "at the beginning: got all.allgather, allowed: "),
+    ({"path": "all.allreduce all.allreduce"}, "got all.allreduce, allowed: the end"),
     ({"path": GATHERED, "owner": 2}, "owner 2, the plan has 2 ranks per node"),
 ])
 def test_verify_knows_the_tree(fields: dict[str, Any], said: str) -> None:

@@ -235,7 +235,7 @@ def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_o
     typo.write_text(records.encode(plan).decode().replace('"servers"', '"server"'))
     cases = [
         (save(other, "other.json"), settings(), r"plan: .* job \w+, here \w+ .*\[E-PLAN-REFUSED\]"),
-        (save(old, "old.json"), settings(), r"plan: .*schema 1, .* 3\b.*\[E-PLAN-REFUSED\]"),
+        (save(old, "old.json"), settings(), r"plan: .*schema 1, .* 4\b.*\[E-PLAN-REFUSED\]"),
         (save(bad, "bad.json"), settings(),
          r"plan: bucket 0: path 'net.pull decode@cpu': .* \(and \d+ more\) \[E-PLAN-(REFUSED|PATH)\]"),
         (save(plan, "nodes.json"), quick(ranks_per_node=1),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from oracle.schedule import PortableSchedule
 from support.learning import learnt
 from support.planner import at, price, random_space
 from support.plans import toy_job
@@ -22,7 +23,7 @@ from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.plan_rules import verify
 from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
-from commlayer.planner.simulation import PortableSchedule, schedule, simulate
+from commlayer.planner.simulation import schedule, simulate
 from commlayer.planner.tables import rows as shipped_rows
 from commlayer.records import Plan, Slice
 

@@ -9,11 +9,10 @@ from itertools import product
 import pytest
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
-from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, run
+from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, published, run
 from bench.reference.fifo import Played, play
 from commlayer.planner.model import Policy, Task
 from commlayer.planner.search import plan
-from commlayer.planner.tables import published
 from commlayer.planner.tree import check
 
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from oracle.schedule import PortableSchedule
 from support.fuzz_build import NATIVE, SANITIZE
 from support.schedules import chain, one_node, random_problem
 
 from commlayer.planner.model import Task
 from commlayer.planner.problem import Problem, flatten, load_of, way
-from commlayer.planner.simulation import PortableSchedule
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 PROBLEMS = 400

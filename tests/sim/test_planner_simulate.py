@@ -8,12 +8,13 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from oracle.schedule import PortableSchedule
 from support.schedules import chain, one_node, random_problem
 
 from commlayer.native import core
 from commlayer.planner.model import Task
 from commlayer.planner.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
-from commlayer.planner.simulation import PortableSchedule, schedule
+from commlayer.planner.simulation import schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 

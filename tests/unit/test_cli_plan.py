@@ -376,7 +376,7 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
         ("wrong", json.dumps(damaged), ["Expected `int`, got `str` - at `$.servers`",
                                         "bucket 0: Expected `int`, got `null` - at `$.server`",
                                         "bucket 2: Object contains unknown field `colour`"]),
-        ("later", json.dumps({**damaged, "schema": 4}), ["plan has schema 4, this commlayer reads 3: make the plan again"]),
+        ("later", json.dumps({**damaged, "schema": 9}), ["plan has schema 9, this commlayer reads 4: make the plan again"]),
         ("cut", text[: len(text) // 2], ["is not JSON, or is cut short: Input data was truncated"]),
         ("list", "[]", ["expected a JSON object with job and buckets, got `list`"]),
         ("bare", "{}", ["Object missing required field `job`"]),

@@ -46,9 +46,8 @@ SIZES = {
     "bert-large": (398, 336_226_108, None),
     "gpt2": (148, 124_439_808, None),
     "lstm": (10, 85_974_278, None),
-    "ugatit": (148, 670_761_088, None),
 }
-ESPRESSO_MIB = {"vgg16": 528, "resnet101": 170, "ugatit": 2559, "bert-base": 420, "gpt2": 475, "lstm": 328}
+ESPRESSO_MIB = {"vgg16": 528, "resnet101": 170, "bert-base": 420, "gpt2": 475, "lstm": 328}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -138,7 +137,7 @@ def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
 
 @pytest.mark.parametrize(("name", "batch", "message"), [
     ("resnet5", None, "'resnet5'.* resnet50,.*E-MODEL-NAME"),
-    ("zzz", None, "'zzz'.* resnet50, .* ugatit.*E-MODEL-NAME"),
+    ("zzz", None, "'zzz'.* resnet50, .* lstm.*E-MODEL-NAME"),
     ("lstm", 0, r"batch of lstm: got 0\b.*E-ARGUMENT"),
 ])
 def test_unknown_jobs(name: str, batch: int | None, message: str) -> None:

@@ -34,8 +34,8 @@ def spelled(codec: str) -> str:
     ("fields", "message"),
     [
         ({"path": "encode@tpu net.push net.pull decode@cpu"}, "'encode@tpu' is on no device"),
-        ({"path": "encode@cpu net.push decode@cpu"}, "net.push has no net.pull or net.forward behind it"),
-        ({"path": "encode@cpu net.push net.pull"}, "the path ends in payloads: a decode is missing"),
+        ({"path": "encode@cpu net.push decode@cpu"}, "after 'encode@cpu net.push': got decode@cpu, allowed: net.forward"),
+        ({"path": "encode@cpu net.push net.pull"}, "after 'encode@cpu net.push net.pull': got the end, allowed: decode@cpu"),
         ({"path": "allreduce"}, "a collective crosses nodes, which cannot reach each other here"),
         ({"path": "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast"}, "every node has one rank"),
         ({"codec": "topkk(ratio=0.01)"}, "'topkk' is unknown"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
+from oracle.schedule import PortableSchedule
 from support.learning import learnt
 from support.planner import random_space
 from support.plans import cluster, toy_job
@@ -28,7 +29,7 @@ from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower
 from commlayer.planner.search import plan
-from commlayer.planner.simulation import PortableSchedule, simulate
+from commlayer.planner.simulation import simulate
 from commlayer.planner.tables import profile_from_tables
 from commlayer.records import Job
 
@@ -278,7 +279,6 @@ def test_an_empty_job_has_an_empty_plan() -> None:
 
 
 def test_an_older_schemas_plan_says_so() -> None:
-    """The field of schema 2 promised a bound that other plans went below."""
     old = json.loads(records.encode(plan(toy_job(2), cluster(2, "1g"))))
-    old |= {"schema": 2, "bound_s": old.pop("free_s")}
-    assert misread(json.dumps(old).encode()) == ["plan has schema 2, this commlayer reads 3: make the plan again"]
+    old |= {"schema": 3, "free_s": 0.0}
+    assert misread(json.dumps(old).encode()) == ["plan has schema 3, this commlayer reads 4: make the plan again"]

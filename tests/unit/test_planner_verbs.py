@@ -83,7 +83,7 @@ def test_buckets_are_found_by_number_and_by_tensor() -> None:
 
 def test_equal_plans_have_no_difference() -> None:
     assert diff(PLAN, PLAN, JOB).equal
-    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0, free_s=0.0)
+    bare = structs.replace(PLAN, buckets=tuple(structs.replace(b, why=None) for b in PLAN.buckets), step_s=0.0)
     assert diff(PLAN, bare, JOB).equal, "predictions are no decisions"
 
 
