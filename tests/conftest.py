@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from support.sites import Homes
+from support.sites import Sites
 
 from commlayer import native
 from commlayer.config import quiet_grpc
@@ -63,10 +63,10 @@ _skipped: Counter[str] = Counter()
 
 
 @pytest.fixture
-def homes() -> Iterator[Homes]:
-    made = Homes()
-    yield made
-    made.close()
+def sites() -> Iterator[Sites]:
+    processes = Sites()
+    yield processes
+    processes.close()
 
 
 @pytest.hookimpl(tryfirst=True)

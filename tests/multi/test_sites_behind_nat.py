@@ -52,7 +52,7 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
             assert home.returncode == 0, errors
             told.append(json.loads(out.splitlines()[-1]))
         assert sorted(one["rank"] for one in told) == [0, 1]
-        assert {one["sha"] for one in told} == set(site_training.in_a_rack("plain", 2))
+        assert {one["sha"] for one in told} == set(site_training.torchrun_digests("plain", 2))
         assert nat.dialled == [{(SERVER, PORT), (SERVER, PORT + 1)}] * 2, "nothing else was tried"
         assert nat.dropped == [0, 0]
         for home in range(2):  # the translator does what it is there for

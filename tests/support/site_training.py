@@ -1,21 +1,20 @@
-"""A training script that knows nothing of sites: started by `commlayer launch` or as by torchrun."""
+"""A training script that knows nothing of sites: `commlayer launch` starts it, or torchrun."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from support.rank_pool import Tree, tree
+from support.rank_pool import tree
 
-STEPS = 6
+STEPS, SLOW_STEP = 6, 3
 
 
-def main(how: str, *_: str) -> None:
-    """Nothing here knows of homes."""
+def main(how: str, *arguments: str) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -23,48 +22,55 @@ def main(how: str, *_: str) -> None:
 
     import commlayer
     from support.attached import data, mlp
+    from support.site_job import digest
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if how == "mistaken" and rank == 1:
+        raise LookupError("a mistake in the script")
     torch.manual_seed(rank)
-    model: Any = mlp(seed=rank)  # unequal, as where a script sets no seed
+    model: Any = mlp(seed=rank)  # unequal, as in a script that sets no seed
     if how == "ddp":
         dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if how == "rate" and rank == 1 else 0.01)
     config = {"ranks_per_node": 2 if how == "inside" else 1}
-    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)", config=config) as session:
+    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)", config=config,
+                          every=-1 if how == "refused" else None) as session:
+        if how == "resumed":  # as if each site had loaded its own state
+            for p in model.parameters():
+                optimizer.state[p] = {"step": torch.tensor(9.0), "exp_avg": torch.full_like(p, 0.01 * rank),
+                                      "exp_avg_sq": torch.full_like(p, 0.5)}
         step = 0
-        while step < STEPS or how == "on and on":
+        while step < STEPS or how in ("endless", "slow"):
             x, y = data(rank, step)
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
             optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            while how == "slow" and rank == 1 and step == SLOW_STEP and not Path(arguments[0]).exists():
+                time.sleep(0.1)
+            (loss * float("nan") if how == "nan" and rank == 1 and step == 2 else loss).backward()
+            optimizer.step()
             step += 1
-            if how == "on and on" and step == STEPS:
+            if how == "endless" and step == STEPS:
                 print(json.dumps({"rank": rank}), flush=True)
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
-        losses = torch.tensor([float(rank)])
-        dist.all_reduce(losses)
-        inspected = session.inspect.connection
-        told = {"rank": rank, "world": world, "sum": losses.item(), "nodes": [s.node for s in inspected.uplink.view.servers],
-                "local": os.environ["LOCAL_RANK"], "sha": digest(model.parameters())}
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        connection = session.inspect.connection
+        report = {"rank": rank, "world": world, "sum": total.item(), "local": os.environ["LOCAL_RANK"],
+                  "nodes": [server.node for server in connection.uplink.view.servers],
+                  "sha": digest([*model.parameters(), *(t for p in model.parameters() for t in optimizer.state[p].values())]),
+                  "decisions": session.inspect.decisions()}
     if how == "evaluation":
-        time.sleep(2.0 * rank)  # the last one to come has left the job after all others
-        losses = torch.tensor([float(rank)])
-        dist.all_reduce(losses)
+        time.sleep(2.0 * rank)  # the last rank leaves the job after all others
+        dist.all_reduce(total)
         dist.barrier()
-        told["sum"] = 10.0 * losses.item()
-    print(json.dumps(told), flush=True)
+        report["sum"] = 10.0 * total.item()
+    print(json.dumps(report), flush=True)
 
 
-def digest(tensors: Any) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
-
-
-def in_a_rack(how: str, world: int) -> list[str]:
-    """Digests of the same script as torchrun would start it."""
+def torchrun_digests(how: str, world: int) -> list[str]:
+    """Digests of the same script's weights under torchrun."""
     with tree(__file__, world, args=(how,)) as run:
-        assert isinstance(run, Tree)
         return [json.loads(run.until(rank, "{"))["sha"] for rank in range(world)]
 
 

@@ -1,4 +1,4 @@
-"""Homes as processes that are started as somebody types it, and what they print. Knows no script."""
+"""Sites as processes: `commlayer serve` and `commlayer launch` as a user starts them, and what they print."""
 
 from __future__ import annotations
 
@@ -8,45 +8,51 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "secret-of-this-test"
-WAIT_S = 60.0
+WAIT_S = 100.0
+Process = subprocess.Popen[str]
+KILLED = 128 + signal.SIGKILL
 QUICK = {"OMP_NUM_THREADS": "1", "COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "3",
          "COMMLAYER_JOIN_DEADLINE_S": "40"}
 FULL = "the job is running with all its", "of the job's"
-"""By which a home is refused while those who died are not missed yet."""
+"""Refusals of a site while the coordinator has not detected yet that another one died."""
 
 
-class Homes:
-    """`commlayer serve` and as many `commlayer launch`, each as somebody types it."""
+class Sites:
+    """One `commlayer serve` and any number of `commlayer launch`."""
 
     def __init__(self) -> None:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
         self._environment |= QUICK | {"COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": TOKEN}
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[Process] = []
         self.address = ""
 
     def set(self, **settings: str) -> None:
-        """In the environment of whatever starts from now on."""
+        """Sets environment variables of the processes started after this call."""
         self._environment |= settings
 
-    def run(self, *arguments: str) -> subprocess.Popen[str]:
-        """As in a shell's background, where Ctrl-C is ignored, and by all children that do not mind it themselves."""
+    def run(self, *arguments: str) -> Process:
+        """Starts a command as a shell does in the background: SIGINT is ignored unless a process handles it."""
         line = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "commlayer.cli.main", *arguments]
         process = subprocess.Popen(line, text=True, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE,
                                    stderr=subprocess.PIPE)
         self._processes.append(process)
         return process
 
-    def serve(self, workers: int, *more: str) -> subprocess.Popen[str]:
-        process = self.run("serve", "--workers", str(workers), *more)
+    def serve(self, workers: int, *options: str) -> Process:
+        process = self.run("serve", "--workers", str(workers), *options)
         assert process.stdout is not None
         self.address = json.loads(process.stdout.readline())["control"]
         return process
+
+    def launch(self, script: str, *arguments: str, rank: int | None = None, options: Iterable[str] = ()) -> Process:
+        place = () if rank is None else ("--node-rank", str(rank))
+        return self.run("launch", "--join", self.address, *place, *options, script, *arguments)
 
     def close(self) -> None:
         for process in reversed(self._processes):  # the server last
@@ -54,8 +60,38 @@ class Homes:
             process.communicate(timeout=WAIT_S)
 
 
-def next_row(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next row of JSON that it prints."""
+class Ended(NamedTuple):
+    """Exit code of a process, the rows of JSON that it printed, and its standard error."""
+
+    code: int
+    rows: list[dict[str, Any]]
+    errors: str
+
+
+def ended(process: Process) -> Ended:
+    out, errors = process.communicate(timeout=WAIT_S)
+    return Ended(process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors)
+
+
+def all_ended(processes: Iterable[Process], *codes: int) -> list[Ended]:
+    """Waits for all processes and checks their exit codes: 0 unless given."""
+    ends = [ended(process) for process in processes]
+    assert [end.code for end in ends] == list(codes or [0] * len(ends)), "\n".join(end.errors for end in ends)
+    return ends
+
+
+def joined(start: Callable[[], Process]) -> Ended:
+    """Starts a site that replaces a dead one, again until the coordinator admits it; waits for its end."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        end = ended(start())
+        if not any(line in end.errors for line in FULL):
+            return end
+        assert time.monotonic() < deadline, end.errors
+
+
+def next_row(process: Process) -> dict[str, Any]:
+    """The next row of JSON that the process prints."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("{"):
@@ -63,28 +99,12 @@ def next_row(process: subprocess.Popen[str]) -> dict[str, Any]:
     raise AssertionError(process.communicate(timeout=WAIT_S)[1])
 
 
-def switch_off(process: subprocess.Popen[str]) -> None:
-    """Ends it and all that it has started, at once: no part of it sends a last word for another."""
-    every = [process.pid]
-    for pid in every:
+def switch_off(process: Process) -> None:
+    """Kills a process and all its descendants at once, so that none reports the death of another."""
+    pids = [process.pid]
+    for pid in pids:
         os.kill(pid, signal.SIGSTOP)
-        every += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    for pid in every:
+        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=WAIT_S)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, list[dict[str, Any]], str]:
-    """Its exit code, the rows of JSON that it printed, and what it said."""
-    out, errors = process.communicate(timeout=WAIT_S)
-    return process.returncode, [json.loads(line) for line in out.splitlines() if line.startswith("{")], errors
-
-
-def let_in(start: Callable[[], subprocess.Popen[str]]) -> tuple[int, list[dict[str, Any]], str]:
-    """Of a home that comes in place of one that has died, to its end."""
-    until = time.monotonic() + WAIT_S
-    while True:
-        code, rows, errors = ended(start())
-        if not any(line in errors for line in FULL):
-            return code, rows, errors
-        assert time.monotonic() < until, errors

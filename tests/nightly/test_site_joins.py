@@ -1,0 +1,184 @@
+"""A site that died is started again and joins the others, which train on: its state, its rank, and deaths while it joins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from support.site_job import MOMENTUM, SIZES, Event, Script, expected, flat, gradients, optimizer_of, run
+from support.sites import KILLED, Ended, Sites, all_ended, ended, joined
+
+from commlayer.engine.local_steps import scale_of, square_of
+
+pytestmark = pytest.mark.timeout(300)
+DEAD_AT = 3
+"""The step in which a site dies."""
+
+
+class Job:
+    """Three sites, one of which dies in step DEAD_AT; its `workers` workers with it."""
+
+    def __init__(self, sites: Sites, script: Script, victim: int, workers: int = 1) -> None:
+        self._sites, self._victim, self._workers = sites, victim, workers
+        self._script = replace(script, workers=2 + workers, joiners=workers)
+        first = replace(self._script, events=(*script.events, *(Event(victim + n, DEAD_AT) for n in range(workers))))
+        sites.serve(2 + workers, "--min-workers", "2")
+        processes = [self._run(first, site, rank=site) for site in range(3)]
+        assert ended(processes[victim]).code == KILLED
+        self._left = {site: processes[site] for site in range(3) if site != victim}
+
+    def _run(self, script: Script, site: int, rank: int | None = None) -> Any:
+        options = ["--nproc-per-node", str(self._workers)] if site == self._victim else []
+        return run(self._sites, script, site, rank=rank, options=options)
+
+    def again(self, **fields: Any) -> Ended:
+        """The victim's site, started again, to its end."""
+        return joined(lambda: self._run(replace(self._script, **fields), self._victim))
+
+    def reports(self, **fields: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Of the sites that trained on, and of the one that joins."""
+        new = self.again(**fields)
+        dead = {event.site for event in self._script.events}
+        assert new.code == 0, "\n".join([new.errors, *(ended(process).errors for process in self._left.values())])
+        ends = all_ended(self._left.values(), *(KILLED if site in dead else 0 for site in self._left))
+        old = [end.rows[-1] | {"errors": end.errors} for end in ends if end.rows]
+        new_reports = sorted(new.rows, key=lambda one: one["rank"])
+        everyone = [*old, *new_reports]
+        for name in ("weights", "step", "sums", "plan", "scaler", "members"):
+            assert all(one[name] == old[0][name] for one in everyone), name
+        assert [one["rank"] for one in everyone] == list(range(len(everyone)))
+        return old, new_reports
+
+
+def test_a_site_joins_with_weights_momentum_and_schedule_of_the_others(sites: Sites) -> None:
+    """Its first try is killed while the others send it the state; its second one calls a collective too early."""
+    job = Job(sites, Script(momentum=True), 0)
+    assert job.again(events=(Event(0, -1, at="take"),)).code == KILLED
+    early = job.again(collective=True)
+    assert (early.code, early.rows) == (1, [])
+    assert re.search(r"attach\(\).*\[E-COLLECTIVE\]$", early.errors, re.MULTILINE)
+    old, (new,) = job.reports()
+    worlds, first = old[0]["worlds"], new["first"]
+    assert worlds == [3] * DEAD_AT + [2] * (first - DEAD_AT) + [3] * (len(worlds) - first)
+    assert new["worlds"] == worlds[first:]
+    weights, momentum = expected([[0, 1, 2] if step < DEAD_AT else [1, 2] if step < first else [1, 2, 0]
+                                  for step in range(len(worlds))], momentum=True)
+    for one in (*old, new):
+        assert (one["step"], one["exchanges"], one["calls"]) == (len(worlds),) * 3
+        assert (one["weights"], one["optimizer"]) == (weights, momentum)
+    assert f"step {first}: worker 5 joined: 3 members continue" in "".join(old[0]["decisions"])
+    assert "joined the running job as worker 5" in "".join(new["decisions"])
+
+
+def test_of_two_workers_of_a_site_either_may_join_first(sites: Sites, tmp_path: Path) -> None:
+    """The one that joins later may have the smaller number."""
+    old, new = Job(sites, Script(momentum=True, folder=str(tmp_path)), 2, workers=2).reports(second_first=True)
+    early, late = (one["first"] for one in new)
+    worlds = [4] * DEAD_AT + [2] * (early - DEAD_AT) + [3] * (late - early) + [4] * (len(old[0]["worlds"]) - late)
+    assert [one["worlds"] for one in (*old, *new)] == [worlds, worlds, worlds[early:], worlds[late:]]
+    after = {2: [0, 1], 3: [0, 1, 3], 4: [0, 1, 3, 2]}
+    steps = [[0, 1, 2, 3] if step < DEAD_AT else after[world] for step, world in enumerate(worlds)]
+    assert (old[0]["weights"], old[0]["optimizer"]) == expected(steps, momentum=True)
+    assert old[0]["invited in vain"] == 0, "a waiting worker joins in the next step"
+    assert [one["members"] for one in new] == [[0, 1, 5, 4]] * 2 or [one["members"] for one in new] == [[0, 1, 4, 5]] * 2
+
+
+def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int) -> torch.Tensor:
+    """Weights by hand with an exchange after every second step. `last`: the victim's last exchanged step. It comes back after
+    step `first` with the common weights, and with the momentum of the first remaining site."""
+    jobs = {site: new_job() for site in (*left, victim)}
+    starts = [torch.zeros(size) for size in SIZES]
+    sent: list[list[torch.Tensor]] = []
+    ends: dict[int, list[torch.Tensor]] = {}
+
+    def merge(sites: Sequence[int]) -> None:
+        means = [torch.stack(changes).mean(0) for changes in zip(*sent, strict=True)]
+        scale = scale_of([(1.0, square_of(change)) for change in sent], square_of(means)) if matched else 1.0
+        for number, (start, mean) in enumerate(zip(starts, means, strict=True)):
+            start -= scale * mean
+            for site in sites:
+                p = jobs[site][0][number].detach()
+                p.copy_(start + (p - ends[site][number]))
+
+    for step in range(steps):
+        sites = [site for site in jobs if site != victim or step <= last or step > first]
+        if step == first + 1:
+            jobs[victim], ends[victim] = new_job(), [start.clone() for start in starts]
+            (weights, optimizer, _), (other_weights, other, _) = jobs[victim], jobs[left[0]]
+            optimizer.param_groups[0]["lr"] = other.param_groups[0]["lr"]
+            for p, q, start in zip(other_weights, weights, starts, strict=True):
+                q.data.copy_(start)
+                optimizer.state[q]["momentum_buffer"] = other.state[p]["momentum_buffer"].clone()
+        for site in sites:
+            weights, optimizer, scheduler = jobs[site]
+            for p, g in zip(weights, gradients(site, step), strict=True):
+                p.grad = g
+            optimizer.step()
+            scheduler.step()
+        if (drained := step == steps - 1) or step % 2:
+            if matched and sent:
+                merge(sites)
+            sent = [[start - p.detach() for start, p in zip(starts, jobs[site][0], strict=True)] for site in sites]
+            ends |= {site: [p.detach().clone() for p in jobs[site][0]] for site in sites}
+            if not matched or drained:
+                merge(sites)
+    return torch.tensor(flat(starts))
+
+
+def new_job() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Any]:
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
+    return weights, *optimizer_of(weights, momentum=bool(MOMENTUM))
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_site_joins_local_steps_after_an_exchange(sites: Sites, overlapped: bool) -> None:
+    """Overlapped: with norm-matched averaging."""
+    modes: dict[str, Any] = {"every": 2, "overlap": "round"} if overlapped else {"every": 2}
+    old, (new,) = Job(sites, Script(attach=modes, matched=overlapped, momentum=True), 1).reports()
+    assert new["first"] % 2 == 1, "in the step before an exchange"
+    steps = len(old[0]["worlds"])
+    # Overlapped, the victim's last exchange may be complete or not.
+    possible = [local_weights(overlapped, steps, [0, 2], 1, new["first"], last) for last in ((1, -1) if overlapped else (1,))]
+    distances = [float((torch.tensor(new["weights"]) - weights).abs().max()) for weights in possible]
+    assert min(distances) < 2e-3, distances
+
+
+def test_a_joining_site_takes_over_a_grad_scaler_and_adam_and_may_die_before_its_first_step(sites: Sites) -> None:
+    job = Job(sites, Script("topk(ratio=0.2)", scaler=True, more=8), 2)
+    assert job.again(events=(Event(2, 0, at="attached"),)).code == KILLED
+    old, (new,) = job.reports()
+    assert old[0]["optimizer"] == old[1]["optimizer"] == new["optimizer"]
+    assert (old[0]["members"], old[0]["sums"]) == ([0, 1, 4], [111.0])
+    assert 0 < old[0]["scaler"]["_growth_tracker"] < 3 or old[0]["scaler"]["scale"] != 256.0
+
+
+@pytest.mark.parametrize("script", [
+    Script("topk(ratio=0.2)", ddp=True), Script("fp16()", ddp=True, attach={"every": 2}),
+], ids=["steps", "local steps"])
+def test_a_script_with_distributed_data_parallel_joins_unchanged(sites: Sites, script: Script) -> None:
+    """Its constructor calls collectives, which the others have completed."""
+    old, _ = Job(sites, script, 2).reports()
+    assert (old[0]["members"], old[0]["sums"], old[0]["worlds"][-1]) == ([0, 1, 3], [111.0], 3)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_site_dies_while_an_outer_step_waits_for_one_that_joins(sites: Sites, dead: int) -> None:
+    """0 would send it the state."""
+    script = Script("fp16()", (Event(dead, 0, at="joined", after_s=0.05 * dead),), {"every": 2, "overlap": "round"})
+    old, _ = Job(sites, script, 2).reports()
+    assert old[0]["members"] == [1 - dead, 3]
+
+
+def test_the_automatic_plan_measures_again_after_a_death_and_after_a_join(sites: Sites) -> None:
+    old, _ = Job(sites, Script("auto", more=60), 2).reports()
+    decisions = "\n".join(old[0]["decisions"])
+    links = r"links carry [^,\n]+, [^,\n]+"
+    assert re.search(rf"(?s)worker 2 is gone.*{links} Mb/s up/down\n", decisions), decisions
+    assert re.search(rf"(?s)worker 3 joined.*{links}, [^,\n]+ Mb/s up/down\n", decisions), decisions
+    assert re.search("switched to a plan|kept the current plan", decisions[decisions.rindex("links carry") :]), decisions
+    assert all("links carry" in one["errors"] for one in old), "each site logs it"

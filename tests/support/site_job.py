@@ -1,0 +1,525 @@
+"""A training job on several sites that fail, leave or join at given moments. Run as a script: the training of one site.
+
+Gradients are random numbers of a site and a step, so tests compute the weights by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load
+from torch import nn
+
+from commlayer.compressors.feedback import split_by_tensor
+from commlayer.engine import checkpoint
+from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
+
+STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
+EXACT, COARSE, FINE = "identity()", "onebit(block=64)", "topk(ratio=0.3)"
+DEADLINE_S, SLOW_S, PAUSE_S, MOST = "8", 4.0, 0.05, 2400
+"""PAUSE_S: least seconds per step of a job that a site joins. MOST: its last step if no site joins."""
+BROKEN, RAISED = 9, 3
+"""Exit codes of a site that broke the protocol, and of one whose script caught an error of commlayer."""
+MOMENTUM, DECAY = 0.5, 0.999
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What happens to a site, and when.
+
+    `at`: "start" of the step, "backward" (inside it), "step" (after the backward pass), "end" (after the optimizer's step),
+    "take" (while the others send it the state), "attached", or a function that a save or a switch calls.
+    """
+
+    site: int
+    step: int
+    action: str = "kill"
+    at: str = "start"
+    number: int = 1
+    """The call before which the site dies (after it, for functions of the uplink), counted from the start of the step."""
+    after_s: float = 0.0
+    joiner: bool = False
+    """The site dies only after another one has registered."""
+
+
+class Script(msgspec.Struct, frozen=True):
+    """What all sites run."""
+
+    codec: str = EXACT
+    events: tuple[Event, ...] = ()
+    attach: dict[str, Any] = {}
+    matched: bool = False
+    ddp: bool = False
+    scaler: bool = False
+    """With AdamW and a GradScaler that meets infinities."""
+    momentum: bool = False
+    """With momentum and a learning rate that decays."""
+    between: str = ""
+    """After every fourth step: "save", "load", "drain", "switch", "switch of rank 0", "own switch" (not requested), "sum"."""
+    sums: bool = False
+    """The script sums a number over all ranks in each step."""
+    folder: str = ""
+    workers: int = 0
+    """If a site joins: the number of workers at the start. Otherwise 0, and the job ends after STEPS."""
+    joiners: int = 1
+    more: int = 5
+    """Steps after all joiners have joined."""
+    collective: bool = False
+    """The script calls a collective before attach()."""
+    second_first: bool = False
+    """At a joining site, local rank 1 attaches before local rank 0."""
+
+
+# ---- model, gradients, and weights by hand
+
+
+class Aborts(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("out of memory")
+
+
+class Linear(nn.Module):
+    """Its gradients are its inputs. If it `aborts`, its backward pass ends after the first of them."""
+
+    aborts = False
+
+    def __init__(self, width: int = 0) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in SIZES])
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        parts = [Aborts.apply(p) if self.aborts and n == 0 else p for n, p in enumerate(self.parts)]
+        return torch.stack([(p * g).sum() for p, g in zip(parts, gradients, strict=True)]).sum()
+
+
+def gradients(site: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + site)
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> list[float]:
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors]).tolist()
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def optimizer_of(parameters: Iterable[nn.Parameter], momentum: bool, adam: bool = False) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(parameters, lr=0.01) if adam else torch.optim.SGD(parameters, lr=1.0,
+                                                                                  momentum=MOMENTUM * momentum)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY if momentum else 1.0)
+
+
+def members(text: str) -> list[list[int]]:
+    """The sites of each step: "012*4 12*8" is sites 0, 1 and 2 in four steps, then 1 and 2. "-": a step that is dropped."""
+    steps: list[list[int]] = []
+    for part in text.split():
+        sites, _, count = part.partition("*")
+        steps += [[int(site) for site in sites.strip("-")]] * int(count or 1)
+    return steps
+
+
+def expected(steps: Sequence[Sequence[int]], momentum: bool = False) -> tuple[list[float], str]:
+    """Weights by hand, and a digest of their momentum. Each step applies the mean over its sites, added in their order."""
+    weights = [nn.Parameter(torch.zeros(size)) for size in SIZES]
+    optimizer, scheduler = optimizer_of(weights, momentum)
+    for step, sites in enumerate(steps):
+        if sites:
+            for p, *parts in zip(weights, *(gradients(site, step) for site in sites), strict=True):
+                total = parts[0].clone()
+                for part in parts[1:]:
+                    total += part
+                p.grad = total.mul_(1.0 / len(sites))
+            optimizer.step()
+            scheduler.step()
+    return flat(weights), digest(optimizer.state[p]["momentum_buffer"] for p in weights) if momentum else ""
+
+
+def residuals_of(connection: Any) -> list[torch.Tensor]:
+    """Residuals of this worker and, on rank 0, of the servers, per unit of the weights; between two steps."""
+    total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    undone, parts = connection.worker.undone(), [part for bucket in connection.worker.buckets for part in bucket.debts()]
+    if connection.rank == 0:
+        for bucket in connection.plan.buckets:
+            state = load(connection.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
+            parts += [part for name, x in state.items() if "residual" in name
+                      for part in split_by_tensor(bucket.slices, 0, x.view(-1))]
+    for part in parts:
+        total[part.tensor].view(-1)[part.start : part.stop] += part.values.double() / connection.world
+    return total
+
+
+def one_save(folder: Path, world: int) -> checkpoint.SaveOnDisk:
+    """The only save in the folder."""
+    saves = [checkpoint.saves_of(folder, rank) for rank in range(world)]
+    assert [len(row) for row in saves] == [1] * world
+    return checkpoint.newest_save(folder, saves)
+
+
+# ---- what tests call
+
+
+def start(sites: Sites, count: int, script: Script, least: int = 2) -> tuple[Process, list[Process]]:
+    """The server and `count` sites that run the script."""
+    server = sites.serve(count, *(["--min-workers", str(least)] if least else []))
+    return server, [run(sites, script, site, rank=site) for site in range(count)]
+
+
+def run(sites: Sites, script: Script, site: int, **place: Any) -> Process:
+    return sites.launch(__file__, str(site), msgspec.json.encode(script).decode(), **place)
+
+
+CODES = {"kill": KILLED, "hang": 1, "raise": 1, "leave": 0, "payload": BROKEN, "frame": BROKEN}
+
+
+def outcome(processes: list[Process], script: Script) -> tuple[list[Ended], list[dict[str, Any]]]:
+    """Checks exit codes. Returns all ends, and the reports of sites that trained to the end."""
+    codes = {event.site: CODES[event.action] for event in script.events if event.action in CODES}
+    ends = all_ended(processes, *(codes.get(site, 0) for site in range(len(processes))))
+    return ends, [end.rows[-1] for site, end in enumerate(ends) if site not in codes]
+
+
+def joiner_waits(folder: str | Path) -> Path:
+    """A file that exists while a site waits with its death for another one to register."""
+    return Path(folder) / "waits"
+
+
+# ---- the script
+
+
+class Faults:
+    """The events of this site."""
+
+    def __init__(self, site: int, script: Script) -> None:
+        self.events = [event for event in script.events if event.site == site]
+        self.failed = threading.Event()
+        self._memberships: list[Any] = []
+        self._folder, self._step, self._calls = script.folder, -1, dict[str, int]()
+
+    def install(self) -> None:
+        """Wraps the functions at which this site can fail; before attach()."""
+        from commlayer.cluster import client
+        from commlayer.cluster.collectives import Groups, RowChannel
+        from commlayer.cluster.uplink import Uplink
+        from commlayer.engine.local_steps import LocalSteps
+        from commlayer.engine.replica import Replica
+        from commlayer.engine.step import Arrivals
+
+        join, rows, expect, arrived = client.join, RowChannel.rows, Arrivals.expect, Arrivals.arrived
+
+        def watched_join(address: str, request: Any, config: Any, on_failure: Callable[[Any], None], **named: Any) -> Any:
+            def failed(error: Any) -> None:
+                self.failed.set()
+                on_failure(error)
+
+            self._memberships.append(join(address, request, config, failed, **named))
+            return self._memberships[-1]
+
+        def lossy_rows(channel: Any, what: str = "measured times") -> Any:
+            """The exchange of norms in which another site seems to die."""
+            made = rows(channel, what)
+            if what == "lengths of changes" and self.at("lose row"):
+                made.read = lost(made.read)
+            return made
+
+        def lost(read: Callable[..., Any]) -> Callable[..., Any]:
+            turns: list[Any] = []
+
+            def read_or_lose(*args: Any) -> Any:
+                from commlayer.errors import CommError
+
+                turns.append(read(*args))
+                if len(turns) != self.at("lose row")[0].number:
+                    return turns[-1]
+                time.sleep(SLOW_S)
+                raise CommError("a row is lost")
+
+            return read_or_lose
+
+        counts: dict[Any, int] = {}
+
+        def counted_expect(arrivals: Any, count: int) -> None:
+            counts[arrivals] = count
+            expect(arrivals, count)
+
+        def late_arrived(arrivals: Any) -> None:
+            """The last result of the step is decoded after the news that a site is lost."""
+            counts[arrivals] = counts.get(arrivals, 0) - 1
+            if counts[arrivals] == 0 and any(event.step == self._step for event in self.at("slow")):
+                time.sleep(SLOW_S)
+            arrived(arrivals)
+
+        client.join = watched_join
+        RowChannel.rows, Arrivals.expect, Arrivals.arrived = lossy_rows, counted_expect, late_arrived
+        for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (Uplink, "put_state"),
+                            (LocalSteps, "drain"), (LocalSteps, "exchange"), (Replica, "take")):
+            self._watch(owner, name, after=owner is Uplink)
+
+    def at(self, action: str) -> list[Event]:
+        return [event for event in self.events if event.action == action]
+
+    def begin(self, step: int) -> None:
+        self._step = step
+        if all(step <= event.step for event in self.events):
+            self._calls.clear()
+
+    def due(self, at: str) -> str:
+        """Kills this site if it is its time. Returns another action that is due."""
+        for event in self.events:
+            if event.step <= self._step and event.at == at:
+                if event.action == "kill" and self._calls.get(at, event.number) >= event.number:
+                    self._die(event)
+                elif event.step == self._step and event.action != "kill":
+                    return event.action
+        return ""
+
+    def joined_by(self, count: int) -> bool:
+        """Whether the newest epoch has that many members more than the one of this site."""
+        return any(len({m.rank for m in one.newest.members} - {m.rank for m in one.view.members}) >= count
+                   for one in self._memberships)
+
+    def die_with_joiner(self, after_s: float) -> None:
+        while not self.joined_by(1):
+            time.sleep(0.001)
+        time.sleep(after_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self) -> None:
+        """Until another site, or this one, has left the job. Heartbeats continue."""
+        self.failed.wait(4 * WAIT_S)
+
+    def break_protocol(self, connection: Any, how: str) -> None:
+        """Sends a payload that no codec decodes, or a frame that is not allowed. Then lives on until it is evicted."""
+        from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+
+        if how == "payload":
+            bucket = next(b.id for b in connection.plan.buckets if b.server == 0)
+            header = Header(Kind.PUSH, connection.worker.generation, connection.worker.step, bucket, codec=99,
+                            sender=connection.id, weight=1.0)
+            connection.uplink.transport.send(SERVER_BASE, header, b"no payload of this codec")
+        else:
+            connection.uplink.transport.send(SERVER_BASE, Header(Kind.HELLO, sender=connection.id))
+        self.failed.wait(WAIT_S)
+        os._exit(BROKEN)
+
+    def _watch(self, owner: Any, name: str, *, after: bool) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **named: Any) -> Any:
+            self._calls[name] = self._calls.get(name, 0) + 1
+            if not after:
+                self.due(name)
+            result = real(*args, **named)
+            if after:
+                self.due(name)
+            return result
+
+        setattr(owner, name, watched)
+
+    def _die(self, event: Event) -> None:
+        if event.joiner:
+            joiner_waits(self._folder).touch()
+            until = time.monotonic() + WAIT_S
+            while not self.joined_by(1) and time.monotonic() < until:
+                time.sleep(0.05)
+        if event.at == "start" and event.after_s:
+            threading.Timer(event.after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if self._step > event.step:  # the process may have passed that step before the signal
+                time.sleep(WAIT_S)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def codec_of(plan: Any) -> str:
+    """COARSE, FINE or EXACT: the codec of the plan's weights. Its buffer keeps another one."""
+    return next((codec for codec in (COARSE, FINE) if any(codec.partition("(")[0] in b.codec for b in plan.buckets)), EXACT)
+
+
+def other_plan(connection: Any, step: int) -> Any:
+    """A plan with the other codec; of an exact plan, one with other buckets."""
+    from msgspec import structs
+
+    from commlayer.compressors import parse, wrap
+    from commlayer.planner import default_plan
+
+    plan, used = connection.plan, codec_of(connection.plan)
+    if used == EXACT:
+        return default_plan(connection.worker.job, codec=EXACT, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
+                            cut_nbytes=256 * step)
+    codec = str(wrap(parse(FINE if used == COARSE else COARSE)))
+    return structs.replace(plan, buckets=tuple(structs.replace(b, codec=codec, down=codec) if used.partition("(")[0] in b.codec
+                                               else b for b in plan.buckets))
+
+
+def main(site: int, script: Script) -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    import commlayer
+    from commlayer.engine.observers import Observer, ObserverOrder
+    from commlayer.engine.switch import switch
+    from commlayer.errors import CommError, StepAbandoned
+
+    faults, model, local_rank = Faults(site, script), Linear(), int(os.environ["LOCAL_RANK"])
+    faults.install()
+    with torch.no_grad():
+        for p in model.parts:
+            p += site  # unequal, as in a script that sets no seed; rank 0's are 0
+    optimizer, scheduler = optimizer_of(model.parameters(), script.momentum, adam=script.scaler)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3, enabled=script.scaler)
+    wrapped: Any = model
+    if script.collective or script.ddp:
+        dist.init_process_group("gloo")
+    if script.collective:
+        dist.barrier()
+    if script.ddp:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    second = Path(script.folder) / "second is attached"
+    while script.second_first and local_rank == 0 and not second.exists():
+        time.sleep(0.05)
+    put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
+    worlds, sums, codecs, buckets, errors = list[int](), list[float](), list[str](), list[int](), list[str]()
+    invited_in_vain = 0
+    modes = dict(script.attach) | ({"sync": commlayer.optim.Outer(matched=True)} if script.matched else {})
+    if script.scaler:
+        modes["scaler"] = scaler
+    with commlayer.attach(wrapped, optimizer, plan=script.codec, **modes) as session:
+        first, again = session.step, MOST
+        if first and not script.ddp:
+            session.load_residuals("nowhere")  # as in a script that begins with it
+        if first and script.second_first:
+            second.touch()
+        faults.begin(first)
+        faults.due("attached")
+        if any(event.at == "joined" for event in faults.events):
+            threading.Thread(target=faults.die_with_joiner, args=(faults.events[0].after_s,), daemon=True).start()
+        scheduler.last_epoch = first
+        connection: Any = None
+
+        def after_step() -> None:
+            connection = session.inspect.connection
+            worlds.append(connection.world)
+            codecs.append(codec_of(connection.plan))
+            buckets.append(len(connection.plan.buckets))
+            if script.between == "own switch" and connection.exchanges in (4, 8):
+                switch(connection, other_plan(connection, 0), by_itself=True)
+
+        local = "every" in script.attach
+        if not local:
+            session.inspect.observers.add(Observer(ObserverOrder.OTHER, after_step, after_step))
+
+        def train(step: int) -> None:
+            own = gradients(site, step)
+            if script.codec in (COARSE, FINE) and faults.at("kill"):
+                own = [torch.zeros_like(g) for g in own]  # no residual is lost with this site
+            loss = wrapped(own)
+            if script.scaler and step % 7 == 0 and site == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if local:
+                worlds.append(session.inspect.connection.world)
+            for total, g in zip(put, own, strict=True):
+                total += g.double() / worlds[-1]
+            faults.due("step")
+            if script.sums:
+                x = torch.tensor([10.0**site])
+                dist.all_reduce(x)
+                sums.append(x.item())
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+        def attempt(act: Callable[[], object]) -> None:
+            try:
+                act()
+            except CommError as error:
+                errors.append(str(error))
+
+        for step in range(first, MOST + script.more if script.workers else STEPS):
+            connection = session.inspect.connection
+            faults.begin(step)
+            action = faults.due("start")
+            if action == "raise":
+                raise RuntimeError("this site has had enough")
+            if action == "leave":
+                break
+            model.aborts = action == "abort"
+            action = faults.due("backward")
+            if action == "hang":
+                model.parts[0].register_hook(lambda _: faults.hang())
+            elif action:
+                model.parts[0].register_hook(lambda _, how=action, at=connection: faults.break_protocol(at, how))
+            inviting, world = connection.members is not None and connection.members.invites(), connection.world
+            try:
+                train(step)
+            except (ArithmeticError, StepAbandoned):
+                optimizer.zero_grad()
+                continue
+            invited_in_vain += inviting and session.inspect.connection.world == world
+            if faults.due("end") == "hang":
+                faults.hang()
+            if script.workers:
+                if again == MOST and sum(m >= script.workers for m in session.inspect.members) == script.joiners:
+                    again = step
+                if step + 1 == again + script.more + again % 2:
+                    break
+                time.sleep(PAUSE_S)
+            elif script.between == "load" and step == 4:
+                attempt(lambda: session.load_residuals(script.folder))
+                attempt(lambda: train(4))
+                break
+            elif step % 4 == 3 and script.between in ("save", "load"):
+                session.save_residuals(script.folder)
+            elif step % 4 == 3 and script.between == "drain":
+                session.drain()
+            elif step % 4 == 3 and script.between == "sum":
+                x = torch.tensor([10.0**site])
+                dist.all_reduce(x)
+                sums.append(x.item())
+            elif step % 4 == 3 and script.between.startswith("switch"):
+                wanted = script.between == "switch" or connection.rank == 0
+                commlayer.session.switch(session, other_plan(connection, step) if wanted else None)
+        report: dict[str, Any] = {"site": site, "errors": errors}
+        if not errors:
+            session.drain()
+            connection = session.inspect.connection
+            if script.workers:
+                x = torch.tensor([10.0**site])
+                dist.all_reduce(x)
+                sums.append(x.item())
+            report |= {
+                "first": first, "rank": connection.rank, "members": session.inspect.members, "worlds": worlds, "sums": sums,
+                "step": session.step, "exchanges": connection.exchanges, "calls": model.calls.item(),
+                "decisions": session.inspect.decisions(), "put": flat(put),
+                "residuals": flat(residuals_of(connection)) if script.codec in (COARSE, FINE) else [],
+                "optimizer": digest(v for p in model.parts for v in optimizer.state[p].values() if v is not None),
+                "scaler": scaler.state_dict(), "plan": commlayer.records.digest(connection.plan), "codecs": codecs,
+                "buckets": buckets, "invited in vain": invited_in_vain}
+        report["weights"] = flat(model.parts)
+    print(json.dumps(report), flush=True)
+    sys.exit(RAISED if errors else 0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) + int(os.environ["LOCAL_RANK"]), msgspec.json.decode(sys.argv[2], type=Script))
