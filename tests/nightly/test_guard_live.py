@@ -1,4 +1,4 @@
-"""The guard in a running job: what is too lossy is made finer on all ranks at one step, what is exact is left alone."""
+"""The quality guard in a running job: it compares coded with exact gradients and makes codecs finer on all ranks at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from support.rank_pool import pool
 from torch import nn
 
 import commlayer
-from commlayer.autotune import quality as policy
-from commlayer.autotune import replanner
+from commlayer.autotune import quality, replanner
 from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
@@ -33,239 +32,194 @@ from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
 WORLD, SERVERS = 2, 2
-LATEST = 260
-"""Steps until a codec that loses nearly everything has become fine enough."""
+COARSE, STEPS, LATEST = "topk(ratio=0.0001)", 40, 260
+"""LATEST: steps until a codec that loses nearly everything has become fine enough."""
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    """Looks as often as it may, whatever that costs: time decides nothing here."""
-    policy.TIME_PART = 1e9
+def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any]:
+    """Trains so many steps under each codec ("": the current plan; "auto: ...": as if the plan had been chosen automatically).
+    Gradients are compared as often as possible. `rises_at`: the step from which rank 1 reports a doubled loss."""
+    quality.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()
     wrapped = run.wrap(model)
-    session = run.sessions[0]
+    session, step = run.sessions[0], 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    levels, sent = [], [0.0]
-    for step in range(steps):
-        made = torch.Generator().manual_seed(2 * step + run.rank)
-        x = torch.randn(6, 12, generator=made)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(wrapped(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1))
-        loss.backward()
-        session.report(loss)
-        optimizer.step()
-        levels.append(plan_choice.lowest(session.inspect.plan))
-        sent.append(session.stats()["sent_nbytes"])
-    return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "said": session.inspect.decisions(),
-            "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]), "stats": session.stats()}
-
-
-def ran(steps: int, codec: str, how: str = "module", **fields: Any) -> list[dict[str, Any]]:
-    with coordinators(1, WORLD, SERVERS) as made:
-        setting = Setting(how, (made[0].address,), codec, servers=SERVERS, fields=tuple(fields.items()))
-        return list(pool(WORLD).call(play, WORLD, train, setting, steps))
-
-
-@pytest.mark.parametrize(("how", "codec"), [
-    ("module", "topk(ratio=0.0001)"), ("ddp", "topk(ratio=0.0001)"),
-])
-def test_a_codec_that_loses_too_much_is_made_finer_at_one_step(how: str, codec: str) -> None:
-    results = ran(LATEST, codec, how, guard="act", max_loss=0.005)
-    levels, sent = results[0]["levels"], results[0]["sent"]
-    assert levels == results[1]["levels"], "both ranks at the same step"
-    assert torch.equal(results[0]["weights"], results[1]["weights"])
-    assert levels[0] < levels[-1]
-    changes = [step for step in range(1, LATEST) if levels[step] != levels[step - 1]]
-    assert all(levels[step] > levels[step - 1] for step in changes[:2])
-    assert max(sent[: changes[0]]) * 1.5 < min(sent[-20:]), "what is finer sends more"
-    assert results[0]["stats"]["guard_s"] > 0
-
-
-@pytest.mark.parametrize(("codec", "fields"), [
-    ("identity()", {"guard": "act", "max_loss": 0.005}), ("fp16()", {"guard": "act", "max_loss": 0.005}),
-    ("topk(ratio=0.0001)", {}), ("topk(ratio=0.0001)", {"guard": "off", "max_loss": 0.005}),
-])
-def test_what_is_exact_or_not_guarded_is_left_alone(codec: str, fields: dict[str, Any]) -> None:
-    results = ran(40, codec, **fields)
-    assert len(set(results[0]["levels"])) == 1
-    assert results[0]["said"] == []
-    compared = codec == "fp16()"
-    assert (results[0]["stats"]["guard_s"] > 0) == compared
-
-
-def test_a_plan_that_was_asked_for_stays_and_the_user_hears_why() -> None:
-    results = ran(40, "topk(ratio=0.0001)", max_loss=0.005)
-    assert len(set(results[0]["levels"])) == 1
-    assert any("the plan stays as it was asked for" in line for line in results[0]["said"])
-    assert len(results[0]["said"]) <= 3, "each complaint once"
-
-
-def test_a_coarser_plan_that_somebody_goes_over_to_is_not_undone() -> None:
-    with coordinators(1, WORLD, SERVERS) as made:
-        setting = Setting("module", (made[0].address,), servers=SERVERS, fields=(("guard", "act"), ("max_loss", 0.05)))
-        for codecs, said, compared in pool(WORLD).call(play, WORLD, dense_then_coarser, setting):
-            assert codecs == [{"identity()"}, {"int8()"}, {"topk(ratio=0.3)"}]
-            assert said == []
-            assert compared
-
-
-def dense_then_coarser(run: Run) -> Any:
-    """The codecs in force at the end of each plan, what was said, and whether the guard looked."""
-    policy.TIME_PART = 1e9
-    logging.getLogger("commlayer").setLevel(logging.ERROR)
-    model = mlp()
-    run.wrap(model)
-    session, seen = run.sessions[0], []
-    for codec in ("", "int8()", "topk(ratio=0.3)"):
-        if codec:
-            commlayer.switch(session, default_plan(job_of(model), codec=codec, path="service", servers=SERVERS,
-                                                   ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
-        for step in range(16):
+    levels, sent, codecs, decisions = list[float](), [0.0], list[set[str]](), [0]
+    for text, count in parts:
+        if text:
+            plan = default_plan(job_of(model), codec=text.removeprefix("auto: "), path="service", servers=SERVERS,
+                                ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+            commlayer.switch(session, plan)
+            session.inspect.connection.terms.auto = text.startswith("auto: ")
+        for _ in range(count):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
-            model.zero_grad()
-            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
-        seen.append({b.codec for b in session.inspect.plan.buckets})
-    return seen, session.inspect.decisions(), session.stats()["guard_s"] > 0
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(wrapped(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1))
+            loss.backward()
+            session.report(1.0 + (run.rank == 1 and step > rises_at) if rises_at else loss)
+            optimizer.step()
+            levels.append(plan_choice.lowest(session.inspect.plan))
+            sent.append(session.stats()["sent_nbytes"])
+            step += 1
+        codecs.append({b.codec for b in session.inspect.plan.buckets})
+        decisions.append(len(session.inspect.decisions()))
+    return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "codecs": codecs,
+            "decisions": session.inspect.decisions(), "decisions before": decisions, "guard_s": session.stats()["guard_s"],
+            "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]),
+            "floor": session.inspect.connection.terms.floor}
 
 
-def test_a_loss_that_rises_is_heard_on_all_ranks() -> None:
-    with coordinators(1, WORLD, SERVERS) as made:
-        fields = (("guard", "act"), ("max_loss", 0.05))
-        setting = Setting("module", (made[0].address,), "int8(block=32)", servers=SERVERS, fields=fields)
-        results = pool(WORLD).call(play, WORLD, with_losses, setting)
-    assert results[0] == results[1]
-    said, codecs = results[0]
-    assert "the loss has risen by" in said[0]
-    assert set(codecs) <= {"fp16()", "identity()"}
+def rising(run: Run) -> dict[str, Any]:
+    return train(run, ("", 130), rises_at=80)
 
 
-def with_losses(run: Run) -> Any:
-    """What was said, and the codecs at the end, when one rank reports a loss that doubles."""
-    policy.TIME_PART = 1e9
-    logging.getLogger("commlayer").setLevel(logging.ERROR)
-    model = mlp()
-    run.wrap(model)
-    session = run.sessions[0]
-    for step in range(130):
-        model.zero_grad()
-        nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
-        session.report(1.0 + (run.rank == 1 and step > 80))
-    return session.inspect.decisions(), [b.codec for b in session.inspect.plan.buckets]
+def ran(script: Any, codec: str, how: str = "module", parts: tuple[Any, ...] = (("", STEPS),), plan: str = "codec",
+        **fields: Any) -> list[dict[str, Any]]:
+    """The results of both ranks, which are equal but for times and bytes."""
+    with coordinators(1, WORLD, SERVERS) as servers:
+        setting = Setting(how, (servers[0].address,), codec, servers=SERVERS, plan=plan, fields=tuple(fields.items()))
+        results = list(pool(WORLD).call(play, WORLD, script, setting, *(parts if script is train else ())))
+    for name in ("levels", "codecs"):
+        assert results[0][name] == results[1][name], "both ranks at the same step"
+    assert torch.equal(results[0]["weights"], results[1]["weights"])
+    return results
 
 
-def look_closely(run: Run, codec: str) -> dict[str, Any]:
-    """Every comparison of a few steps, beside what it should have seen, computed from the gradients themselves."""
-    policy.TIME_PART = 1e9
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_a_codec_that_loses_too_much_is_made_finer(how: str) -> None:
+    result, _ = ran(train, COARSE, how, (("", LATEST),), guard="act", max_loss=0.005)
+    levels, sent = result["levels"], result["sent"]
+    changes = [step for step in range(1, LATEST) if levels[step] != levels[step - 1]]
+    assert changes
+    assert all(levels[step] > levels[step - 1] for step in changes[:2])
+    assert levels[0] < levels[-1]
+    assert max(sent[: changes[0]]) * 1.5 < min(sent[-20:]), "finer codecs send more"
+    assert result["guard_s"] > 0
+
+
+@pytest.mark.parametrize(("codec", "fields", "compared"), [
+    ("identity()", {"guard": "act", "max_loss": 0.005}, False), ("fp16()", {"guard": "act", "max_loss": 0.005}, True),
+    (COARSE, {}, False), (COARSE, {"guard": "off", "max_loss": 0.005}, False),
+])
+def test_an_exact_plan_or_one_without_guard_is_left_alone(codec: str, fields: dict[str, Any], compared: bool) -> None:
+    result, _ = ran(train, codec, **fields)
+    assert len(set(result["levels"])) == 1
+    assert result["decisions"] == []
+    assert (result["guard_s"] > 0) is compared
+
+
+def test_a_requested_plan_stays_and_each_complaint_is_logged_once() -> None:
+    result, _ = ran(train, COARSE, max_loss=0.005)
+    assert len(set(result["levels"])) == 1
+    assert any("the plan stays as it was asked for" in line for line in result["decisions"])
+    assert len(result["decisions"]) <= 3
+
+
+def test_a_switch_to_a_coarser_plan_is_not_undone() -> None:
+    result, _ = ran(train, "identity()", parts=(("", 16), ("int8()", 16), ("topk(ratio=0.3)", 16)), guard="act", max_loss=0.05)
+    assert result["codecs"] == [{"identity()"}, {"int8()"}, {"topk(ratio=0.3)"}]
+    assert result["decisions"] == []
+    assert result["guard_s"] > 0
+
+
+def test_a_loss_that_rises_on_one_rank_changes_the_plan_on_all() -> None:
+    results = ran(rising, "int8(block=32)", guard="act", max_loss=0.05)
+    for result in results:
+        assert "the loss has risen by" in result["decisions"][0]
+        assert result["codecs"][0] <= {"fp16()", "identity()"}
+
+
+def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_plan() -> None:
+    coarse, requested = "topk(ratio=0.01)", "topk(ratio=0.001)"
+    for result in ran(train, "", plan="auto", parts=((f"auto: {coarse}", 60), (requested, 60)), max_loss=0.005):
+        first, second = result["codecs"]
+        assert min(plan_choice.level(parse(codec)) for codec in first) > 0.01
+        assert {plan_choice.level(parse(codec)) for codec in second} == {0.001}
+        later = result["decisions"][result["decisions before"][1] :]
+        assert any("the plan stays as it was asked for" in line for line in later)
+        assert result["floor"] > 0.01, "the planner learns it"
+
+
+# ---- comparisons
+
+
+def compare(run: Run, codec: str) -> dict[str, Any]:
+    """The comparisons of a few steps, and what they should have been, computed from the gradients themselves."""
+    quality.TIME_PART = 1e9
     model = mlp()
     wrapped = run.wrap(model)
-    session = run.sessions[0]
-    session.weight(1.0 + run.rank)
+    run.sessions[0].weight(1.0 + run.rank)
     seen: list[dict[str, Any]] = []
-    real, locally = gradient_comparison.everywhere, gradient_comparison.here
     payloads: list[tuple[Any, Any]] = []
+    everywhere, own_part = gradient_comparison.everywhere, gradient_comparison.here
 
-    def decoded(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
-        found = locally(worker, of, mine, groups, deadline_s)
+    def watched_part(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
+        result = own_part(worker, of, mine, groups, deadline_s)
         if run.setting is not None and run.setting.ranks_per_node == 1:
-            bucket = of.bucket
-            payloads.append((found.fidelity(), measure(bucket.codec, mine, bucket.state["_sent"], bucket.state)))
-        return found
+            state = of.bucket.state
+            payloads.append((result.fidelity(), measure(of.bucket.codec, mine, state["_sent"], state)))
+        return result
 
     def watched(of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         own = mine.clone()
-        found = real(of, mine, groups, deadline_s)
+        result = everywhere(of, mine, groups, deadline_s)
         seen.append({"slices": of.bucket.slices, "start": of.start, "stop": of.stop, "own": own, "exact": mine.clone(),
-                     "back": of.bucket.y[of.start : of.stop].clone(), "dots": found})
-        return found
+                     "back": of.bucket.y[of.start : of.stop].clone(), "dots": result})
+        return result
 
-    gradient_comparison.everywhere, gradient_comparison.here = watched, decoded
-    try:
-        grads = []
+    grads = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_comparison, "everywhere", watched)
+        patch.setattr(gradient_comparison, "here", watched_part)
         for step in range(3 * SETTLE):
-            made = torch.Generator().manual_seed(10 * step + run.rank)
-            x = torch.randn(6, 12, generator=made)
-            share = (1.0 + run.rank) * WORLD / sum(1.0 + rank for rank in range(WORLD))  # parts of the mean are coded
+            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(10 * step + run.rank))
+            share = (1.0 + run.rank) * WORLD / sum(1.0 + rank for rank in range(WORLD))
             alone = mlp()
             alone.load_state_dict(model.state_dict())
             nn.functional.mse_loss(alone(x), x[:, :3]).backward()
             grads.append([p.grad.detach().view(-1) * share for p in alone.parameters() if p.grad is not None])
             model.zero_grad()
             nn.functional.mse_loss(wrapped(x), x[:, :3]).backward()
-    finally:
-        gradient_comparison.everywhere, gradient_comparison.here = real, locally
-    steps = [s for s in range(len(grads)) if s >= SETTLE and (s - SETTLE) % SETTLE == 0]
-    return {"seen": seen, "grads": [grads[s] for s in steps], "payloads": payloads}
+    return {"seen": seen, "grads": [grads[s] for s in (SETTLE, 2 * SETTLE)], "payloads": payloads}
 
 
 @pytest.mark.parametrize(("codec", "ranks_per_node"), [("topk(ratio=0.1)", 1), ("int8(block=32)", 1), ("topk(ratio=0.1)", 2)])
-def test_all_ranks_compare_with_the_exact_sum(codec: str, ranks_per_node: int) -> None:
-    with coordinators(1, WORLD, 1) as made:
-        setting = Setting("module", (made[0].address,), codec, ranks_per_node=ranks_per_node, fields=(("guard", "warn"),))
-        results = pool(WORLD).call(play, WORLD, look_closely, setting, codec)
-    assert len(results[0]["seen"]) == len(results[0]["grads"]) == 2
+def test_all_ranks_compare_with_the_exact_mean(codec: str, ranks_per_node: int) -> None:
+    with coordinators(1, WORLD, 1) as servers:
+        setting = Setting("module", (servers[0].address,), codec, ranks_per_node=ranks_per_node, fields=(("guard", "warn"),))
+        results = pool(WORLD).call(play, WORLD, compare, setting, codec)
+    assert len(results[0]["seen"]) == 2
     for number in range(2):
         mine, theirs = (r["seen"][number] for r in results)
         expected = []
-        for rank in range(WORLD):
-            whole = torch.cat([results[rank]["grads"][number][s.tensor][s.start : s.stop] for s in mine["slices"]])
-            piece = whole[mine["start"] : mine["stop"]]
-            assert torch.allclose(results[rank]["seen"][number]["own"], piece, rtol=1e-5, atol=1e-7)
-            expected.append(piece)
+        for result in results:
+            whole_bucket = torch.cat([result["grads"][number][s.tensor][s.start : s.stop] for s in mine["slices"]])
+            expected.append(whole_bucket[mine["start"] : mine["stop"]])
+            assert torch.allclose(result["seen"][number]["own"], expected[-1], rtol=1e-5, atol=1e-7)
         total = expected[0] + expected[1]
-        assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the exact mean, but for the number of workers"
-        assert mine["dots"].fidelity().cosine == pytest.approx(float(nn.functional.cosine_similarity(total, mine["back"], 0)),
-                                                               rel=1e-4)
-        assert mine["dots"] == pytest.approx(theirs["dots"], rel=1e-6), "sums of equal numbers in some order"
+        assert torch.allclose(mine["exact"], total, rtol=1e-5, atol=1e-7), "the mean, times the number of workers"
+        cosine = float(nn.functional.cosine_similarity(total, mine["back"], 0))
+        assert mine["dots"].fidelity().cosine == pytest.approx(cosine, rel=1e-4)
+        assert mine["dots"] == pytest.approx(theirs["dots"], rel=1e-6), "the order of sums may differ"
     for from_residuals, from_payload in results[0]["payloads"]:
-        assert from_residuals == pytest.approx(from_payload, rel=1e-4, abs=1e-4), "what left, told by what stayed"
+        assert from_residuals == pytest.approx(from_payload, rel=1e-4, abs=1e-4)
     assert bool(results[0]["payloads"]) == (ranks_per_node == 1)
 
 
-def test_under_auto_it_acts_until_somebody_asks_for_a_plan() -> None:
-    with coordinators(1, WORLD, SERVERS) as made:
-        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto", fields=(("max_loss", 0.005),))
-        results = pool(WORLD).call(play, WORLD, left_to_it_then_asked_for, setting)
-    for before, after, said, floor in results:
-        assert min(before) > 0.01, "no bucket stays at the codec that a job begins with"
-        assert max(after) == 0.001, "nor is the one that was asked for changed"
-        assert any("the plan stays as it was asked for" in line for line in said), "though it was looked at"
-        assert floor > 0.01, "the planner hears of it"
-    assert results[0] == results[1]
+@pytest.mark.parametrize(("codecs", "compared"), [
+    (("topk(ratio=0.1)", "topk(ratio=0.1)"), True), (("momentum(topk(ratio=0.1))", "topk(ratio=0.1)"), False),
+    (("topk(ratio=0.1)", "momentum(topk(ratio=0.1))"), False),
+])
+def test_ranks_compare_a_bucket_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
+    mixed = bucket(codecs[0], by_node=codecs)
+    for codec in codecs:
+        own = SimpleNamespace(planned=mixed, buffer=False, late=False, codec=wrap(parse(codec)))
+        worker: Any = SimpleNamespace(buckets=[own])
+        assert (gradient_comparison.watched(worker) == [own]) is compared
 
 
-def left_to_it_then_asked_for(run: Run) -> Any:
-    """Levels of the plan's buckets after some steps under "auto", then under a plan that is handed in."""
-    policy.TIME_PART = 1e9
-    logging.getLogger("commlayer").setLevel(logging.ERROR)
-    model = mlp()
-    run.wrap(model)
-    session = run.sessions[0]
-
-    def levels() -> list[float]:
-        assert session.inspect.plan is not None
-        return [plan_choice.level(parse(b.codec)) for b in session.inspect.plan.buckets]
-
-    def steps(count: int) -> None:
-        for step in range(count):
-            x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
-            model.zero_grad()
-            nn.functional.mse_loss(model(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1)).backward()
-
-    coarse = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=SERVERS, ranks_per_node=1,
-                          fuse_nbytes=2048, cut_nbytes=4096)
-    commlayer.switch(session, coarse)
-    session.inspect.connection.terms.auto = True  # as if it had been found by itself
-    steps(60)
-    before, said = levels(), len(session.inspect.decisions())
-    asked = default_plan(job_of(model), codec="topk(ratio=0.001)", path="service", servers=SERVERS, ranks_per_node=1,
-                         fuse_nbytes=2048, cut_nbytes=4096)
-    commlayer.switch(session, asked)
-    steps(20)
-    return before, levels(), session.inspect.decisions()[said:], session.inspect.connection.terms.floor
-
-
-# ---- plans made finer
-
+# ---- finer plans
 
 JOB = Job((TensorInfo("w", (300, 40)), TensorInfo("b", (40,))))
 
@@ -285,44 +239,30 @@ def bucket(codec: str, path: str = "service", **fields: Any) -> Bucket:
     (bucket("topk(ratio=0.01)", "encode@cpu all.allgather decode@cpu"), 0.5, "fp16()"),
 ])
 def test_a_bucket_below_the_floor_takes_the_next_finer_codec_that_fits(before: Bucket, floor: float, codec: str) -> None:
-    made = plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
-    assert parse(made.buckets[0].codec) == parse(codec)
-    assert not unsuited(made, 2, 1)
-    assert plan_choice.lift(made, floor, nodes=2) == made
-    assert plan_choice.lowest(made) >= min(floor, 1.0) * plan_choice.EQUAL
+    plan = plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2)
+    assert parse(plan.buckets[0].codec) == parse(codec)
+    assert not unsuited(plan, 2, 1)
+    assert plan_choice.lift(plan, floor, nodes=2) == plan
+    assert plan_choice.lowest(plan) >= min(floor, 1.0) * plan_choice.EQUAL
 
 
-def test_both_ways_and_all_nodes_are_made_finer() -> None:
-    uneven = bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)"))
-    made = plan_choice.lift(Plan(JOB.digest(), (uneven,), 1), 0.05, nodes=2).buckets[0]
-    assert [plan_choice.level(parse(text)) for text in (made.codec, made.down, *made.by_node)] == [0.1, 0.05, 0.1, 0.05]
-    coarse_down = plan_choice.lift(Plan(JOB.digest(), (bucket("fp16()", down="topk(ratio=0.1)"),), 1), 0.4, nodes=2).buckets[0]
+def test_both_directions_and_all_nodes_are_made_finer() -> None:
+    def lifted(before: Bucket, floor: float) -> Bucket:
+        return plan_choice.lift(Plan(JOB.digest(), (before,), 1), floor, nodes=2).buckets[0]
+
+    uneven = lifted(bucket("topk(ratio=0.1)", down="topk(ratio=0.02)", by_node=("topk(ratio=0.1)", "topk(ratio=0.01)")), 0.05)
+    assert [plan_choice.level(parse(text)) for text in (uneven.codec, uneven.down, *uneven.by_node)] == [0.1, 0.05, 0.1, 0.05]
+    coarse_down = lifted(bucket("fp16()", down="topk(ratio=0.1)"), 0.4)
     assert (coarse_down.codec, coarse_down.down) == ("fp16()", "")
     dense = bucket("identity()", "allreduce")
-    assert plan_choice.lift(Plan(JOB.digest(), (dense,)), 1.0, nodes=2).buckets == (dense,)
+    assert lifted(dense, 1.0) == dense
     assert not plan_choice.lossy(dense)
 
 
-@pytest.mark.parametrize(("codecs", "compared"), [
-    (("topk(ratio=0.1)", "topk(ratio=0.1)"), True), (("momentum(topk(ratio=0.1))", "topk(ratio=0.1)"), False),
-    (("topk(ratio=0.1)", "momentum(topk(ratio=0.1))"), False),
-])
-def test_ranks_of_one_bucket_compare_together_or_not_at_all(codecs: tuple[str, str], compared: bool) -> None:
-    mixed = bucket(codecs[0], by_node=codecs)
-    for codec in codecs:
-        own = SimpleNamespace(planned=mixed, buffer=False, late=False, codec=wrap(parse(codec)))
-        worker: Any = SimpleNamespace(buckets=[own])
-        assert (gradient_comparison.watched(worker) == [own]) is compared, "whichever codec is this rank's"
-
-
-# ---- what the planner of a running job hears
-
-
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
-    connection = JobContext()
-    cluster = cluster_from_line("2xrtx3060@100/20Mb")
-    assert replanner.codecs(connection) == list(DEFAULT_CODECS)
+    connection, cluster = JobContext(), cluster_from_line("2xrtx3060@100/20Mb")
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
+    assert replanner.codecs(connection) == list(DEFAULT_CODECS)
     assert replanner.bounded(connection, profile, policy) == (profile, policy)
     connection.terms.floor = 0.04
     assert replanner.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]

@@ -1,4 +1,4 @@
-"""The tuner: spaces, the engine, stores that go on where a run stopped, the loss model, and the command with all of it."""
+"""The tuner: spaces, the search, stores that resume, the loss model, and `commlayer tune` with all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.loss_model import LossModel, LossPoint
@@ -31,7 +31,6 @@ from commlayer.balance.tuner import (
     default_space,
     spelled,
 )
-from commlayer.cli import main
 from commlayer.cli.tune import load, read_space
 from commlayer.demo import problem, tuning_tasks
 
@@ -39,7 +38,7 @@ SPACE = default_space()
 BUDGET = 0.01
 
 
-def synthetic(best_ratio: float, best_batch: int) -> tuner.Proxy:
+def synthetic(best_ratio: float = 0.02, best_batch: int = 128) -> tuner.Proxy:
     """Like a training: dense is slow, small ratios lose accuracy below some point, one batch is best."""
 
     def proxy(given: Settings) -> dict[str, float]:
@@ -52,58 +51,98 @@ def synthetic(best_ratio: float, best_batch: int) -> tuner.Proxy:
     return proxy
 
 
-def search_for(tmp_path: Path, proxy: tuner.Proxy, made: Engine, trials: int = 30, seed: int = 0) -> list[TuningTrial]:
-    search = Search("synthetic", SPACE, BUDGET, seed)
-    store = Store(tmp_path / "trials.jsonl", search)
-    list(tuner.tune(proxy, store, search, made, trials))
+def searched(
+    folder: Path, proxy: tuner.Proxy, trials: int = 30, seed: int = 0, space: SearchSpace = SPACE,
+) -> list[TuningTrial]:
+    """All trials in the folder's store after a search for so many."""
+    folder.mkdir(exist_ok=True)
+    search = Search("synthetic", space, BUDGET, seed)
+    store = Store(folder / "trials.jsonl", search)
+    list(tuner.tune(proxy, store, search, Engine(space, seed), trials))
     return store.trials
 
 
+# ---- the search
+
+
 @pytest.mark.parametrize(("ratio", "batch", "seed"), [(0.02, 128, 0), (0.005, 64, 1), (0.1, 256, 2), (0.0015, 128, 3)])
-def test_within_five_per_cent_of_the_grid_in_thirty_trials(tmp_path: Path, ratio: float, batch: int, seed: int) -> None:
+def test_thirty_trials_come_within_five_per_cent_of_the_grid(tmp_path: Path, ratio: float, batch: int, seed: int) -> None:
     proxy = synthetic(ratio, batch)
-    trials = search_for(tmp_path, proxy, Engine(SPACE, seed), seed=seed)
+    trials = searched(tmp_path, proxy, seed=seed)
     assert len(trials) == 30
     units = [[(i + 0.5) / 4 for i in range(4)], [i / 39 for i in range(40)], [(i + 0.5) / 3 for i in range(3)]]
     grid = [tuner.run(proxy, SPACE.at(list(u))) for u in itertools.product(*units)]
-    floor = min(tuner.price(t, trials[0], BUDGET) for t in grid)
-    assert min(tuner.price(t, trials[0], BUDGET) for t in trials) <= 1.05 * floor
+    least = min(tuner.price(t, trials[0], BUDGET) for t in grid)
+    assert min(tuner.price(t, trials[0], BUDGET) for t in trials) <= 1.05 * least
     assert tuner.excess(tuner.best(trials, BUDGET), trials[0]) <= BUDGET
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_no_trial_means_what_another_did_and_nothing_warns(tmp_path: Path, flat: bool) -> None:
-    def proxy(given: Settings) -> dict[str, float]:
-        return {"seconds": 1.0, "loss": 1.0} if flat else synthetic(0.02, 128)(given)
-
+def test_no_two_trials_mean_the_same_and_seeds_repeat(tmp_path: Path, flat: bool) -> None:
+    proxy: tuner.Proxy = (lambda _: {"seconds": 1.0, "loss": 1.0}) if flat else synthetic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trials = search_for(tmp_path, proxy, Engine(SPACE, 5), 16)
-    meant = [repr(sorted(spelled(t.settings).items())) for t in trials]
-    assert len(set(meant)) == len(meant) == 16
+        trials = searched(tmp_path, proxy, 16, seed=5)
+    assert len({repr(sorted(spelled(t.settings).items())) for t in trials}) == len(trials) == 16
     for seed in (5, 6):
-        again = tmp_path / str(seed)
-        again.mkdir()
-        assert (search_for(again, proxy, Engine(SPACE, seed), 9)[1:] == trials[1:9]) is (seed == 5)
+        assert (searched(tmp_path / str(seed), proxy, 9, seed)[1:] == trials[1:9]) is (seed == 5)
 
 
-def test_a_space_that_is_used_up_gives_its_best_again() -> None:
-    space = SearchSpace((Dimension("codec", choices=(DENSE, "int8()")),))
-    engine = Engine(space, 0)
+def test_an_exhausted_space_gives_its_best_again() -> None:
+    engine = Engine(SearchSpace((Dimension("codec", choices=(DENSE, "int8()")),)), 0)
     for value, codec in ((2.0, DENSE), (1.0, "int8()")):
         engine.tell({"codec": codec}, value)
     assert engine.ask() == {"codec": "int8()"}
 
 
-def test_a_resumed_search_goes_the_way_of_one_that_never_stopped(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    proxy = synthetic(0.02, 128)
-    whole = search_for(tmp_path / "a", proxy, Engine(SPACE, 0), 14)
-    search_for(tmp_path / "b", proxy, Engine(SPACE, 0), 9)
+def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
+    def proxy(given: Settings) -> dict[str, float]:
+        if given["batch"] == 256:
+            raise MemoryError("no room")
+        return synthetic()(given) if given["batch"] == 128 else {"seconds": math.nan, "loss": 1.0}
+
+    trials = searched(tmp_path, proxy, 25)
+    assert {t.error.split(":")[0] for t in trials if t.error} == {"MemoryError", "got nan s and loss 1.0, allowed"}
+    assert tuner.best(trials, BUDGET).settings["batch"] == 128
+    assert sum(not t.error for t in trials) > 8, "the search avoids what fails"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=3, max_size=3))
+def test_coordinates_that_mean_the_same_give_the_same_settings(units: list[float]) -> None:
+    result = SPACE.at(units)
+    assert ("{ratio}" in result["codec"]) or result["ratio"] == 0.3
+    assert all(0 <= x <= 1 for x in SPACE.coordinates(result))
+    assert "{" not in spelled(result)["codec"]
+
+
+def test_local_steps_and_staleness_are_searched_on_request(tmp_path: Path) -> None:
+    assert default_space(local_steps=(1,)) == SPACE
+    space, seen = default_space(local_steps=(8, 2), staleness=True), list[Settings]()
+
+    def proxy(given: Settings) -> dict[str, float]:
+        seen.append(given)
+        return {"seconds": 1 + 1 / given["local_steps"] - 0.1 * given["stale"], "loss": 1.0}
+
+    trials = searched(tmp_path, proxy, 12, space=space)
+    assert (seen[0]["codec"], seen[0]["local_steps"], seen[0]["stale"]) == (DENSE, 1, False)
+    assert {given["local_steps"] for given in seen} == {1, 2, 8}
+    units = itertools.product([0.0], [0.5], [0.5], [0.1, 0.5, 0.9], [0.1, 0.9])
+    modes = {(s["local_steps"], s["stale"]) for s in (space.at(list(u)) for u in units)}
+    assert modes == {(1, 0), (1, 1), (2, 0), (8, 0)}, "the engine runs no others"
+    assert all(isinstance(given["stale"], bool) for given in seen)
+    assert tuner.best(trials, BUDGET).settings["local_steps"] == 8
+
+
+# ---- stores
+
+
+def test_a_resumed_search_continues_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    complete = searched(tmp_path / "a", synthetic(), 14)
+    searched(tmp_path / "b", synthetic(), 9)
     with (tmp_path / "b" / "trials.jsonl").open("ab") as file:
         file.write(b'{"settings":{"batch"')  # a crash in the middle of a line
-    assert search_for(tmp_path / "b", proxy, Engine(SPACE, 0), 14) == whole
+    assert searched(tmp_path / "b", synthetic(), 14) == complete
 
 
 def test_a_store_of_another_search_is_refused(tmp_path: Path) -> None:
@@ -113,80 +152,20 @@ def test_a_store_of_another_search_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_break_the_proxy_are_bad_settings(tmp_path: Path) -> None:
-    inner = synthetic(0.02, 128)
-
-    def proxy(given: Settings) -> dict[str, float]:
-        if given["batch"] == 256:
-            raise MemoryError("no room")
-        return inner(given) if given["batch"] == 128 else {"seconds": math.nan, "loss": 1.0}
-
-    trials = search_for(tmp_path, proxy, Engine(SPACE, 0), 25)
-    assert {t.error.split(":")[0] for t in trials if t.error} == {"MemoryError", "got nan s and loss 1.0, allowed"}
-    assert tuner.best(trials, BUDGET).settings["batch"] == 128
-    assert sum(1 for t in trials if not t.error) > 8, "the search turns away from what fails"
-
-
-def test_a_dense_run_that_fails_ends_it(tmp_path: Path) -> None:
+def test_without_a_dense_run_nothing_is_compared(tmp_path: Path) -> None:
     for wrong in ({"seconds": 1.0}, None, {"seconds": 1.0, "loss": None}, [1.0]):
-        said = re.escape(f"the proxy returned {wrong!r}, needed is a dict such as {{\"seconds\": 3.1, \"loss\": 0.142}}")
-        with pytest.raises(ValueError, match=f"{said}.*E-TUNE-BASELINE"):
-            search_for(tmp_path, lambda _, wrong=wrong: wrong, Engine(SPACE, 0))
-    trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
-    assert [t.error for t in trials] == [""] * 3, "once the proxy is mended, the same command goes on with a dense run"
+        with pytest.raises(ValueError, match=f"{re.escape(repr(wrong))}, .*E-TUNE-BASELINE"):
+            searched(tmp_path, lambda _, wrong=wrong: wrong)  # type: ignore[misc]
+    trials = searched(tmp_path, synthetic(), 3)
+    assert [t.error for t in trials] == [""] * 3, "once the proxy is mended, the same command begins with a dense run"
     assert trials[0].settings["codec"] == DENSE
-
-
-def test_a_kept_dense_run_that_failed_is_not_compared_with(tmp_path: Path) -> None:
-    store = Store(tmp_path / "trials.jsonl", Search("synthetic", SPACE, BUDGET))
+    store = Store(tmp_path / "failed.jsonl", Search("synthetic", SPACE, BUDGET))
     store.add(TuningTrial(tuner.first(SPACE), 0.0, 0.0, "MemoryError: no room"))
-    with pytest.raises(ValueError, match=r"MemoryError: no room.*trials\.jsonl.*E-TUNE-BASELINE"):
-        search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 3)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=3, max_size=3))
-def test_settings_that_mean_the_same_are_the_same(units: list[float]) -> None:
-    found = SPACE.at(units)
-    assert ("{ratio}" in found["codec"]) or found["ratio"] == 0.3
-    assert all(0 <= x <= 1 for x in SPACE.coordinates(found))
-    assert "{" not in tuner.spelled(found)["codec"]
-
-
-def test_local_steps_and_staleness_join_where_asked_for(tmp_path: Path) -> None:
-    assert default_space(local_steps=(1,)) == SPACE
-    space = default_space(local_steps=(8, 2), staleness=True)
-    search = Search("more", space, BUDGET)
-    store = Store(tmp_path / "t", search)
-    seen: list[Settings] = []
-
-    def proxy(given: Settings) -> dict[str, float]:
-        seen.append(given)
-        return {"seconds": 1 + 1 / given["local_steps"] - 0.1 * given["stale"], "loss": 1.0}
-
-    list(tuner.tune(proxy, store, search, Engine(space, 0), 12))
-    assert (seen[0]["codec"], seen[0]["local_steps"], seen[0]["stale"]) == (DENSE, 1, False)
-    assert {given["local_steps"] for given in seen} == {1, 2, 8}
-    units = itertools.product([0.0], [0.5], [0.5], [0.1, 0.5, 0.9], [0.1, 0.9])
-    inexact = {(s["local_steps"], s["stale"]) for s in (space.at(list(u)) for u in units)}
-    assert inexact == {(1, 0), (1, 1), (2, 0), (8, 0)}, "the runtime runs no others"
-    assert all(isinstance(given["stale"], bool) for given in seen)
-    assert tuner.best(store.trials, BUDGET).settings["local_steps"] == 8
-    assert Store(tmp_path / "t", search).trials == store.trials
-
-
-def test_what_local_steps_lose_is_not_laid_upon_a_codec() -> None:
-    def trial(codec: str, steps: int, loss: float) -> TuningTrial:
-        return TuningTrial({"codec": codec, "ratio": 0.3, "batch": 64, "local_steps": steps}, 1.0, loss)
-
-    trials = [trial(DENSE, 1, 0.5), trial("int8()", 4, 0.9), trial("topk(ratio={ratio})", 4, 0.9)]
-    assert tuner.loss_model(trials).penalty("int8") == math.inf
-    trials.append(trial(DENSE, 4, 0.8))
-    assert tuner.loss_model(trials).penalty("int8") == pytest.approx(0.125)
+    with pytest.raises(ValueError, match=r"MemoryError: no room.*failed\.jsonl.*E-TUNE-BASELINE"):
+        list(tuner.tune(synthetic(), store, Search("synthetic", SPACE, BUDGET), Engine(SPACE, 0), 3))
 
 
 # ---- the loss model
-
 
 MODEL = LossModel((LossPoint("topk", 0.1, 0.001), LossPoint("topk", 0.01, 0.01), LossPoint("topk", 0.001, 0.004),
                    LossPoint("topk", 0.01, 0.02), LossPoint("int8", 1.0, 0.0)))
@@ -207,8 +186,7 @@ def test_penalties_between_points(codec: str, ratio: float, penalty: float) -> N
 @example([(1.0, 1e-38), (0.5, 0.0), (0.25, 0.5)], 0.0)
 def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[float, float]], budget: float) -> None:
     model = LossModel(tuple(LossPoint("topk", r, p) for r, p in points))
-    ratios = [min(r for r, _ in points) * 1.3**i for i in range(40)]
-    penalties = [model.penalty("topk", r) for r in ratios]
+    penalties = [model.penalty("topk", min(r for r, _ in points) * 1.3**i) for i in range(40)]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(penalties))
     least = model.least_ratio("topk", budget)
     if least is not None:
@@ -218,8 +196,7 @@ def test_penalties_fall_with_the_ratio_and_budgets_are_kept(points: list[tuple[f
 
 
 def test_trials_make_a_loss_model(tmp_path: Path) -> None:
-    trials = search_for(tmp_path, synthetic(0.02, 128), Engine(SPACE, 0), 20)
-    model = tuner.loss_model(trials)
+    model = tuner.loss_model(searched(tmp_path, synthetic(), 20))
     loss_model.write(tmp_path / "loss.json", model)
     assert loss_model.read(tmp_path / "loss.json") == model
     assert {p.codec for p in model.points} == {"identity", "fp16", "int8", "topk"}
@@ -228,58 +205,57 @@ def test_trials_make_a_loss_model(tmp_path: Path) -> None:
     assert model.penalty("topk", least) == pytest.approx(0.02 * max(0.0, math.log(0.02 / least)), abs=1e-6)
 
 
-@pytest.mark.parametrize(("dense_there", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
-def test_a_penalty_is_what_a_codec_loses_against_dense(dense_there: float | None, penalty: float) -> None:
-    def trial(codec: str, batch: int, loss: float, ratio: float = 0.3) -> TuningTrial:
-        return TuningTrial({"codec": codec, "ratio": ratio, "batch": batch}, 1.0, loss)
+def trial(codec: str, loss: float, **given: Any) -> TuningTrial:
+    return TuningTrial({"codec": codec, "ratio": 0.3, "batch": 64} | given, 1.0, loss)
 
-    there = [trial(DENSE, 64, dense_there)] if dense_there else []
-    model = tuner.loss_model([trial(DENSE, 128, 0.5), trial("topk(ratio={ratio})", 64, 0.6, 0.001), *there])
+
+@pytest.mark.parametrize(("dense_loss", "penalty"), [(None, 0.2), (0.55, 1 / 11), (0.7, 0.0)])
+def test_a_penalty_compares_with_the_dense_run_of_the_same_batch(dense_loss: float | None, penalty: float) -> None:
+    dense = [trial(DENSE, dense_loss)] if dense_loss else []
+    model = tuner.loss_model([trial(DENSE, 0.5, batch=128), trial("topk(ratio={ratio})", 0.6, ratio=0.001), *dense])
     assert model.penalty("topk", 0.001) == pytest.approx(penalty)
     assert model.penalty("identity") == 0.0
+
+
+def test_the_penalty_of_local_steps_is_not_a_codecs() -> None:
+    trials = [trial(DENSE, 0.5, local_steps=1), trial("int8()", 0.9, local_steps=4)]
+    assert tuner.loss_model(trials).penalty("int8") == math.inf
+    trials.append(trial(DENSE, 0.8, local_steps=4))
+    assert tuner.loss_model(trials).penalty("int8") == pytest.approx(0.125)
 
 
 # ---- the command
 
 
-def test_its_help_loads_no_numbers() -> None:
-    look = ("import sys; from commlayer.cli import main; sys.argv = ['commlayer', 'tune', '--help']\n"
+def test_help_loads_no_numpy_or_torch() -> None:
+    code = ("import sys; from commlayer.cli import main; sys.argv = ['commlayer', 'tune', '--help']\n"
             "try: main.run()\nexcept SystemExit: pass\nprint(sorted({'numpy', 'skopt', 'torch'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "proxy runs" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-SCRIPT = """
-def proxy(settings):
-    small = "topk" in settings["codec"]
-    return {"seconds": 1.0 if small else 3.0, "loss": 2.0}
-"""
-
-
-def test_the_command_goes_on_and_writes_a_loss_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(SCRIPT)
-    for trials, said, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: going on after 10 trials", []),
+def test_the_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
+    Path("mine.py").write_text("def proxy(s): return {'seconds': 1.0 if 'topk' in s['codec'] else 3.0, 'loss': 2.0}")
+    for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: going on after 10 trials", []),
                                (12, "best within 2.00%: topk", ["--budget", "2%", "--store", "two.jsonl"]),
                                (12, "best within 2.00%: topk", ["--budget", "0.02", "--store", "two.jsonl"])):
-        done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", str(trials), *more])
-        assert done.exit_code == 0, done.output
-        assert said in done.output
+        code, out, errors = commlayer("tune", "mine.py", "--trials", str(trials), *more)
+        assert code == 0, errors
+        assert line in out + errors
     assert len(Path("tune.jsonl").read_text().splitlines()) == 13
     assert loss_model.read(Path("loss.json")).penalty("topk", 0.3) == 0.0
 
 
-def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 4.0 / s['local_steps'] + (not s['stale']), 'loss': 2.0}")
-    done = CliRunner().invoke(main.app, ["tune", "mine.py", "--trials", "8", "--local-steps", "4", "--staleness"])
-    assert done.exit_code == 0, done.output
+    code, out, errors = commlayer("tune", "mine.py", "--trials", "8", "--local-steps", "4", "--staleness")
+    assert code == 0, errors
     first, *others = Path("tune.jsonl").read_text().splitlines()[1:]
     assert '"local_steps":1,' in first
     assert '"stale":0}' in first
     assert any('"local_steps":4,' in line for line in others)
-    assert ", 4 local steps: 2 s, dense 5 s" in done.output
+    assert ", 4 local steps: 2 s, dense 5 s" in out
 
 
 @pytest.mark.parametrize(("arguments", "text"), [
@@ -287,6 +263,7 @@ def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, m
     (["nothing"], "nothing: .*digits, chars.*E-CLI-OPTION"),
     (["no.such:f"], "no.such:f: .*'no'.*E-USER-CODE"),
     (["math:tau"], "math:tau: .*E-USER-CODE"),
+    (["broken.py"], r"broken\.py: ModuleNotFoundError: .*'nothing_of_that_name'.*E-USER-CODE"),
     (["digits", "--trials", "0"], "--trials 0: .*E-CLI-OPTION"),
     (["digits", "--budget", "0"], "--budget 0: .*E-CLI-OPTION"),
     (["digits", "--budget", "2"], "--budget 2: .*E-CLI-OPTION"),
@@ -298,49 +275,39 @@ def test_the_command_searches_what_is_not_exact_where_asked_to(tmp_path: Path, m
     (["digits", "--codec", "best()"], "--codec: .*'best'.*E-CODEC-NAME"),
     (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: .*/nowhere .*E-CLI-OPTION"),
 ])
-def test_misuse_is_one_line_and_code_2(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["commlayer", "tune", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert re.search(rf"{text}\]$", said)
-    assert said.count("\n") == 1
+def test_a_mistake_is_one_line_and_code_2(arguments: list[str], text: str, commlayer: Any) -> None:
+    Path("broken.py").write_text("import nothing_of_that_name")
+    code, _, errors = commlayer("tune", *arguments)
+    assert code == 2
+    assert re.search(rf"{text}\]$", errors)
+    assert errors.count("\n") == 1
 
 
-def test_a_script_that_does_not_load_is_named(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
-    with pytest.raises(ValueError, match=r"broken\.py: ModuleNotFoundError: .*'nothing_of_that_name'.*E-USER-CODE"):
-        load(str(tmp_path / "broken.py"))
+# ---- the proxies that come with it
 
 
-def test_proxies_are_repeatable_and_learn() -> None:
+def test_proxies_repeat_and_learn() -> None:
     proxy = load("digits")
     assert read_space(("int8()",), "0.01:0.1", "256").dimensions[2].choices == (256,)
     runs: list[Any] = [proxy({"codec": codec, "batch": 256}) for codec in (DENSE, DENSE, "topk(ratio=0.05,values='int8')")]
     assert runs[0] == runs[1]
     assert runs[0]["loss"] < math.log(10)
     assert runs[2]["seconds"] < runs[0]["seconds"]
-
-
-def test_proxies_step_locally_and_use_late_results() -> None:
-    proxy = load("digits")
-    exact, local, late = (proxy({"codec": DENSE, "batch": 256} | more)
-                          for more in ({"local_steps": 1, "stale": False}, {"local_steps": 4}, {"stale": True}))
-    assert proxy({"codec": DENSE, "batch": 256}) == exact
-    assert max(local["seconds"], late["seconds"]) < exact["seconds"]
-    assert len({exact["loss"], local["loss"], late["loss"]}) == 3
-    assert max(local["loss"], late["loss"]) < 0.5 * math.log(10)
+    exact, local, stale = (proxy({"codec": DENSE, "batch": 256} | more)
+                           for more in ({"local_steps": 1, "stale": False}, {"local_steps": 4}, {"stale": True}))
+    assert exact == runs[0]
+    assert max(local["seconds"], stale["seconds"]) < exact["seconds"]
+    assert len({exact["loss"], local["loss"], stale["loss"]}) == 3
+    assert max(local["loss"], stale["loss"]) < 0.5 * math.log(10)
 
 
 @pytest.mark.parametrize("steps", [4, 7])
-def test_local_steps_of_a_worker_alone_are_steps(steps: int) -> None:
+def test_local_steps_of_one_worker_are_steps(steps: int) -> None:
     task, data = problem.mlp(8, 0), problem.digits(0)
-    found = [
+    plain, local = (
         tuning_tasks.train(tuning_tasks.TuningTask(deepcopy(task), tuning_tasks.picker(*data.train), data.test, 640, 0.1),
                            {"codec": DENSE, "batch": 32, "local_steps": n}, tuning_tasks.SimulatedCluster(workers=1))
         for n in (1, steps)
-    ]
-    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
-    assert found[1]["seconds"] < found[0]["seconds"]
+    )
+    assert local["loss"] == pytest.approx(plain["loss"], rel=1e-4)
+    assert local["seconds"] < plain["seconds"]
