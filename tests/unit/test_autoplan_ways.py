@@ -1,4 +1,4 @@
-"""Which ways plan="auto" may go: `exact=True`, what a script was told, and that averaged gradients are left only for much."""
+"""Which sync modes plan="auto" may use: `exact=True`, the arguments of attach(), and when averaged gradients are given up."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def inputs(links: str, **policy: Any) -> PlanInputs:
 def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
     links: str, exact: bool, away: bool,
 ) -> None:
-    found = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
-    made, leaves = found.plan, found.leaves
-    assert search.exact(made) is not away
+    result = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    plan, leaves = result.plan, result.leaves
+    assert search.exact(plan) is not away
     assert bool(leaves) is away
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): switches to 16 local steps" in leaves
         assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
-        again = search.best_plan(inputs(links, exact=exact), made)
-        assert again == search.Best(made), "said once"
+        again = search.best_plan(inputs(links, exact=exact), plan)
+        assert again == search.Best(plan), "said once"
 
 
 def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +63,8 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
     enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
     assert enough < LEAVES
     monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
-    found = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
-    assert found == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    assert result == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "exact=True"
 
 
@@ -74,15 +74,15 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
 def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
     current = plan_of(0.0, "int4()")
     kept = search.best_plan(inputs(links, exact=True), current)
-    found = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
-    assert found == kept._replace(hint=found.hint)
-    assert search.exact(found.plan)
-    assert bool(found.hint) is hinted
+    result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
+    assert result == kept._replace(hint=result.hint)
+    assert search.exact(result.plan)
+    assert bool(result.hint) is hinted
     if hinted:
         away = search.best_plan(inputs(links, exact=False), current).plan
         times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
-        assert f" {times:.1f} times as fast: {away.local_steps} local steps" in found.hint
-        assert "exact=False" in found.hint
+        assert f" {times:.1f} times as fast: {away.local_steps} local steps" in result.hint
+        assert "exact=False" in result.hint
 
 
 def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
     assert made_from.profile is not None
     hard = tuple(structs.replace(row, steps=4.0, steps_high=4.0) if row.codec.startswith("topk") else row for row in ROWS)
     made_from = structs.replace(made_from, profile=structs.replace(made_from.profile, learning=hard))
-    found = search.best_plan(made_from, current).plan
-    assert families(found) <= set(search.FINE)
-    assert steps_of(found, made_from) < MOST_STEPS
+    plan = search.best_plan(made_from, current).plan
+    assert families(plan) <= set(search.FINE)
+    assert steps_of(plan, made_from) < MOST_STEPS
 
 
 @pytest.mark.parametrize(("given", "line"), [
@@ -127,10 +127,10 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
     ({"exact": 1}, "exact: got 1"),
 ])
 def test_what_contradicts_exact_is_one_line(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match="E-SYNC-MODE") as told:
+    with pytest.raises(ValueError, match="E-SYNC-MODE") as caught:
         read_ways(given.get("every"), given.get("codes"), overlap=given.get("overlap"), exact=given.get("exact", True))
-    assert line in str(told.value)
-    assert "\n" not in str(told.value)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("fields", "what"), [
@@ -179,15 +179,15 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
         assert replanner.limits_of(connection).young is young
 
 
-@pytest.mark.parametrize(("asked", "may"), [
+@pytest.mark.parametrize(("modes", "may"), [
     (RequestedModes(), True), (RequestedModes(exact=True), True), (RequestedModes(codes="gradients"), True),
     (RequestedModes(overlap="forward"), True),
     (RequestedModes(codes="updates"), False), (RequestedModes(every=4, overlap="round"), False),
 ])
-def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(asked: RequestedModes, may: bool) -> None:
-    """Whoever reads `.grad` meanwhile waits (tests/multi/test_forward_unasked.py); of a step before it would be another."""
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(modes: RequestedModes, may: bool) -> None:
+    """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
     connection = JobContext()
-    connection.terms.requested = asked
+    connection.terms.requested = modes
     policy = replanner.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
@@ -196,11 +196,11 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 
 
 def test_what_hides_behind_the_next_forward_pass_is_found() -> None:
-    made = search.best_plan(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
-    assert (made.plan.overlap, made.leaves, made.local) == ("forward", "", None)
+    result = search.best_plan(inputs("1000/1000Mb", exact=True, forward=True), plan_of(0.0, "int4()"))
+    assert (result.plan.overlap, result.leaves, result.local) == ("forward", "", None)
     waits = search.best_plan(inputs("1000/1000Mb", exact=True), plan_of(0.0, "int4()")).plan
-    assert made.plan.step_s < waits.step_s
-    assert made.plan.steps_high < waits.steps_high, "and what is hidden may be finer"
+    assert result.plan.step_s < waits.step_s
+    assert result.plan.steps_high < waits.steps_high, "and what is hidden may be finer"
 
 
 @pytest.mark.parametrize("late", [None, False])
@@ -212,8 +212,8 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
     bad = tuple(structs.replace(row, steps=9.0, steps_high=9.0) for row in ROWS if row.codes == "updates")
     profile = structs.replace(freely.profile, learning=(*rows, *bad))
     assert freely.policy is not None
-    made = planner.plan(freely.job, freely.cluster, profile, freely.policy)
-    assert any(b.stale for b in made.buckets) is (late is None)
+    plan = planner.plan(freely.job, freely.cluster, profile, freely.policy)
+    assert any(b.stale for b in plan.buckets) is (late is None)
 
 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
@@ -226,13 +226,13 @@ def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
-    made, connection = inputs("100/100Mb"), JobContext()
-    assert made.profile is not None
-    assert made.policy is not None
-    assert replanner.bounded(connection, made.profile, made.policy)[1].max_loss == made.policy.max_loss
+    result, connection = inputs("100/100Mb"), JobContext()
+    assert result.profile is not None
+    assert result.policy is not None
+    assert replanner.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
     connection.terms.max_loss = 0.02
-    profile, policy = replanner.bounded(connection, made.profile, made.policy)
-    assert (profile, policy.max_loss) == (made.profile, 0.02)
+    profile, policy = replanner.bounded(connection, result.profile, result.policy)
+    assert (profile, policy.max_loss) == (result.profile, 0.02)
 
 
 
@@ -242,12 +242,12 @@ def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
 def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
     made_from = inputs(links, exact=exact, staleness=False)
     current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
-    found = search.best_plan(made_from, current, apart=True)
-    made = found.plan
-    assert made.steps_locally
-    assert (found.leaves, found.local) == ("", None)
-    assert not exact or (made.codes, made.local_steps, made.overlap) == ("updates", 1, "")
-    assert made.step_s == pytest.approx(search.step_s(made, made_from)), "priced as it runs, by the step"
+    result = search.best_plan(made_from, current, apart=True)
+    plan = result.plan
+    assert plan.steps_locally
+    assert (result.leaves, result.local) == ("", None)
+    assert not exact or (plan.codes, plan.local_steps, plan.overlap) == ("updates", 1, "")
+    assert plan.step_s == pytest.approx(search.step_s(plan, made_from)), "priced as it runs, by the step"
 
 
 def test_without_compression_is_in_updates_then_too() -> None:

@@ -1,8 +1,6 @@
-"""What a watcher makes of the ways in which scripts use, add to, and throw away averages. One row each."""
+"""How a session recognizes what scripts do with averages: step with them, add to them, or throw them away."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from commlayer.engine.averages import AverageUse
 TENSORS = 3
 
 
-class Watched:
-    """Three parameters, an optimizer of the first two and one of the third, and what the watcher has said."""
+class Script:
+    """Three parameters, an optimizer of the first two and one of the third; the actions of a script, by name."""
 
     def __init__(self, named: bool = True) -> None:
         self.parameters = [nn.Parameter(torch.ones(4)) for _ in range(TENSORS)]
@@ -23,179 +21,116 @@ class Watched:
         self.cleared: set[int] = set()
         self.applied: set[int] = set()
         self.sparse: set[int] = set()
-        """Tensors whose averages are zeros."""
-        self.outcome = AverageUse(self.parameters, self.first if named else None, self.cleared.add, self.applied.update,
-                                  lambda number: number not in self.sparse)
+        """Tensors of which no element was sent, so their averages are zeros."""
+        self.use = AverageUse(self.parameters, self.first if named else None, self.cleared.add, self.applied.update,
+                              lambda number: number not in self.sparse)
 
-    def backward(self, *which: int, keeps: bool = True) -> None:
-        """And the end of its exchange."""
-        torch.stack([self.parameters[t].sum() for t in which or range(TENSORS)]).sum().backward()
+    def run(self, actions: str) -> None:
+        """Backward, then these actions."""
+        for action in ["backward", *actions.split()]:
+            getattr(self, action)()
+
+    def backward(self) -> None:
+        """A backward pass, to the end of its exchange."""
+        torch.stack([p.sum() for p in self.parameters]).sum().backward()
         for number in self.sparse:
             self.parameters[number].grad = torch.zeros(4)
-        self.outcome.end()
-        self.outcome.wrote(keeps=keeps)
+        self.use.end()
+        self.use.wrote(keeps=True)
 
-    def clear(self, *, to_none: bool = True) -> None:
+    def step(self) -> None:
+        self.first.step()
+
+    def step_second(self) -> None:
+        self.second.step()
+
+    def step_with_closure(self) -> None:
+        """The backward passes inside belong to the first optimizer."""
+        def closure() -> float:
+            self.clear()
+            self.backward()
+            return 0.0
+
+        self.first.step(closure)
+
+    def clear(self) -> None:
         for p in self.parameters:
-            if to_none:
-                p.grad = None
-            elif p.grad is not None:
+            p.grad = None
+
+    def zero(self, tensors: slice = slice(None)) -> None:
+        for p in self.parameters[tensors]:
+            if p.grad is not None:
                 p.grad.zero_()
 
+    def zero_1(self) -> None:
+        self.zero(slice(1, 2))
 
-def stepped(w: Watched) -> None:
-    w.first.step()
-    w.clear()
-    w.backward()
+    def cancel_0(self) -> None:
+        self.parameters[0].grad = None
 
+    def clip(self, tensors: slice = slice(None)) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters[tensors], 0.1)
 
-def thrown_away(w: Watched) -> None:
-    w.clear()
-    w.backward()
+    def clip_1(self) -> None:
+        self.clip(slice(1, 2))
 
+    def send_nothing_of_1(self) -> None:
+        self.sparse = {1}
 
-def zeroed(w: Watched) -> None:
-    w.clear(to_none=False)
-    w.backward()
+    def grad_only(self) -> None:
+        """A gradient that is computed and added nowhere."""
+        torch.autograd.grad(sum(p.sum() for p in self.parameters), self.parameters)
 
-
-def zeroed_and_seen_without_a_pass(w: Watched) -> None:
-    w.clear(to_none=False)
-    w.outcome.settle()
-
-
-def added_to(w: Watched) -> None:
-    w.backward()
-    w.first.step()
-    w.clear()
-    w.backward()
+    def settle(self) -> None:
+        self.use.settle()
 
 
-def clipped_and_added_to(w: Watched) -> None:
-    torch.nn.utils.clip_grad_norm_(w.parameters, 0.1)
-    w.backward()
-    w.first.step()
-
-
-def inside_a_step(w: Watched) -> None:
-    """The first optimizer's own passes are its own; what they leave of others is as any."""
-    w.first.step()
-
-    def closure() -> float:
-        w.clear()
-        w.backward()
-        return 0.0
-
-    w.first.step(closure)
-    w.clear()
-    w.backward()
-
-
-def cancelled(w: Watched) -> None:
-    """Ahead of a step, as some schedules do with a layer."""
-    w.parameters[0].grad = None
-    w.first.step()
-
-
-def zeroed_and_stepped(w: Watched) -> None:
-    """The optimizer gets zeros."""
-    w.clear(to_none=False)
-    w.first.step()
-
-
-def one_zeroed_and_stepped(w: Watched) -> None:
-    """As who trains a part of a model for a while."""
-    torch.nn.utils.clip_grad_norm_(w.parameters, 0.1)
-    assert w.parameters[1].grad is not None
-    w.parameters[1].grad.zero_()
-    w.first.step()
-
-
-def clipped_beside_zeros(w: Watched) -> None:
-    """Few entries were sent, and none of the second tensor's: it is owed, not thrown away."""
-    w.first.step()
-    w.clear()
-    w.sparse = {1}
-    w.backward()
-    torch.nn.utils.clip_grad_norm_(w.parameters, 0.1)
-    w.first.step()
-
-
-def a_part_clipped_that_is_zeros(w: Watched) -> None:
-    w.first.step()
-    w.clear()
-    w.sparse = {1}
-    w.backward()
-    torch.nn.utils.clip_grad_norm_(w.parameters[1:2], 0.1)
-    w.first.step()
-
-
-def zeroed_with_zeros_among_them(w: Watched) -> None:
-    w.first.step()
-    w.clear()
-    w.sparse = {1}
-    w.backward()
-    w.clear(to_none=False)
-    w.backward()
-
-
-def looked_at(w: Watched) -> None:
-    """A gradient that is computed and added nowhere says nothing; what is cleared after it does."""
-    torch.autograd.grad(sum(p.sum() for p in w.parameters), w.parameters)
-    w.clear()
-    w.backward()
-
-
-@pytest.mark.parametrize(("script", "cleared"), [
-    (stepped, set()), (thrown_away, {0, 1}), (zeroed, {0, 1}), (zeroed_and_seen_without_a_pass, {0, 1}), (added_to, set()),
-    (clipped_and_added_to, set()), (inside_a_step, set()), (cancelled, {0}), (looked_at, {0, 1}),
-    (zeroed_and_stepped, {0, 1}), (one_zeroed_and_stepped, {1}), (clipped_beside_zeros, set()),
-    (a_part_clipped_that_is_zeros, set()), (zeroed_with_zeros_among_them, {0, 1}),
+@pytest.mark.parametrize(("actions", "cleared"), [
+    ("step clear backward", set()), ("clear backward", {0, 1}), ("zero backward", {0, 1}), ("zero settle", {0, 1}),
+    ("backward step clear backward", set()),  # two passes add up for one step
+    ("clip backward step", set()), ("step step_with_closure clear backward", set()),
+    ("cancel_0 step", {0}),  # before a step, as some schedules do with a layer
+    ("grad_only clear backward", {0, 1}), ("zero step", {0, 1}), ("clip zero_1 step", {1}),
+    # Zeros of a tensor of which nothing was sent are not thrown away: its gradient is still in the residual.
+    ("step clear send_nothing_of_1 backward clip step", set()), ("step clear send_nothing_of_1 backward clip_1 step", set()),
+    ("step clear send_nothing_of_1 backward zero backward", {0, 1}),
 ])
-def test_what_is_thrown_away_is_told(script: Callable[[Watched], None], cleared: set[int]) -> None:
-    """Of the third tensor no optimizer is known, so it counts as applied."""
-    watched = Watched()
-    watched.backward()
-    script(watched)
-    assert watched.cleared == cleared
-    watched.outcome.detach()
+def test_averages_that_are_thrown_away(actions: str, cleared: set[int]) -> None:
+    """No optimizer of the third tensor is known, so its averages count as applied."""
+    script = Script()
+    script.run(actions)
+    assert script.cleared == cleared
+    script.use.detach()
 
 
-def test_what_another_optimizer_holds_is_not_hidden_by_a_step_under_way() -> None:
-    watched = Watched()
-    watched.second.step()  # now both are known
-    watched.backward()
-    watched.first.step()
-    watched.second.step()
-    watched.clear()
+def test_a_step_with_a_closure_does_not_hide_what_another_optimizer_holds() -> None:
+    script = Script()
+    script.second.step()  # now both optimizers are known
+    script.run("step step_second clear")
 
     def closure() -> float:
-        watched.backward()
+        script.backward()
         return 0.0
 
-    watched.first.step(closure)
-    watched.clear()
-    watched.backward()
-    assert watched.cleared == {2}, "the closure's averages are the first optimizer's, not the third tensor's"
-    watched.outcome.detach()
+    script.first.step(closure)
+    script.clear()
+    script.backward()
+    assert script.cleared == {2}, "the closure's averages are the first optimizer's, not the third tensor's"
+    script.use.detach()
 
 
-def test_an_optimizer_that_holds_none_of_them_makes_nothing_known(caplog: pytest.LogCaptureFixture) -> None:
-    """Copies of the parameters are stepped, as with weights in float32 beside a model in float16."""
-    watched = Watched(named=False)
+def test_an_optimizer_of_other_tensors_shows_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A script may step copies of the parameters, such as float32 weights of a float16 model."""
+    script = Script(named=False)
     torch.optim.SGD([torch.ones(4, requires_grad=True)], lr=0.1).step()
-    for _ in range(3):
-        watched.backward()
-        watched.clear()
-    watched.backward()
-    assert watched.cleared == set()
+    script.run("clear backward clear backward clear backward")
+    assert script.cleared == set()
     assert sum("gradients were cleared without a step" in r.message for r in caplog.records) == 1
-    watched.outcome.detach()
+    script.use.detach()
 
 
-def test_a_step_says_what_it_applied() -> None:
-    watched = Watched()
-    watched.backward()
-    watched.second.step()
-    assert watched.applied == {2}
-    watched.outcome.detach()
+def test_a_step_reports_what_it_applied() -> None:
+    script = Script()
+    script.run("step_second")
+    assert script.applied == {2}
+    script.use.detach()

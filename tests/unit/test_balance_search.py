@@ -20,11 +20,11 @@ def slowest_s(split: Split) -> float:
 
 def drive(simplex: Simplex, cost: Callable[[Split], float]) -> list[Split]:
     """The splits that it asked for."""
-    asked = []
+    results = []
     while not simplex.done:
-        asked.append(simplex.ask())
-        simplex.tell(cost(asked[-1]))
-    return asked
+        results.append(simplex.ask())
+        simplex.tell(cost(results[-1]))
+    return results
 
 
 def test_a_batch_is_worth_whole_waves_and_more_beyond_its_room() -> None:
@@ -41,13 +41,13 @@ def test_the_oracle_knows_the_stairs() -> None:
 
 def test_the_search_finds_what_lines_would_and_ends_on_the_best() -> None:
     simplex = Simplex([128] * 4)
-    asked = drive(simplex, slowest_s)
-    assert len(asked) <= MOST
-    assert len(set(asked)) > 20
-    assert simplex.ask() == min(asked, key=slowest_s)
+    request = drive(simplex, slowest_s)
+    assert len(request) <= MOST
+    assert len(set(request)) > 20
+    assert simplex.ask() == min(request, key=slowest_s)
     assert slowest_s(simplex.ask()) < 1.02 * solve(LINES, BATCH).makespan_s
     simplex.tell(1e-9)
-    assert simplex.ask() == min(asked, key=slowest_s), "after its end nothing is learnt"
+    assert simplex.ask() == min(request, key=slowest_s), "after its end nothing is learnt"
 
 
 @settings(max_examples=25, deadline=None)

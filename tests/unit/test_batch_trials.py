@@ -1,4 +1,4 @@
-"""Trial runs leave a model as it was, and find where memory ends whatever the error is that says so."""
+"""Trial runs leave a model as it was, and find the memory limit from any kind of error."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_a_trial_leaves_no_trace(ends: bool) -> None:
         return trial(samples)
 
     with trial.untouched(begun=False):
-        found = profile(run, 8)
-    assert found.ended == ends
-    assert len(found.points) == (2 if ends else 3)
+        result = profile(run, 8)
+    assert result.ended == ends
+    assert len(result.points) == (2 if ends else 3)
     assert drawn() == expected
     assert one[0].weight.grad is gradient
     for (name, a), (_, b) in zip(one.state_dict().items(), twin.state_dict().items(), strict=True):
@@ -91,8 +91,8 @@ def test_what_says_that_memory_has_ended(error: Exception, memory: bool) -> None
 
     trial = BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6))
     if memory:
-        found = profile(trial, 16)
-        assert (found.ended, [batch for batch, _ in found.points], found.cap) == (True, [2, 4], 3)
+        result = profile(trial, 16)
+        assert (result.ended, [batch for batch, _ in result.points], result.cap) == (True, [2, 4], 3)
     else:
         with pytest.raises(type(error)):
             profile(trial, 16)
@@ -121,11 +121,11 @@ def test_batches_come_from_the_loader_or_a_function() -> None:
         batches_of(3)
 
 
-@pytest.mark.parametrize(("loss_of", "said"), [
+@pytest.mark.parametrize(("loss_of", "text"), [
     (lambda module, x: module(x), r"loss\b.*\(4, 1\).*E-USER-CODE"), (lambda module, x: 0.5, "loss is float.*E-USER-CODE"),
 ])
-def test_a_loss_of_another_kind_is_named(loss_of: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_loss_of_another_kind_is_named(loss_of: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6))(4)
 
 
@@ -141,10 +141,10 @@ def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
     sampler = Sampler(40, 20, rank=0, world=1, cap=given)
     with commlayer.attach(one) as session:
         controller = commlayer.Controller(session, sampler)
-        (found,) = controller.profile(one, lambda module, x: _holds(module, x, 9), lambda samples: torch.randn(samples, 6))
-        assert found.ended
-        assert sampler.cap == found.cap == found_cap
-        assert max(batch for batch, _ in found.points) <= (given or 20)
+        (result,) = controller.profile(one, lambda module, x: _holds(module, x, 9), lambda samples: torch.randn(samples, 6))
+        assert result.ended
+        assert sampler.cap == result.cap == found_cap
+        assert max(batch for batch, _ in result.points) <= (given or 20)
         sizes = [len(x) for (x,) in controller.follow(DataLoader(TensorDataset(torch.randn(40, 6)), batch_sampler=sampler))]
     assert max(sizes) <= found_cap
     assert sum(sizes) == 40
@@ -168,16 +168,16 @@ def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:
     return mean_of(module, x)
 
 
-@pytest.mark.parametrize(("mode", "limit_s", "said"), [
+@pytest.mark.parametrize(("mode", "limit_s", "text"), [
     ("fast", 1.0, "mode: .*'fast'.*makespan, lbb.*E-SHARES-ARGUMENT"), ("lbb", 0.0, r"limit_s: .*0\.0.*E-SHARES-ARGUMENT"),
 ])
-def test_arguments_are_named(mode: Any, limit_s: float, said: str) -> None:
+def test_arguments_are_named(mode: Any, limit_s: float, text: str) -> None:
     def profiled() -> None:
         with commlayer.attach(nn.Linear(6, 1)) as session:
             controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1), mode=mode)
             controller.profile(nn.Linear(6, 1), mean_of, lambda samples: torch.randn(samples, 6), limit_s=limit_s)
 
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         profiled()
 
 
@@ -209,9 +209,9 @@ def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
 ) -> None:
     monkeypatch.setattr(step_times, "room_nbytes", lambda: float(room))
     trial = BatchTrial(nn.Linear(6, 1), takes(4 << 20), lambda samples: torch.randn(samples, 6), sharing=sharing)
-    found = profile(trial, 64, repeats=1)
-    assert found.ended == (most < 64)
-    assert least <= found.cap <= most
+    result = profile(trial, 64, repeats=1)
+    assert result.ended == (most < 64)
+    assert least <= result.cap <= most
 
 
 def test_room_is_known_on_linux_and_not_short_here() -> None:

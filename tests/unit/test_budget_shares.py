@@ -15,20 +15,20 @@ TAILS = st.builds(Tail, st.integers(0, 5000), st.floats(1e-30, 1e30), st.floats(
 
 @st.composite
 def asks(draw: st.DrawFn) -> list[Demand]:
-    made = []
+    results = []
     for _ in range(draw(st.integers(1, 12))):
         plain = draw(st.integers(1, 5000))
         fewest, most = max(1, plain // 8), 8 * plain
-        made.append(Demand(draw(st.integers(1, 3 * most)), fewest, plain, most, draw(st.none() | TAILS)))
-    return made
+        results.append(Demand(draw(st.integers(1, 3 * most)), fewest, plain, most, draw(st.none() | TAILS)))
+    return results
 
 
 @given(asks())
 def test_the_total_is_that_of_plain_shares_and_limits_hold(given_: list[Demand]) -> None:
-    found = share_budget(given_)
-    assert sum(found) == sum(ask.plain for ask in given_)
-    assert all(ask.fewest <= entries <= ask.most for ask, entries in zip(given_, found, strict=True))
-    assert share_budget(given_) == found
+    result = share_budget(given_)
+    assert sum(result) == sum(ask.plain for ask in given_)
+    assert all(ask.fewest <= entries <= ask.most for ask, entries in zip(given_, result, strict=True))
+    assert share_budget(given_) == result
 
 
 @given(asks())
@@ -56,9 +56,9 @@ def test_equal_tails_stay_as_they_are_and_unknown_ones_keep_their_part() -> None
 
 
 def test_shares_settle_where_one_threshold_over_all_would_have_them() -> None:
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     scales = [0.5, 1.0, 1.0, 1.3, 2.0]
-    vectors = [scale * torch.randn(20_000, generator=made).abs().pow(1.5) for scale in scales]
+    vectors = [scale * torch.randn(20_000, generator=generator).abs().pow(1.5) for scale in scales]
     plain, now = [200] * len(vectors), [200] * len(vectors)
     for _ in range(8):
         tails = []

@@ -18,9 +18,9 @@ SLICES = {"one": (Slice(0, 0, 300),), "a part": (Slice(0, 100, 250),), "two": (S
 
 
 def bucket_of(codec: str, slices: tuple[Slice, ...], given: list[memoryview]) -> WorkerBucket:
-    made = WorkerBucket(Bucket(0, slices, "service", codec=codec), job(SHAPES), wrap(parse(codec)), torch.device("cpu"), 0)
-    made.keep_coded(given.append)
-    return made
+    bucket = WorkerBucket(Bucket(0, slices, "service", codec=codec), job(SHAPES), wrap(parse(codec)), torch.device("cpu"), 0)
+    bucket.keep_coded(given.append)
+    return bucket
 
 
 def result_of(bucket: WorkerBucket) -> memoryview:

@@ -23,7 +23,7 @@ def step(encode_s: float, decode_s: float, where: str = "cpu") -> RecordedStep:
 
 
 @pytest.mark.parametrize(
-    ("steps", "made", "expected"),
+    ("steps", "result", "expected"),
     [
         ([step(5.0, 4.0)], plan(), CodingLoad()),
         ([step(13.0, 8.0)], plan(), CodingLoad(1.0, 0.5)),
@@ -36,9 +36,9 @@ def step(encode_s: float, decode_s: float, where: str = "cpu") -> RecordedStep:
     ],
 )
 def test_a_load_is_what_steps_took_more_than_coding_takes_alone(
-    steps: list[RecordedStep], made: Plan, expected: CodingLoad,
+    steps: list[RecordedStep], result: Plan, expected: CodingLoad,
 ) -> None:
-    assert load_of(steps, made, [COST]) == pytest.approx(expected)
+    assert load_of(steps, result, [COST]) == pytest.approx(expected)
 
 
 def test_a_load_is_added_to_times_and_not_to_payloads() -> None:

@@ -44,7 +44,7 @@ class World:
         self.world, self.refuses = world, False
         self.links = tuple(LINKS[node % 2] for node in range(nodes or world))
         self.computing_s: tuple[float, ...] = ()
-        self.found: Callable[[SearchRequest], Candidate | None] = lambda _: None
+        self.search_result: Callable[[SearchRequest], Candidate | None] = lambda _: None
         self.done: list[str] = []
         self._barrier = threading.Barrier(world)
         self._calls: dict[int, tuple[str, Any]] = {}
@@ -145,10 +145,10 @@ class Job:
         assert threading.current_thread() is self.thread
 
     def search(self, order: SearchRequest, limits: None) -> Candidate:
-        found = self.world.found(order)
-        if found is None:
+        result = self.world.search_result(order)
+        if result is None:
             raise RuntimeError("nothing")
-        return found._replace(current=order.known or order.current)
+        return result._replace(current=order.known or order.current)
 
     def stop_search(self) -> None:
         """Searches end at once."""
@@ -176,9 +176,9 @@ def warm(job: Job, *, rows: int = SETTLED) -> None:
 
 def lines(jobs: list[Job], word: str) -> list[str]:
     """The line with this word, which all ranks have."""
-    found = [[line for line in job.lines if word in line] for job in jobs]
-    assert all(each == found[0] for each in found)
-    return found[0]
+    results = [[line for line in job.lines if word in line] for job in jobs]
+    assert all(each == results[0] for each in results)
+    return results[0]
 
 
 # ---- measuring
@@ -204,7 +204,7 @@ def test_the_first_steps_warm_up_and_are_measured() -> None:
 ])
 def test_steps_that_links_hold_up_are_measured_soon_and_all_wait_for_the_plan(step_s: float, waited: float, soon: bool) -> None:
     world = World(3)
-    world.found = lambda _: candidate(plan_of(0.5))
+    world.search_result = lambda _: candidate(plan_of(0.5))
 
     def script(job: Job) -> None:
         slow_s = (step_s, 2 * step_s, 0.1)[job.rank]  # the median counts, and the shortest wait
@@ -237,8 +237,8 @@ def test_warm_up_of_codecs_and_plans_of_the_script_do_not_count() -> None:
 def test_a_slow_rank_is_named_on_all_ranks(computing_s: tuple[float, ...], line: str) -> None:
     world = World(2)
     world.computing_s = computing_s
-    found = lines(together(world, lambda job: job.step(times=FIRST_PLANNING)), "computes")
-    assert [line in each for each in found] == ([True] if line else [])
+    result = lines(together(world, lambda job: job.step(times=FIRST_PLANNING)), "computes")
+    assert [line in each for each in result] == ([True] if line else [])
 
 
 # ---- plans
@@ -248,7 +248,7 @@ def test_a_slow_rank_is_named_on_all_ranks(computing_s: tuple[float, ...], line:
 def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> None:
     world = World(2)
     world.refuses = refuses
-    world.found = lambda order: candidate(plan_of(0.1))
+    world.search_result = lambda order: candidate(plan_of(0.1))
 
     def script(job: Job) -> None:
         warm(job, rows=4)
@@ -280,7 +280,7 @@ def test_moved_shares_are_measured_again_once_they_matter() -> None:
 
 def test_stale_plans_are_events_and_suggestions_are_made_once() -> None:
     world = World(1)
-    world.found = lambda _: candidate(plan_of(2.0), hint="allow it")
+    world.search_result = lambda _: candidate(plan_of(2.0), hint="allow it")
 
     def script(job: Job) -> None:
         warm(job, rows=20)
@@ -300,7 +300,7 @@ def test_no_search_outlives_the_session() -> None:
     def search(_: SearchRequest) -> None:
         ended.wait(5.0)
 
-    world.found = search
+    world.search_result = search
 
     def script(job: Job) -> None:
         job.step(times=FIRST_PLANNING)
@@ -397,17 +397,17 @@ STEPS = st.lists(st.tuples(
 @settings(deadline=None, max_examples=25)
 @given(STEPS, st.lists(st.sampled_from([0.0, 0.2, 0.4, 2.0]), min_size=1), st.integers(1, 3), st.booleans())
 def test_ranks_that_read_equal_rows_act_together(
-    steps: list[tuple[list[float], bool, float, float]], found: list[float], size: int, refuses: bool,
+    steps: list[tuple[list[float], bool, float, float]], result: list[float], size: int, refuses: bool,
 ) -> None:
     """A rank that would act alone breaks the barrier."""
-    world, results = World(size), iter(found * 100)
+    world, results = World(size), iter(result * 100)
     world.refuses = refuses
 
     def search(_: SearchRequest) -> Candidate | None:
         step_s = next(results)
         return candidate(plan_of(step_s), plain=plan_of(1.2 * step_s, "identity()")) if step_s else None
 
-    world.found = search
+    world.search_result = search
 
     def script(job: Job) -> None:
         for seconds, slow, bps, part in steps:

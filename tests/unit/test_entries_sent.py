@@ -31,14 +31,14 @@ NUMEL = sum(math.prod(shape) for shape in SHAPES)
 
 
 def plan(codec: str = "topk(0.02)", down: str = "", **fields: Any) -> Plan:
-    made = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
+    result = default_plan(kit.job(SHAPES), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4,
                         cut_nbytes=1 << 20)
-    return replace(made, buckets=tuple(replace(b, down=down) for b in made.buckets), **fields)
+    return replace(result, buckets=tuple(replace(b, down=down) for b in result.buckets), **fields)
 
 
 def gradients(rank: int, step: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + rank)
-    return [scale * torch.randn(shape, generator=made) for scale, shape in zip(SCALES, SHAPES, strict=True)]
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [scale * torch.randn(shape, generator=generator) for scale, shape in zip(SCALES, SHAPES, strict=True)]
 
 
 def entries(payload: Any) -> int:
@@ -46,14 +46,14 @@ def entries(payload: Any) -> int:
 
 
 class Run:
-    """What workers sent and heard, bucket by bucket in each step."""
+    """What workers sent and received, bucket by bucket in each step."""
 
     def __init__(self, of: Plan, steps: int, world: int = 2, first: int = 0) -> None:
         with kit.Rig(world, "", shapes=SHAPES, plan=of) as rig:
             for worker in rig.workers:
                 worker.step = first
             self.sent: list[list[list[int]]] = [[] for _ in range(world)]
-            self.heard: list[list[int]] = []
+            self.received: list[list[int]] = []
             self.energy: list[float] = []
             self.averages: list[list[Any]] = [[] for _ in range(world)]
 
@@ -65,7 +65,7 @@ class Run:
                     self.sent[rank].append([entries(b.payload) for b in worker.buckets])
                     if rank == 0:
                         cells = rig.servers[0]._core.cells
-                        self.heard.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
+                        self.received.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
                         owed = [before[b.id] + b.host for b in worker.buckets] if before else []
                         left = [b.state["residual"] for b in worker.buckets] if before else []
                         kept = sum(float(v[v != r].square().sum()) for v, r in zip(owed, left, strict=True))
@@ -80,16 +80,16 @@ class Run:
 def test_as_many_entries_in_all_more_of_them_where_gradients_are_large(codec: str) -> None:
     """Both ways, with sorted and with tracked thresholds; the server's answer follows what it received."""
     run = Run(plan(codec, ratio_over="plan"), 10)
-    asked = sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
+    request = sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
     for sent in run.sent:
-        assert all(abs(sum(step) / asked - 1) < 0.1 for step in sent)
-    assert all(abs(sum(step) / asked - 1) < 0.1 for step in run.heard)
+        assert all(abs(sum(step) / request - 1) < 0.1 for step in sent)
+    assert all(abs(sum(step) / request - 1) < 0.1 for step in run.received)
     shares = [sent / math.prod(shape) for sent, shape in zip(run.sent[0][-1], reversed(SHAPES), strict=True)]
     large, small = shares[2], shares[1]
     assert large > 0.06
     assert small <= 0.02 / MAX_SHARE * 1.1 + 1e-3, "the fewest that a bucket may be left with"
     # One of small gradients, where entries gather in the residual until they are as large as the others'.
-    assert run.heard[-1][2] > 3 * run.heard[-1][1]
+    assert run.received[-1][2] > 3 * run.received[-1][1]
 
 
 def test_it_keeps_more_energy_in_as_many_bytes() -> None:
@@ -111,49 +111,49 @@ def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
     assert totals[0] == pytest.approx(FIRST_RATIO * NUMEL, rel=0.1)
     assert all(after < 1.1 * before for before, after in pairwise(totals))
     assert totals[8] == pytest.approx(0.02 * NUMEL, rel=0.1)
-    assert all(sum(heard) == pytest.approx(sent, rel=0.1) for heard, sent in zip(run.heard, totals, strict=True))
+    assert all(sum(got) == pytest.approx(sent, rel=0.1) for got, sent in zip(run.received, totals, strict=True))
     later = Run(plan(warmup=8), 3, first=7)
     assert [sum(step) for step in later.sent[0]] == pytest.approx(totals[7:], rel=0.1), "a new worker in a running job"
 
 
 def test_another_codec_down_keeps_its_proportion() -> None:
     run = Run(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), 6)
-    for sent, heard in zip(run.sent[0][-1], run.heard[-1], strict=True):
-        assert heard == pytest.approx(2 * sent, rel=0.25, abs=4)
+    for sent, got in zip(run.sent[0][-1], run.received[-1], strict=True):
+        assert got == pytest.approx(2 * sent, rel=0.25, abs=4)
     dense = Run(plan("topk(0.02)", "int8(block=64)", ratio_over="plan"), 3)
-    assert dense.heard[-1] == [math.prod(shape) for shape in reversed(SHAPES)]
+    assert dense.received[-1] == [math.prod(shape) for shape in reversed(SHAPES)]
 
 
 def test_nodes_with_ratios_of_their_own_each_keep_their_total() -> None:
-    made = plan("topk(0.04)", ratio_over="plan")
-    made = replace(made, buckets=tuple(replace(b, by_node=("topk(0.04)", "topk(0.01)")) for b in made.buckets))
-    run = Run(made, 6)
+    copy = plan("topk(0.04)", ratio_over="plan")
+    copy = replace(copy, buckets=tuple(replace(b, by_node=("topk(0.04)", "topk(0.01)")) for b in copy.buckets))
+    run = Run(copy, 6)
     assert sum(run.sent[0][-1]) == pytest.approx(0.04 * NUMEL, rel=0.1)
     assert sum(run.sent[1][-1]) == pytest.approx(0.01 * NUMEL, rel=0.1)
-    assert sum(run.heard[-1]) == pytest.approx(0.04 * NUMEL, rel=0.15), "as much as the bucket's codec says"
+    assert sum(run.received[-1]) == pytest.approx(0.04 * NUMEL, rel=0.15), "as much as the bucket's codec says"
 
 
 def test_late_buckets_are_paced_with_the_others() -> None:
-    made = plan(ratio_over="plan", warmup=3)
-    made = replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
-    with kit.Rig(2, "", shapes=SHAPES, plan=made) as rig:
+    copy = plan(ratio_over="plan", warmup=3)
+    copy = replace(copy, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in copy.buckets))
+    with kit.Rig(2, "", shapes=SHAPES, plan=copy) as rig:
         def body(rank: int) -> list[int]:
             for step in range(8):
                 kit.step(rig.workers[rank], list(gradients(rank, step)))
             rig.workers[rank].drain()
             return [b.state["inner"]["entries"] for b in rig.workers[rank].buckets]
 
-        for asked in kit.on_ranks(2, body):
-            assert sum(asked) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
-            assert max(asked) > 3 * math.ceil(0.02 * 6000)
+        for request in kit.on_ranks(2, body):
+            assert sum(request) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
+            assert max(request) > 3 * math.ceil(0.02 * 6000)
 
 
 @pytest.mark.parametrize("path", ["service", "encode@cpu all.allgather decode@cpu"])
 def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) -> None:
-    made = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
-    made = replace(made, buckets=tuple(replace(b, path=path, owner=1) for b in made.buckets))
-    codecs = {b.id: codec_of(b, 0, made) for b in made.buckets}
-    before, after = (Worker(kit.job(SHAPES), made, codecs, torch.device("cpu")) for _ in range(2))
+    copy = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
+    copy = replace(copy, buckets=tuple(replace(b, path=path, owner=1) for b in copy.buckets))
+    codecs = {b.id: codec_of(b, 0, copy) for b in copy.buckets}
+    before, after = (Worker(kit.job(SHAPES), copy, codecs, torch.device("cpu")) for _ in range(2))
     hand_over(before, after)
     assert not any(bucket.entries for bucket in after.buckets)
     before.close()
@@ -170,55 +170,55 @@ def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
     with kit.Rig(1, "", shapes=SHAPES, plan=before) as rig, kit.Rig(1, "", shapes=SHAPES, plan=after) as later:
         for step in range(8):
             kit.step(rig.workers[0], list(gradients(0, step)))
-        had = by_tensor(rig.workers[0])
+        previous = by_tensor(rig.workers[0])
         hand_over(rig.workers[0], later.workers[0])
         kit.step(later.workers[0], list(gradients(0, 8)))
         has = by_tensor(later.workers[0])
-    assert had[2] > 4 * 0.02 * 6000
-    assert has == pytest.approx([entries / 2 for entries in had], rel=0.05, abs=10)
+    assert previous[2] > 4 * 0.02 * 6000
+    assert has == pytest.approx([entries / 2 for entries in previous], rel=0.05, abs=10)
 
 
 def by_tensor(worker: Any) -> list[int]:
-    found = [0] * len(SHAPES)
+    result = [0] * len(SHAPES)
     for bucket in worker.buckets:
-        found[bucket.slices[0].tensor] += bucket.state["inner"]["entries"]
-    return found
+        result[bucket.slices[0].tensor] += bucket.state["inner"]["entries"]
+    return result
 
 
 # ---- the codec
 
 
-def told(text: str, **how: Any) -> Any:
+def budgeted(text: str, **how: Any) -> Any:
     return with_budget(wrap(parse(text)), None, **{"steps": 0, "shared": True} | how)
 
 
 @pytest.mark.parametrize("text", ["topk(0.05)", "topk(0.05, values='fp32')", "topk(0.4, 'int4')", "block_threshold(0.05)"])
 @pytest.mark.parametrize("numel", [1, 37, 5000, 40_000])
 def test_no_payload_is_above_the_bound(text: str, numel: int) -> None:
-    codec, spec = told(text, steps=5), Spec((numel,))
+    codec, spec = budgeted(text, steps=5), Spec((numel,))
     assert isinstance(codec.inner, BudgetedTopK)
     state, out = codec.init(spec), codecs.room(codec, spec)
     most = min(numel, math.ceil(codec.inner.max_ratio * numel))
-    for step, asked in enumerate([most, 1, most, max(1, most // 3), max(1, most // 2)]):
-        codec.inner.set_entries(state["inner"], asked)
+    for step, request in enumerate([most, 1, most, max(1, most // 3), max(1, most // 2)]):
+        codec.inner.set_entries(state["inner"], request)
         nbytes = codec.start(codecs.noise(numel, step), state, out)
         run = 16 if "block" in text else 1
-        assert entries(out) <= 1.1 * -(-asked // run) * run + run
-        assert entries(out) >= min(0.89 * asked, numel)
+        assert entries(out) <= 1.1 * -(-request // run) * run + run
+        assert entries(out) >= min(0.89 * request, numel)
         assert codec.decode(out[:nbytes], state, torch.empty(numel))
 
 
 def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
     for text in ("int8()", "randomk(0.1)", "powersgd(2)"):
-        assert told(text) == wrap(parse(text))
-    assert told("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
+        assert budgeted(text) == wrap(parse(text))
+    assert budgeted("block_threshold(0.1)") == wrap(parse("block_threshold(0.1)")), "its sums of runs compare with no magnitude"
     bucket = Bucket(0, (Slice(0, 0, 100),), "encode@cpu all.allgather decode@cpu", "topk(0.1)")
     assert codec_of(bucket, plan=plan(ratio_over="plan")) == wrap(parse("topk(0.1)")), "collectives pay for the largest size"
-    assert str(told("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
+    assert str(budgeted("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
 
 
 def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> None:
-    codec, spec = told("topk(0.1)"), Spec((100,))
+    codec, spec = budgeted("topk(0.1)"), Spec((100,))
     state, out = codec.init(spec), codecs.room(codec, spec)
     codec.start(torch.full((100,), math.inf), state, out)
     assert codec.inner.demand(state["inner"], 0.1).tail is None
@@ -232,8 +232,8 @@ def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> N
 
 
 def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> None:
-    """Fragments of local steps go in turns: that more is asked than was sent before tells nothing until it is sent."""
-    codec, spec = told("topk(0.02)"), Spec((5000,))
+    """Fragments are exchanged one after the other: a larger request shows nothing until it is sent."""
+    codec, spec = budgeted("topk(0.02)"), Spec((5000,))
     state, out = codec.init(spec), codecs.room(codec, spec)
     codec.start(codecs.noise(5000), state, out)
     before = codec.inner.demand(state["inner"], 0.02)
@@ -245,16 +245,16 @@ def test_a_bucket_that_is_not_sent_in_each_step_keeps_what_is_known_of_it() -> N
 
 
 def test_a_plan_says_only_what_there_is() -> None:
-    made = plan()
-    assert verify(replace(made, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
+    result = plan()
+    assert verify(replace(result, ratio_over="all", warmup=-1), kit.job(SHAPES)) == [
         "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
-    assert not verify(replace(made, ratio_over="plan", warmup=100), kit.job(SHAPES))
-    assert not unsuited(replace(made, ratio_over="plan", warmup=100), 2, 1)
+    assert not verify(replace(result, ratio_over="plan", warmup=100), kit.job(SHAPES))
+    assert not unsuited(replace(result, ratio_over="plan", warmup=100), 2, 1)
 
 
-def watched(made: Plan) -> tuple[JobContext, kit.Rig]:
-    connection, rig = JobContext(), kit.Rig(1, "", shapes=SHAPES, plan=made)
-    connection.plan, connection.worker = made, rig.workers[0]
+def watched(result: Plan) -> tuple[JobContext, kit.Rig]:
+    connection, rig = JobContext(), kit.Rig(1, "", shapes=SHAPES, plan=result)
+    connection.plan, connection.worker = result, rig.workers[0]
     return connection, rig
 
 

@@ -1,4 +1,4 @@
-"""Memory that nobody reads is given back: between two exchanges, at the start, and weights survive an exchange that fails."""
+"""Memory is returned to the system while nothing reads it, and weights survive an exchange that fails."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ PAGE = 4096
 
 
 def coded() -> WorkerBucket:
-    made = WorkerBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
+    bucket = WorkerBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
                         torch.device("cpu"), 0)
-    made.keep_coded(lambda _: None)
-    return made
+    bucket.keep_coded(lambda _: None)
+    return bucket
 
 
 def resident_nbytes() -> int:
@@ -41,9 +41,9 @@ def resident_nbytes() -> int:
 def test_a_bucket_takes_no_memory_before_its_first_step() -> None:
     coded()
     before = resident_nbytes()
-    made = [coded() for _ in range(8)]
+    results = [coded() for _ in range(8)]
     assert resident_nbytes() - before < NUMEL * 4
-    assert len(made) == 8
+    assert len(results) == 8
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")

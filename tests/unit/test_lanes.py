@@ -18,13 +18,13 @@ def test_the_most_urgent_runs_first_and_equals_in_their_order() -> None:
     gate, ran, errors = threading.Event(), list[str](), list[BaseException]()
     lane = Lane("test", errors.append)
     lane.put(lambda: gate.wait(20.0) and None)
-    for name, urgency in (("later", (2, 0)), ("bulk", (1, 7)), ("in turn", ()), ("first", (1, 0)), ("bulk too", (1, 7)),
-                          ("in turn too", ())):
+    for name, urgency in (("later", (2, 0)), ("bulk", (1, 7)), ("equal", ()), ("first", (1, 0)), ("bulk too", (1, 7)),
+                          ("equal too", ())):
         lane.put(lambda name=name: ran.append(name), urgency)  # type: ignore[misc]
     lane.put(lambda: 1 // 0, (3,))  # type: ignore[arg-type, return-value]
     gate.set()
     assert lane.drain(20.0)
-    assert ran == ["in turn", "in turn too", "first", "bulk", "bulk too", "later"]
+    assert ran == ["equal", "equal too", "first", "bulk", "bulk too", "later"]
     assert [type(error) for error in errors] == [ZeroDivisionError]
     lane.put(lambda: ran.append("behind"), (9,))
     lane.close(20.0)
@@ -59,6 +59,6 @@ def test_frames_leave_in_forward_order_whatever_was_ready_first() -> None:
             worker.commit([torch.empty(info.shape) for info in worker.job.tensors])
             return pushed[rank]
 
-        found = on_ranks(WORLD, body)
-    assert found == [[*reversed(range(count))]] * WORLD
+        result = on_ranks(WORLD, body)
+    assert result == [[*reversed(range(count))]] * WORLD
     assert count == 4

@@ -1,4 +1,4 @@
-"""The law above all: for every tensor, applied + owed = put in, whatever codec it takes and whatever becomes of a step.
+"""The law: for every tensor, applied updates + residuals = input gradients, for every codec and whatever happens to a step.
 
 Put in is what the optimizer is meant to get: the weighted mean of the gradients of a step that is applied. In the events below
 tensors are unused, weights change, steps are skipped or broken off, averages are thrown away, and what was saved is loaded.
@@ -54,8 +54,8 @@ class Event(NamedTuple):
     """What goes on in a few steps, the same for all codecs."""
 
     weights: Callable[[int], list[float]] = equal
-    told: bool = False
-    """Whether the script says what all weigh."""
+    total_known: bool = False
+    """Whether the script passes the sum of all weights."""
     unused: Callable[[int, int], set[int]] = nobody
     """Tensors without gradient on a rank."""
     cleared: Callable[[int], set[int]] = nobody
@@ -79,7 +79,7 @@ EVENTS = {
     "used by one rank alone": Event(unused=lambda step, rank: {0, 2} if rank != step % WORLD else set()),
     "unequal weights": Event(weights=lambda step: [1.0, 0.25, 3.0]),
     "a short last batch": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD),
-    "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, told=True),
+    "a short last batch, foretold": Event(weights=lambda step: [3.0 if step == 4 else 64.0] * WORLD, total_known=True),
     "weights that change in every step": Event(weights=lambda step: [1.0 + step, 2.0, 0.5 * (step % 3)]),
     "a scaler that skips": Event(bad=3, scale=lambda step: 2.0 ** (10 - step)),
     "averages thrown away": Event(cleared=lambda step: ALL if step % 2 else set()),
@@ -96,8 +96,8 @@ EVENTS = {
 
 
 def gradients(rank: int, step: int) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + rank)
-    return [torch.randn(shape, generator=made) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def rig(codec: str, *, late: bool = False, **fields: Any) -> kit.Rig:
@@ -168,9 +168,9 @@ def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
 
 
 def connected(worker: Worker) -> JobContext:
-    made = JobContext()
-    made.worker = worker
-    return made
+    job_context = JobContext()
+    job_context.worker = worker
+    return job_context
 
 
 def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts: list[Account]) -> None:
@@ -179,7 +179,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
         for step in range(first + steps.start, first + steps.stop):
             n, weights = step - first, event.weights(step - first)
             scale = worker.scale = event.scale(n)
-            worker.weigh(weights[rank], sum(weights) if event.told else None)
+            worker.weigh(weights[rank], sum(weights) if event.total_known else None)
             mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
             if "momentum" in codec:
                 worker.undone()  # as the next gradients would do, so that velocities are what these meet
@@ -192,7 +192,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
                     with pytest.raises(StepAbandoned):
                         kit.step(worker, sent)
                 else:
-                    for t in (4, 3):  # as far as it came
+                    for t in (4, 3):  # a part of the pass
                         if (gradient := sent[t]) is not None:
                             worker.ready(t, gradient)
                     worker.abandon(20.0)
@@ -231,7 +231,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
 @pytest.mark.parametrize("codec", CODECS)
 def test_applied_and_owed_is_what_was_put_in(codec: str) -> None:
     wrapped: Codec = wrap(parse(codec))
-    assert wrapped.keeps or codec == "identity()", "what keeps nothing back cannot owe"
+    assert wrapped.keeps or codec == "identity()", "a lossy codec needs error feedback"
     with rig(codec) as r:
         hold(r, codec)
 
@@ -242,11 +242,11 @@ def most_put(accounts: list[Account]) -> float:
     return max(float(each.abs().max()) for each in sums)
 
 
-TOLD = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
+PLAN_WIDE = ["topk(0.05)", "topk(0.1, 'fp32')", "block_threshold(0.2)"]
 
 
 @pytest.mark.commit(1)
-@pytest.mark.parametrize("codec", TOLD)
+@pytest.mark.parametrize("codec", PLAN_WIDE)
 def test_the_same_where_a_ratio_is_of_the_whole_plan_and_warms_up(codec: str) -> None:
     with rig(codec, ratio_over="plan", warmup=3 * STEPS) as r:
         hold(r, codec)
@@ -268,8 +268,8 @@ def hold(r: kit.Rig, codec: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_what_all_weigh_may_be_told_where_everything_is_late() -> None:
-    """No step has a result that says whether it is right, so none can be refused."""
+def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
+    """No result of a step shows whether the sum was right, so none can be refused."""
     with rig("topk(0.3)", late=True) as r:
         def body(rank: int) -> bool:
             for step in range(4):

@@ -94,7 +94,7 @@ def test_one_worker_is_no_way() -> None:
     one = Variant("a", "sgd", workers=1)
     curves = {one: curve(lambda step: falling(step / 3)), structs.replace(one, workers=4): DENSE}
     assert costs(curves) == {}
-    assert [found.steps for _, found in alone(curves)] == pytest.approx([3.0], rel=0.03)
+    assert [result.steps for _, result in alone(curves)] == pytest.approx([3.0], rel=0.03)
     assert alone_rows(curves, least_tasks=2) == ()
     row, = alone_rows(curves)
     assert (row.optimizer, row.codec, row.workers, row.tasks, row.runs) == ("sgd", "identity()", ALONE, 1, 1)
@@ -123,13 +123,13 @@ def test_on_too_few_tasks_nothing_is_measured() -> None:
 
 
 def test_local_steps_are_rows_of_updates() -> None:
-    found = measured("int4()", 1.0, every=4) | measured("int4()", 1.0, overlap="round")
-    assert [row.codes for row in rows(found)] == ["updates"] * 2
+    result = measured("int4()", 1.0, every=4) | measured("int4()", 1.0, overlap="round")
+    assert [row.codes for row in rows(result)] == ["updates"] * 2
 
 
 def test_of_several_numbers_of_workers_there_is_the_worst_too() -> None:
-    made = rows(measured("int4()", 1.0) | measured("int4()", 1.5, workers=8))
-    assert [(row.workers, row.steps, row.runs) for row in made] == [(0, 1.65, 8), (4, 1.15, 4), (8, 1.65, 4)]
+    result = rows(measured("int4()", 1.0) | measured("int4()", 1.5, workers=8))
+    assert [(row.workers, row.steps, row.runs) for row in result] == [(0, 1.65, 8), (4, 1.15, 4), (8, 1.65, 4)]
 
 
 def test_what_rows_cannot_say_is_in_none() -> None:
@@ -145,54 +145,54 @@ def test_what_is_early_is_told_apart_from_what_a_row_says() -> None:
     slow = curve(lambda step: falling(step / 2 if step <= 84 else step - 42))
     curves = {way: slow if way.codec == "int4()" else DENSE
               for task in TASKS for way in (Variant(task, "adam", "int4()"), Variant(task, "adam"))}
-    curves |= {structs.replace(way, workers=8): DENSE for way in curves}  # of so many it says nothing
+    curves |= {structs.replace(way, workers=8): DENSE for way in curves}  # it covers other numbers of workers only
     curves |= {Variant(task, "adam", "int4()", every=32, overlap="round"): slow for task in TASKS}  # nothing is merged by then
-    (told,) = by_phase(curves)
-    assert told.row.codec == "int4()"
-    assert told.early == pytest.approx(2.0, rel=0.05)
-    assert told.row.steps == pytest.approx(fmean(n / (n - 42) for n in range(STEPS // 2 + 8, STEPS + 8, 8)), rel=0.03)
+    (report,) = by_phase(curves)
+    assert report.row.codec == "int4()"
+    assert report.early == pytest.approx(2.0, rel=0.05)
+    assert report.row.steps == pytest.approx(fmean(n / (n - 42) for n in range(STEPS // 2 + 8, STEPS + 8, 8)), rel=0.03)
 
 
 def test_larger_batches_are_rows_of_their_own() -> None:
-    found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int4()", 2.0, batches=16, workers=8)
-    assert [row.steps for row in rows(found)] == [1.15]
-    found |= measured("int4()", 3.0, seed=1)  # which larger batches were not measured with
-    made = with_batches(found)
-    assert {times: [row.steps for row in made[times]] for times in made} == {1: [1.15], 16: [1.65]}
+    result = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int4()", 2.0, batches=16, workers=8)
+    assert [row.steps for row in rows(result)] == [1.15]
+    result |= measured("int4()", 3.0, seed=1)  # which larger batches were not measured with
+    value = with_batches(result)
+    assert {times: [row.steps for row in value[times]] for times in value} == {1: [1.15], 16: [1.65]}
 
 
 def test_the_page_compares_batches_where_all_sizes_were_measured() -> None:
-    found = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int8()", 1.0, batches=16)
-    assert learning_table._by_batch(found)[-2:] == ["| AdamW | `int4()` | 1.15 | 1.65 |", ""]
+    result = measured("int4()", 1.0) | measured("int4()", 1.5, batches=16) | measured("int8()", 1.0, batches=16)
+    assert learning_table._by_batch(result)[-2:] == ["| AdamW | `int4()` | 1.15 | 1.65 |", ""]
     assert learning_table._by_batch(measured("int4()", 1.0)) == []
 
 
 def test_tasks_of_one_order_foretell_each_other() -> None:
-    found: dict[Variant, Cost] = {}
+    results: dict[Variant, Cost] = {}
     for i, ratio in enumerate((0.1, 0.01, 0.001)):
-        found |= measured(f"topk(ratio={ratio})", 1.0 + i)
-    found |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
-    told = held_out(found)
-    assert {one.task for one in told} == set(TASKS)
-    assert all(one.rank_correlation == pytest.approx(1.0) for one in told)
-    assert all(one.error < 0.2 for one in told)
-    backwards = {way: Cost(4.0 - one.steps if way.task == "a" else one.steps, 0.0) for way, one in found.items()}
+        results |= measured(f"topk(ratio={ratio})", 1.0 + i)
+    results |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
+    report = held_out(results)
+    assert {one.task for one in report} == set(TASKS)
+    assert all(one.rank_correlation == pytest.approx(1.0) for one in report)
+    assert all(one.error < 0.2 for one in report)
+    backwards = {way: Cost(4.0 - one.steps if way.task == "a" else one.steps, 0.0) for way, one in results.items()}
     assert next(one for one in held_out(backwards) if one.task == "a").rank_correlation < -0.9
 
 
 def test_what_no_other_task_was_measured_with_is_not_judged() -> None:
-    found = measured("int4()", 1.0) | measured("int8()", 1.0) | measured("onebit()", 1.4)
-    found |= measured("qsgd()", 2.0, tasks=("a",))
-    assert {one.ways for one in held_out(found)} == {3}
+    result = measured("int4()", 1.0) | measured("int8()", 1.0) | measured("onebit()", 1.4)
+    result |= measured("qsgd()", 2.0, tasks=("a",))
+    assert {one.ways for one in held_out(result)} == {3}
 
 
 def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
-    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
-    (tmp_path / "t.json").write_bytes(learning_table.written(made))
-    assert tables.read(tmp_path / "t.json") == made
+    result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
+    (tmp_path / "t.json").write_bytes(learning_table.written(result))
+    assert tables.read(tmp_path / "t.json") == result
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "text"), [
     ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*own_learning.*E-LEARNING-TABLE"),
     ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
     ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
@@ -200,15 +200,15 @@ def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
     ((b'int4()', b'int4('), r"int4\(.*E-CODEC-NAME"),
     ((b']}', b''), "E-LEARNING-TABLE"),
 ])
-def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], said: str, tmp_path: Path) -> None:
-    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
-    data = learning_table.written(made)
+def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
+    result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
+    data = learning_table.written(result)
     assert change[0] in data
     (tmp_path / "t.json").write_bytes(data.replace(*change))
-    with pytest.raises(RecordError, match=said) as told:
+    with pytest.raises(RecordError, match=text) as caught:
         tables.read(tmp_path / "t.json")
-    assert str(tmp_path / "t.json") in str(told.value)
-    assert "\n" not in str(told.value)
+    assert str(tmp_path / "t.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_empty_store_makes_no_table(tmp_path: Path) -> None:
@@ -222,16 +222,16 @@ def test_an_empty_store_makes_no_table(tmp_path: Path) -> None:
 
 def test_the_page_shows_each_row_between_its_marks(tmp_path: Path) -> None:
     store = Store(tmp_path / "none.jsonl")
-    made = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"),
+    result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"),
                                 rows(measured("int4()", 1.0, every=4) | measured("int4()", 1.0)))
-    text = learning_table.page(f"above\n{learning_table.BEGIN}\nold\n{learning_table.END}\nbelow\n", made, store)
+    text = learning_table.page(f"above\n{learning_table.BEGIN}\nold\n{learning_table.END}\nbelow\n", result, store)
     assert text.startswith("above\n")
     assert text.endswith("\nbelow\n")
     assert "old" not in text
     assert "| `int4()`, `every=4` | 1.15 | 1.24 | +1.5% | +2.4% | 4 | 4 |" in text
-    assert learning_table.page(text, made, store) == text
+    assert learning_table.page(text, result, store) == text
     with pytest.raises(Unmeasurable, match="<!-- learning: begin -->.*E-ARGUMENT"):
-        learning_table.page("nothing", made, store)
+        learning_table.page("nothing", result, store)
 
 
 def test_the_shipped_table() -> None:

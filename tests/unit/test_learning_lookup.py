@@ -1,4 +1,4 @@
-"""Laws of looking up what a way of training costs in steps: monotone, exact where measured, cautious where nobody did."""
+"""The lookup of convergence factors: monotone, exact where they were measured, cautious elsewhere."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from commlayer.planner.tables import rows as shipped_rows
 
 
 def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
-    """A row of that excess; Adam's and of one step to an exchange unless it says otherwise."""
-    said = {"optimizer": "adam", "codes": "gradients", "every": 1, "overlap": "", "late": False, "workers": 0} | fields
+    """A row with that excess: by default of Adam with an exchange after every step."""
+    recipe = {"optimizer": "adam", "codes": "gradients", "every": 1, "overlap": "", "late": False, "workers": 0} | fields
     return LearningRow(codec=codec, steps=1 + steps, steps_high=1 + (steps if high is None else high), loss=loss,
-                       loss_high=loss, tasks=5, runs=5, **said)
+                       loss_high=loss, tasks=5, runs=5, **recipe)
 
 
 TABLE = (
@@ -46,98 +46,67 @@ ROWS = st.lists(st.builds(
 ), min_size=1, max_size=25).map(tuple)
 
 
-def test_what_was_measured_is_given_as_measured() -> None:
+def test_measured_factors_are_returned_as_measured() -> None:
     for one in TABLE:
-        found = excess(TABLE, one.codec, Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late))
-        assert found == pytest.approx((one.steps - 1, one.steps_high - 1, one.loss, one.loss_high)), one
+        result = excess(TABLE, one.codec, Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late))
+        assert result == pytest.approx((one.steps - 1, one.steps_high - 1, one.loss, one.loss_high)), one
 
 
-def test_dense_gradients_cost_nothing() -> None:
-    for codec in ("identity()", "fp16()", "error_feedback(fp16())"):
-        assert excess(TABLE, codec, Recipe()) == NONE == Excess(0.0, 0.0, 0.0, 0.0)
+EIGHT = (*TABLE, row("int4()", 0.01, workers=8))
+NOISY = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
 
 
-def test_what_one_needs_by_itself_is_no_way_and_grows_with_how_many_it_is_against() -> None:
+@pytest.mark.parametrize(("rows", "codec", "recipe", "steps"), [
+    (TABLE, "identity()", Recipe(), 0.0), (TABLE, "fp16()", Recipe(), 0.0), (TABLE, "error_feedback(fp16())", Recipe(), 0.0),
+    ((), "topk(ratio=0.001)", Recipe(every=16), 0.0),
+    # On a line over the logarithm of the ratio; a ratio of 1 is dense, and factors rise below the smallest ratio.
+    (TABLE, "topk(ratio=0.001)", Recipe(), 2.0), (TABLE, f"topk(ratio={10 ** -2.5})", Recipe(), (0.5 + 2.0) / 2),
+    (TABLE, "topk(ratio=1.0)", Recipe(), 0.0), (TABLE, f"topk(ratio={10 ** -0.5})", Recipe(), 0.05),
+    (TABLE, "topk(ratio=0.0001)", Recipe(), 3.5),
+    # On a line over the logarithm of local steps.
+    (TABLE, "int4()", Recipe(every=8), 0.5), (TABLE, "int4()", Recipe(every=64), 1.4),
+    # Kinds of values and error feedback do not matter.
+    (TABLE, "error_feedback(topk(ratio=0.01, values='int4'))", Recipe(), 0.5),
+    (TABLE, "topk(ratio=0.01, exact=True)", Recipe(), 0.5),
+    # Local steps and overlapped outer steps always exchange updates; the forward overlap costs nothing.
+    (TABLE, "int4()", Recipe(every=4), 0.2), (TABLE, "int4()", Recipe(codes="updates", every=4), 0.2),
+    (TABLE, "int4()", Recipe(every=4, overlap="round"), 0.5), (TABLE, "onebit()", Recipe(overlap="forward"), 0.2),
+    # Another optimizer has the worse factor of both.
+    (TABLE, "topk(ratio=0.01)", Recipe("other"), 0.7), (TABLE, "int4()", Recipe("other"), 0.02),
+    # Without measurements: that of the worst related codec.
+    (TABLE, "qsgd(levels=1)", Recipe(), 0.2),  # of dense codecs: onebit
+    (TABLE, "int8()", Recipe(), 0.02),  # at most that of a coarser dense codec: int4
+    (TABLE, "int8()", Recipe(every=4), 0.2),
+    (TABLE, "randomk(ratio=0.001)", Recipe(), 2.0),  # of sparse ones at the same ratio
+    (TABLE, "onebit()", Recipe(late=True), 1.2 * 1.1 / 1.02 - 1),  # as much worse as int4 is
+    (TABLE, "topk(ratio=0.01)", Recipe(every=16), 1.4 * 1.8 / 1.2 - 1),  # as much worse than at 4 steps as int4 is
+    # Rows of as many workers go before the worst.
+    (EIGHT, "int4()", Recipe(workers=8), 0.01), (EIGHT, "int4()", Recipe(workers=4), 0.02),
+    # Noise: a smaller ratio never has a smaller factor, and no factor is below one.
+    (NOISY, "topk(ratio=0.01)", Recipe(), 0.4), ((row("int8()", -0.05, loss=-0.01),), "int8()", Recipe(), 0.0),
+])
+def test_factors_between_and_beyond_measurements(
+    rows: tuple[LearningRow, ...], codec: str, recipe: Recipe, steps: float,
+) -> None:
+    result = excess(rows, codec, recipe)
+    assert result.steps == pytest.approx(steps, abs=1e-12)
+    assert steps or result == NONE == Excess(0.0, 0.0, 0.0, 0.0)
+
+
+def test_one_machine_alone_has_rows_of_its_own_and_loses_more_against_more_workers() -> None:
     table = (*TABLE, row("identity()", 0.9, workers=ALONE), row("identity()", 2.0, workers=ALONE, optimizer="sgd"))
     for codec, recipe in (("int4()", Recipe(workers=1)), ("identity()", Recipe(workers=1)), ("identity()", Recipe("sgd"))):
         assert excess(table, codec, recipe) == excess(TABLE, codec, recipe)
-    assert alone(table, "adam", 4) == pytest.approx(1.9)
-    assert alone(table, "sgd", 4) == pytest.approx(3.0)
-    assert alone(table, "", 4) == pytest.approx(1.9), "the least that plans of either have to beat"
-    assert alone(table, "adam", 16) == pytest.approx(1.9**2)
-    assert alone(table, "adam", 1) == 1.0
-    assert alone(TABLE, "adam", 4) == 0.0, "nobody knows"
+    # An unknown optimizer: the smallest, which plans have to beat. Without rows: unknown.
+    for rows, optimizer, workers, factor in ((table, "adam", 4, 1.9), (table, "sgd", 4, 3.0), (table, "", 4, 1.9),
+                                             (table, "adam", 16, 1.9**2), (table, "adam", 1, 1.0), (TABLE, "adam", 4, 0.0)):
+        assert alone(rows, optimizer, workers) == pytest.approx(factor)
 
 
-def test_without_rows_nothing_is_known() -> None:
-    assert excess((), "topk(ratio=0.001)", Recipe(every=16)) == NONE
-
-
-def test_between_ratios_it_lies_on_a_line_over_their_logarithm() -> None:
-    assert excess(TABLE, "topk(ratio=0.001)", Recipe()).steps == pytest.approx(2.0)
-    assert excess(TABLE, f"topk(ratio={10 ** -2.5})", Recipe()).steps == pytest.approx((0.5 + 2.0) / 2)
-    assert excess(TABLE, "topk(ratio=1.0)", Recipe()).steps == 0
-    assert excess(TABLE, f"topk(ratio={10 ** -0.5})", Recipe()).steps == pytest.approx(0.05), "all entries are dense"
-
-
-def test_beyond_the_smallest_ratio_it_goes_on_rising() -> None:
-    assert excess(TABLE, "topk(ratio=0.0001)", Recipe()).steps == pytest.approx(3.5)
-
-
-def test_between_local_steps_it_lies_on_a_line_over_their_logarithm() -> None:
-    assert excess(TABLE, "int4()", Recipe(every=8)).steps == pytest.approx(0.5)
-    assert excess(TABLE, "int4()", Recipe(every=64)).steps == pytest.approx(1.4)
-
-
-def test_kinds_of_values_feedback_and_parts_do_not_matter() -> None:
-    plain = excess(TABLE, "topk(ratio=0.01)", Recipe())
-    for codec in ("error_feedback(topk(ratio=0.01, values='int4'))", "topk(ratio=0.01, exact=True)"):
-        assert excess(TABLE, codec, Recipe()) == plain
-
-
-def test_local_steps_and_overlapped_rounds_exchange_updates_however_they_are_spelt() -> None:
-    assert excess(TABLE, "int4()", Recipe(every=4)) == excess(TABLE, "int4()", Recipe(codes="updates", every=4))
-    assert excess(TABLE, "int4()", Recipe(every=4, overlap="round")).steps == pytest.approx(0.5)
-
-
-def test_the_forward_pass_hides_for_nothing() -> None:
-    assert excess(TABLE, "onebit()", Recipe(overlap="forward")) == excess(TABLE, "onebit()", Recipe())
-
-
-def test_another_optimizer_costs_the_worse_of_both() -> None:
-    assert excess(TABLE, "topk(ratio=0.01)", Recipe("other")).steps == pytest.approx(0.7)
-    assert excess(TABLE, "int4()", Recipe("other")).steps == pytest.approx(0.02)
-
-
-def test_what_nobody_measured_costs_what_its_worst_relatives_do() -> None:
-    assert excess(TABLE, "qsgd(levels=1)", Recipe()).steps == pytest.approx(0.2), "of codecs that send every entry: onebit"
-    assert excess(TABLE, "int8()", Recipe()).steps == pytest.approx(0.02), "at most what sends less of every entry: int4"
-    assert excess(TABLE, "int8()", Recipe(every=4)).steps == pytest.approx(0.2)
-    assert excess(TABLE, "randomk(ratio=0.001)", Recipe()).steps == pytest.approx(2.0), "of sparse ones at the same ratio"
-    assert excess(TABLE, "onebit()", Recipe(late=True)).steps == pytest.approx(1.2 * 1.1 / 1.02 - 1), "as much worse as int4 is"
-    beyond = excess(TABLE, "topk(ratio=0.01)", Recipe(every=16)).steps
-    assert beyond == pytest.approx(1.4 * 1.8 / 1.2 - 1), "as much worse than at 4 steps as int4 is"
-
-
-def test_rows_of_as_many_workers_go_before_the_worst() -> None:
-    table = (*TABLE, row("int4()", 0.01, workers=8))
-    assert excess(table, "int4()", Recipe(workers=8)).steps == pytest.approx(0.01)
-    assert excess(table, "int4()", Recipe(workers=4)).steps == pytest.approx(0.02)
-
-
-def test_up_and_down_count_for_half_each() -> None:
+def test_each_direction_counts_half() -> None:
     known = Excesses(Profile((), Line(0.0), learning=TABLE))
     assert known.of(("topk(ratio=0.01)",), "int4()", Recipe()).steps == pytest.approx((0.5 + 0.02) / 2)
     assert known.of(("onebit()",), "onebit()", Recipe()) == excess(TABLE, "onebit()", Recipe())
-
-
-def test_noise_that_makes_a_smaller_ratio_look_cheaper_is_not_believed() -> None:
-    table = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
-    assert excess(table, "topk(ratio=0.01)", Recipe()).steps == pytest.approx(0.4)
-
-
-def test_a_factor_below_one_is_one() -> None:
-    assert excess((row("int8()", -0.05, loss=-0.01),), "int8()", Recipe()) == NONE
 
 
 @given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
@@ -175,23 +144,24 @@ def test_the_shipped_table_is_monotone(codec: str) -> None:
 
 def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
     """From each point to the next harder one in either way."""
-    found = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
+    results = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
              for r in SPARSE_RATIOS for every in STEPS_APART}
-    for (r, every), here in found.items():
-        easier = [found[e, every] for e in SPARSE_RATIOS if e > r][-1:] + [found[r, e] for e in STEPS_APART if e < every][-1:]
+    for (r, every), hard in results.items():
+        easier = [*[results[e, every] for e in SPARSE_RATIOS if e > r][-1:],
+                  *[results[r, e] for e in STEPS_APART if e < every][-1:]]
         for other in easier:
-            assert all(o <= h + 1e-9 for o, h in zip(other, here, strict=True)), (r, every, other, here, rows)
+            assert all(o <= h + 1e-9 for o, h in zip(other, hard, strict=True)), (r, every, other, hard, rows)
 
 
 @given(ROWS)
 def test_nothing_is_cheaper_than_it_was_measured(rows: tuple[LearningRow, ...]) -> None:
     for one in rows:
         recipe = Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late, one.workers)
-        found = excess(rows, one.codec, recipe)
+        result = excess(rows, one.codec, recipe)
         if excess((one,), one.codec, recipe) != NONE and (one.workers or all(r.workers == 0 for r in rows)):
-            assert found.steps >= one.steps - 1 - 1e-9
-            assert found.high >= one.steps_high - 1 - 1e-9
-            assert found.loss >= one.loss - 1e-9
+            assert result.steps >= one.steps - 1 - 1e-9
+            assert result.high >= one.steps_high - 1 - 1e-9
+            assert result.loss >= one.loss - 1e-9
 
 
 @given(ROWS, RECIPES.map(lambda r: r._replace(codes="gradients", every=1, overlap="", late=False)))
@@ -226,14 +196,14 @@ def test_an_overlapped_round_costs_more_the_longer_it_is_and_no_less_than_withou
     before = None
     for every in (2, 3, 4, 8, 16, 64):
         recipe = Recipe(optimizer, "updates", every)
-        plain, found = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap="round"))
+        plain, result = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap="round"))
         measured = [one for one in overlapped if one.codec == codec and one.every >= every]
         if not measured:  # such a row is believed, and an easier way costs no more
-            assert all(a >= b - 1e-9 for a, b in zip(found, plain, strict=True)), (every, found, plain)
+            assert all(a >= b - 1e-9 for a, b in zip(result, plain, strict=True)), (every, result, plain)
         if before is not None and every > max(one.every for one in overlapped):
             rising = [b > a + 1e-9 for a, b in zip(before[0], plain, strict=True)]
-            assert all(b > a for a, b, rises in zip(before[1], found, rising, strict=True) if rises), (every, before, found)
-        before = plain, found
+            assert all(b > a for a, b, rises in zip(before[1], result, rising, strict=True) if rises), (every, before, result)
+        before = plain, result
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -241,9 +211,9 @@ def test_a_codec_that_was_measured_elsewhere_costs_no_less_here_than_a_finer_one
     for recipe in (Recipe(optimizer, every=4, overlap="round"), Recipe(optimizer, late=True)):
         for codec in ("topk(ratio=0.001)", "randomk(ratio=0.001)", "onebit()"):
             elsewhere = excess(shipped_rows(), codec, Recipe(optimizer))
-            here = excess(shipped_rows(), codec, recipe)
-            assert here.high >= excess(shipped_rows(), "int4()", recipe).high
-            assert recipe.every > 1 or here.high >= elsewhere.high, codec
+            local = excess(shipped_rows(), codec, recipe)
+            assert local.high >= excess(shipped_rows(), "int4()", recipe).high
+            assert recipe.every > 1 or local.high >= elsewhere.high, codec
 
 
 def test_every_field_is_looked_up() -> None:

@@ -27,10 +27,10 @@ def seen(step_s: float, nodes: list[Throughput], waited_s: float | None = None) 
 
 
 def after(links: LinkWatch, step: SeenStep, times: int = 1) -> LinkWatch:
-    """So many steps that give no reason to plan anew."""
+    """That many steps, which give no reason to plan again."""
     for _ in range(times):
-        links, found = links.observe(step)
-        assert found is None
+        links, result = links.observe(step)
+        assert result is None
     return links
 
 
@@ -38,12 +38,12 @@ def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
     return after(LinkWatch(planned), seen(0.4, [QUICK] * len(planned)), SETTLED)
 
 
-def told(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tuple[Rates, ...] | None]:
-    """Behind how many such steps other links are told of, and which."""
+def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tuple[Rates, ...] | None]:
+    """The number of such steps until other links are reported, and these links."""
     for count in range(1, most + 1):
-        links, found = links.observe(step)
-        if found is not None:
-            return count, found
+        links, result = links.observe(step)
+        if result is not None:
+            return count, result
     return most, None
 
 
@@ -52,19 +52,19 @@ def told(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tuple[R
     (0.4 + COST_S / 4, 4),  # until they have cost as much as a change of plans
 ])
 def test_all_links_become_slower(step_s: float, steps: int) -> None:
-    assert told(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
+    assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
 
 
 def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
     waiting = Throughput(Direction(6e7, 0.02), Direction(7e7, 0.02))
-    assert told(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
+    assert reported(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
 
 
 def test_what_links_carry_now_is_told_by_several_steps() -> None:
     links = settled()
     for bps in (5e6, 2e7, 1e7):
-        links, found = links.observe(seen(2.0, [Throughput(Direction(bps, 0.9), Direction(bps, 0.9))] * 3))
-    assert found == (Rates(PAYLOAD * 1e7, PAYLOAD * 1e7),) * 3
+        links, result = links.observe(seen(2.0, [Throughput(Direction(bps, 0.9), Direction(bps, 0.9))] * 3))
+    assert result == (Rates(PAYLOAD * 1e7, PAYLOAD * 1e7),) * 3
 
 
 def test_the_same_watch_gives_the_same_answer_again() -> None:
@@ -87,7 +87,7 @@ def test_one_short_step_does_not_make_others_slow() -> None:
     assert not links.faster
 
 
-# ---- what a script does, and a machine: no step of it tells of links
+# ---- actions of scripts and machines that are no change of links
 
 EMPTY = Throughput(Direction(), Direction())
 DISK = Throughput(Direction(1.5e7, 0.95), QUICK.down)
@@ -103,7 +103,7 @@ SCRIPT = {
     "slow computing, links idle": seen(6.4, [Throughput(Direction(5e6, 0.1), Direction(5e6, 0.1))] * 3),
     "a busy machine: transfers take longer, but computing more so": seen(2.0, [LOADED] * 3, 0.6),
     "little is carried, and no step is slower for it": seen(0.42, [FULL] * 3),
-    "nobody reads counters there": seen(6.4, [EMPTY] * 3),
+    "no counters are read there": seen(6.4, [EMPTY] * 3),
 }
 
 
@@ -126,16 +126,16 @@ def test_what_stays_slow_becomes_usual() -> None:
 
 def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
     links = after(structs.replace(settled(), planned=(Rates(3e7, 3e7),) * 3), seen(2.0, [FULL] * 3), IN_A_ROW - 1)
-    links, found = links.observe(seen(2.0, [FULL] * 3))
-    assert found == (NARROW,) * 3
-    after(structs.replace(links, planned=found), seen(2.0, [FULL] * 3), USUAL)  # that is known
+    links, result = links.observe(seen(2.0, [FULL] * 3))
+    assert result == (NARROW,) * 3
+    after(structs.replace(links, planned=result), seen(2.0, [FULL] * 3), USUAL)  # that is known
 
 
 # ---- links that are faster
 
 
 def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
-    """Nodes that receive that times what is planned for, and send so many times as much together as they receive."""
+    """Nodes that receive that times what is planned for, and together send `sent` times as much."""
     bps = down * PLANNED[0].down_bps / PAYLOAD
     return [Throughput(Direction(bps, 0.1 * sent), Direction(bps, 0.1))] * 3
 
@@ -145,8 +145,8 @@ def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
     (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or what was lost
 ])
 def test_what_comes_in_can_be_carried(down: float, sent: float, counts: bool) -> None:
-    count, found = told(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
-    assert found == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
+    count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
+    assert result == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
     assert count == SETTLED or not counts
 
 
@@ -186,12 +186,12 @@ def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[Se
 @pytest.mark.parametrize("wire_s", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_on_links_that_stay_as_they_are_never_raises_an_alarm(wire_s: float, seed: int) -> None:
-    links, made = LinkWatch(PLANNED), steps(random.Random(seed), wire_s)
+    links, result = LinkWatch(PLANNED), steps(random.Random(seed), wire_s)
     for _ in range(10_000):
-        links, found = links.observe(next(made))
-        if found is not None:
-            assert not slower(found, links.planned)
-            links = structs.replace(links, planned=found)
+        links, results = links.observe(next(result))
+        if results is not None:
+            assert not slower(results, links.planned)
+            links = structs.replace(links, planned=results)
     assert not differ(links.planned, PLANNED), "nor does it creep up so far that another plan is looked for"
 
 
@@ -206,12 +206,12 @@ def test_links_that_carry_half_are_found_in_the_same_noise(wire_s: float) -> Non
         links, before, behind = LinkWatch(PLANNED), steps(draw, wire_s), steps(draw, wire_s, 2.0)
         for _ in range(50):
             links, _ = links.observe(next(before))
-        found = None
+        result = None
         for _ in range(WITHIN):
-            links, found = links.observe(next(behind))
-            if found is not None and slower(found, PLANNED):
+            links, result = links.observe(next(behind))
+            if result is not None and slower(result, PLANNED):
                 break
-        assert found is not None, seed
+        assert result is not None, seed
 
 
 @settings(deadline=None)
@@ -219,8 +219,8 @@ def test_links_that_carry_half_are_found_in_the_same_noise(wire_s: float) -> Non
 def test_never_by_less_than_the_factor_where_links_are_slower(looks: list[tuple[float, float, float, float]]) -> None:
     links = LinkWatch(PLANNED[:1])
     for step_s, bps, share, waited_s in looks:
-        links, found = links.observe(seen(step_s, [Throughput(Direction(bps, share), Direction(bps, share))], waited_s))
-        if found is not None:
-            (rates,) = found
-            assert found != PLANNED[:1]
+        links, result = links.observe(seen(step_s, [Throughput(Direction(bps, share), Direction(bps, share))], waited_s))
+        if result is not None:
+            (rates,) = result
+            assert result != PLANNED[:1]
             assert all(rate == 95e6 or 0 < FACTOR * rate < 95e6 or rate > MORE * 95e6 for rate in rates)

@@ -1,5 +1,5 @@
 """Means of changes made as long as the changes: sums of squares in any order, the factor by hand, and local steps over loopback
-in all ways of exchanging, beside a reference in torch alone."""
+in all modes of exchange, compared with a reference in torch alone."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def noise(*numbers: int, size: tuple[int, ...] = (1000,)) -> torch.Tensor:
 def test_squares_are_the_same_bits_in_any_order() -> None:
     x = noise(1, size=(3_000_000,)) * 1e-3
     x[7] = 0.2  # far beyond the others, to which everything is rounded
-    found = square_of([x])
-    assert found == pytest.approx(float(x.double().square().sum()), rel=1e-4)
+    result = square_of([x])
+    assert result == pytest.approx(float(x.double().square().sum()), rel=1e-4)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     parts = x[order].split(700_001)
-    assert square_of([*parts]) == square_of([*reversed(parts)]) == found
-    assert square_of([x.view(3, -1).t()]) == found
+    assert square_of([*parts]) == square_of([*reversed(parts)]) == result
+    assert square_of([x.view(3, -1).t()]) == result
     assert float(x[order].square().sum()) != float(x.square().sum()), "which floats by themselves do not give"
 
 
@@ -52,7 +52,7 @@ def test_squares_of_little(values: list[float], wanted: float) -> None:
     ([(1, 4.0)] * 4, 1.0, 2.0),  # nothing in common
     ([(1, 4.0)] * 4, 2.0, 2**0.5),
     ([(1, 4.0)] * 4, 0.1, 2.0),  # against each other: no more than that
-    ([(1, 1.0)] * 4, 9.0, 1.0),  # longer than what it is of: an old debt is in it
+    ([(1, 1.0)] * 4, 9.0, 1.0),  # longer than what it is of: it contains an inherited residual
     ([(1, 4.0)] * 9, 4 / 9, 3.0),
     ([(3, 4.0), (1, 8.0)], 4.0, 1.25**0.5),
     ([(3, 4.0), (1, 4.0)], 0.1, 1.6**0.5),  # with nothing in common: 4 * (9 + 1) / 16
@@ -78,7 +78,7 @@ def trained(
     world: int, outer: Outer, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
     strided: bool = False,
 ) -> list[Any]:
-    """By rank: its starts behind each step, and its weights at the end. Steps are given, so every way makes the same."""
+    """By rank: its starts after each step, and its weights at the end. Steps are given, so all modes make the same."""
     job = Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(SHAPES)))
     plan = default_plan(job, codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
                         cut_nbytes=cut_nbytes)
@@ -90,16 +90,16 @@ def trained(
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
             local = LocalSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
                                lengths=rows.of(rank))
-            found = []
+            results = []
             for step in range(STEPS):
                 local.count()
                 for n, p in enumerate(parameters):
                     p.data += moved(rank, step, n)
                 if local.due:
                     local.exchange(rig.workers[rank], [], 20.0)
-                found.append([s.clone() for s in local.starts])
+                results.append([s.clone() for s in local.starts])
             local.drain(rig.workers[rank], [], 20.0)
-            return found, [p.detach().clone() for p in parameters]
+            return results, [p.detach().clone() for p in parameters]
 
         return on_ranks(world, body)
 
@@ -110,13 +110,13 @@ def moved(rank: int, step: int, n: int) -> torch.Tensor:
 
 
 def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matched: bool) -> list[list[torch.Tensor]]:
-    """Starts behind each step."""
+    """Starts after each step."""
     world = len(weights)
     shares = [w / sum(weights) for w in weights]
     starts = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     ranks = [[s.clone() for s in starts] for _ in range(world)]
     sent: Any = None
-    turns, found = itertools.cycle(parts), []
+    turns, results = itertools.cycle(parts), []
 
     def merge(part: list[int], changes: list[dict[int, torch.Tensor]], ends: list[dict[int, torch.Tensor]]) -> None:
         mean = {n: sum(share * change[n] for share, change in zip(shares, changes, strict=True)) for n in part}
@@ -141,8 +141,8 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
             if not overlap:
                 merge(*sent)
                 sent = None
-        found.append([*starts])
-    return found
+        results.append([*starts])
+    return results
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
@@ -168,8 +168,8 @@ def test_means_are_as_long_as_changes(weights: list[float], fragments: int, over
 @pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
 def test_cut_tensors_may_lie_in_memory_as_they_like(overlap: bool) -> None:
     outer = Outer(lr=0.7, momentum=0.9, matched=True)
-    found = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
-    for (starts, end), (strided_starts, strided_end) in zip(*found, strict=True):
+    results = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
+    for (starts, end), (strided_starts, strided_end) in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(end, strided_end, strict=True))
         assert all(torch.equal(a, b) for each in zip(starts, strided_starts, strict=True) for a, b in zip(*each, strict=True))
         assert float(end[0].abs().max()) > 0.1

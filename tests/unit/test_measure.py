@@ -107,11 +107,11 @@ class Wires:
 def test_a_probe_finds_the_rates(up_bps: float, down_bps: float, alpha_s: float, servers: tuple[float, ...]) -> None:
     wires = Wires(up_bps, down_bps, alpha_s, dict(enumerate(servers)))
     budget_s = max(0.5, 32 * alpha_s)
-    asked = list(wires.servers)
+    results = list(wires.servers)
     round_trip_s = link_rates.round_trip(wires, 0, 10.0)
     assert round_trip_s == pytest.approx(2 * alpha_s, rel=0.05)
-    up = link_rates.rate(wires, link_rates.UP, asked, round_trip_s, budget_s / 2, 10.0)
-    down = link_rates.rate(wires, link_rates.DOWN, asked, round_trip_s, budget_s / 2, 10.0, expected_bps=up)
+    up = link_rates.rate(wires, link_rates.UP, results, round_trip_s, budget_s / 2, 10.0)
+    down = link_rates.rate(wires, link_rates.DOWN, results, round_trip_s, budget_s / 2, 10.0, expected_bps=up)
     assert (up, down) == pytest.approx((up_bps, down_bps), rel=0.05)
     under_way_s = 24 * alpha_s + 16 * link_rates.FIRST_NBYTES / up_bps + 4 * link_rates.LEAST_ROUND_TRIP_S
     assert wires.clock < budget_s + under_way_s, "and what was under way then"
@@ -140,13 +140,13 @@ def test_a_server_answers_probes_of_any_allowed_size() -> None:
 
 
 def test_a_server_hears_what_its_link_carries() -> None:
-    hub, heard = Hub(), queue.SimpleQueue[float]()
-    member, here = hub.transport(0), hub.transport(SERVER_BASE)
-    server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0, pace=heard.put)
+    hub, received = Hub(), queue.SimpleQueue[float]()
+    member, local = hub.transport(0), hub.transport(SERVER_BASE)
+    server = SumServer(Summation(0, 1, {}, {}), local, [0], stall_s=60.0, pace=received.put)
     try:
         for bps in (20_000_000, 0, 2**63):
             member.send(SERVER_BASE, Header(Kind.PACE, 1, used=bps))
-            assert heard.get(timeout=20.0) == bps
+            assert received.get(timeout=20.0) == bps
     finally:
         server.close()
         member.close()
@@ -155,10 +155,10 @@ def test_a_server_hears_what_its_link_carries() -> None:
 @pytest.mark.parametrize("read", [True, False])
 def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
-    member, here = hub.transport(0), hub.transport(SERVER_BASE)
+    member, local = hub.transport(0), hub.transport(SERVER_BASE)
     if not read:
-        monkeypatch.setattr(here, "send", lambda peer, header, body=b"": sending(peer, header))  # it never leaves
-    server = SumServer(Summation(0, 1, {}, {}), here, [0], stall_s=60.0)
+        monkeypatch.setattr(local, "send", lambda peer, header, body=b"": sending(peer, header))  # it never leaves
+    server = SumServer(Summation(0, 1, {}, {}), local, [0], stall_s=60.0)
     try:
         for number in range(3):
             header = Header(Kind.PROBE, 1, step=number, used=summation_server.MAX_PROBE_NBYTES)
@@ -170,8 +170,8 @@ def test_a_member_that_asks_for_probes_without_reading_them_is_dropped(read: boo
         while not read and not server._dropped and time.monotonic() < deadline:
             time.sleep(0.01)
         most = summation_server.MAX_PROBE_NBYTES
-        asked = f"requests probe replies of {2 * most} bytes in total, 1 of them in progress; allowed: {most}"
-        assert [why[: len(asked)] for why in server._dropped.values()] == ([] if read else [asked])
+        request = f"requests probe replies of {2 * most} bytes in total, 1 of them in progress; allowed: {most}"
+        assert [why[: len(request)] for why in server._dropped.values()] == ([] if read else [request])
     finally:
         server.close()
         member.close()

@@ -164,7 +164,7 @@ def test_what_is_stale_says_why() -> None:
     assert event.reason == "the plan is stale: the last 2 steps took 30.0 ms each; 10.0 ms were predicted"
 
 
-@pytest.mark.parametrize(("times", "said"), [
+@pytest.mark.parametrize(("times", "lines"), [
     ([1.0] * 50, []),
     ([1.2, 0.8] * 25, []),
     ([1.0, 3.0, 1.0, 1.0, 3.0] * 10, []),
@@ -174,8 +174,8 @@ def test_what_is_stale_says_why() -> None:
     ([0.5] * 3, [2]),
     ([1.5, float("nan"), 1.5, 1.5], [3]),
 ])
-def test_a_plan_is_stale_when_its_error_stays(times: list[float], said: list[int]) -> None:
-    assert stale_at(times) == said
+def test_a_plan_is_stale_when_its_error_stays(times: list[float], lines: list[int]) -> None:
+    assert stale_at(times) == lines
 
 
 def test_a_prediction_of_nothing_is_refused() -> None:

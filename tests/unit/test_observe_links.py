@@ -17,12 +17,12 @@ BIN_S = 0.05
 
 def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Reading]:
     """Both ways alike: pieces of (seconds, bit/s)."""
-    made, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
+    results, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
     for seconds, bps in pieces:
         for _ in range(round(seconds / period_s)):
             at_s, nbytes = at_s + period_s, nbytes + bps * period_s / 8
-            made.append(Reading(at_s, int(nbytes), int(nbytes)))
-    return made
+            results.append(Reading(at_s, int(nbytes), int(nbytes)))
+    return results
 
 
 @pytest.mark.parametrize(("pieces", "bps", "share"), [
@@ -35,9 +35,9 @@ def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Read
     ([], 0.0, 0.0),
 ])
 def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
-    found = throughput(readings(*pieces)).down
-    assert found.bps == pytest.approx(bps, rel=0.01)
-    assert found.share == pytest.approx(share, rel=0.15)
+    down = throughput(readings(*pieces)).down
+    assert down.bps == pytest.approx(bps, rel=0.01)
+    assert down.share == pytest.approx(share, rel=0.15)
 
 
 @pytest.mark.parametrize(("pieces", "bps"), [
@@ -56,10 +56,10 @@ def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, f
 )
 def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
     pieces = [piece for busy_s, idle_s in bursts for piece in ((busy_s, rate), (idle_s, 0.0))]
-    found = throughput(readings(*pieces, period_s=period_s))
-    assert found.down.bps == pytest.approx(rate, rel=0.01)
-    assert found.up.bps <= 1.01 * rate
-    assert 0.0 < found.down.share <= 1.0
+    result = throughput(readings(*pieces, period_s=period_s))
+    assert result.down.bps == pytest.approx(rate, rel=0.01)
+    assert result.up.bps <= 1.01 * rate
+    assert 0.0 < result.down.share <= 1.0
 
 
 @settings(deadline=None)

@@ -23,8 +23,8 @@ def weights() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("name", sorted({n for n, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"}))
 def test_all_of_torchs_are_known(name: str) -> None:
-    made = getattr(torch.optim, name)(weights(), lr=0.1)
-    assert optim.family_of(made) == KNOWN[name]
+    result = getattr(torch.optim, name)(weights(), lr=0.1)
+    assert optim.family_of(result) == KNOWN[name]
 
 
 @pytest.mark.parametrize(("name", "family"), [
@@ -63,7 +63,7 @@ def test_wrappers_count_as_what_they_wrap() -> None:
 
 
 def test_what_holds_itself_or_is_none_comes_to_an_end() -> None:
-    made = Wrapped(torch.optim.SGD(weights(), lr=0.1))
-    made.optimizer = made
+    wrapped = Wrapped(torch.optim.SGD(weights(), lr=0.1))
+    wrapped.optimizer = wrapped
     assert optim.family_of(None) == OTHER
     assert optim.family_of(type("Odd", (), {"param_groups": []})()) == OTHER

@@ -53,10 +53,11 @@ HELD = "float(nn.functional.mse_loss(model(held), held @ truth))"
 LOSS = "nn.functional.mse_loss(model(batch[0]), batch[1])"
 
 
-def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, made: str = WHOLE, held: str = HELD,
-              ends: str = "") -> Path:
+def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, returned: str = WHOLE,
+              held: str = HELD, ends: str = "") -> Path:
     path = folder / "mine.py"
-    path.write_text(TASK.format(extra=extra, loss=loss, made=made.format(optimizer=optimizer), held=held, ends=ends), "utf-8")
+    task = returned.format(optimizer=optimizer)
+    path.write_text(TASK.format(extra=extra, loss=loss, made=task, held=held, ends=ends), "utf-8")
     return path
 
 
@@ -67,8 +68,8 @@ def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         run()
     except SystemExit as end:
         code = end.code
-    said = capsys.readouterr()
-    return int(str(code or 0)), said.out, said.err
+    output = capsys.readouterr()
+    return int(str(code or 0)), output.out, output.err
 
 
 def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
@@ -77,22 +78,22 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     out, plan = tmp_path / "rows.json", tmp_path / "plan.json"
     options = ["--steps", "24", "--codec", "int4()", "--local-steps", "2"]
     assert own_learning.main([str(task_file(tmp_path)), str(out), *options]) == 0
-    said = capsys.readouterr().out
-    made = read(out)
-    assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in made.rows] == [
+    output = capsys.readouterr().out
+    result = read(out)
+    assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in result.rows] == [
         ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
         ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
         ("adam", "gradients", "identity()", 1, "")]
-    assert [row.workers for row in made.rows] == [0, 0, 0, 0, 0, 1]
-    assert "one worker by itself" in said
-    assert made.provenance.tasks[0].startswith("your proxy: ")
-    assert made.provenance.runs == 7
-    assert f"6 rows in {out}" in said
-    code, said, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
+    assert [row.workers for row in result.rows] == [0, 0, 0, 0, 0, 1]
+    assert "one worker by itself" in output
+    assert result.provenance.tasks[0].startswith("your proxy: ")
+    assert result.provenance.runs == 7
+    assert f"6 rows in {out}" in output
+    code, output, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
-    assert inputs_of(plan).learning == made.rows, "explain, whatif and diff go by them, too"
-    assert "x steps: from one seed of your own task" in said
+    assert inputs_of(plan).learning == result.rows, "explain, whatif and diff go by them, too"
+    assert "x steps: from one seed of your own task" in output
     code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
     assert (code, errors) == (0, "")
 
@@ -105,9 +106,9 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
 def test_a_plan_says_how_far_off_its_factors_may_be(
     errors: dict[str, float], optimizer: str, line: str, tmp_path: Path,
 ) -> None:
-    made = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
-    made = structs.replace(made, provenance=structs.replace(made.provenance, errors=errors))
-    assert spread(made, optimizer) == f"x steps: {line}"
+    copy = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
+    copy = structs.replace(copy, provenance=structs.replace(copy.provenance, errors=errors))
+    assert spread(copy, optimizer) == f"x steps: {line}"
     assert "error is not known" in spread(None, optimizer)
     assert set(shipped().provenance.errors) == {"adam", "sgd"}
     old = (tmp_path / "rows.json").read_bytes().replace(b',"errors":{}', b"").replace(b'"errors":{},', b"")
@@ -146,9 +147,9 @@ def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path)
     assert profile.learning == own
     named = structs.replace(plain, profile=structs.replace(profile, learning=shipped().rows))
     for inputs, rows in ((named, shipped().rows), (structs.replace(named, learning=own), own)):
-        found, _ = inputs.costs()
-        assert found is not None
-        assert found.learning == rows
+        result, _ = inputs.costs()
+        assert result is not None
+        assert result.learning == rows
 
 
 @pytest.mark.parametrize(("task", "more", "line"), [
@@ -163,11 +164,11 @@ def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path)
     ({"loss": "model(batch[1]).sum()"}, [], "mine.py: loss: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     ({"ends": "raise KeyError(rank)"}, [], "mine.py: batches: KeyError: 0"),
     ({"optimizer": "AdamV"}, [], "mine.py: optimizer: AttributeError: module 'torch.optim' has no attribute 'AdamV'"),
-    ({"made": "None"}, [], "mine.py: task(0) returned NoneType"),
-    ({"made": "dict(model=model)"}, [], "mine.py: task(0) returned a dict without optimizer, batches, loss, validation"),
-    ({"made": "dict(model=model, optimizer=1, batches=batches, loss=loss, validation=validation)"}, [],
+    ({"returned": "None"}, [], "mine.py: task(0) returned NoneType"),
+    ({"returned": "dict(model=model)"}, [], "mine.py: task(0) returned a dict without optimizer, batches, loss, validation"),
+    ({"returned": "dict(model=model, optimizer=1, batches=batches, loss=loss, validation=validation)"}, [],
      "mine.py: task(0): its optimizer is of type int"),
-    ({"made": "1 / 0"}, [], "mine.py: task(0): ZeroDivisionError: division by zero"),
+    ({"returned": "1 / 0"}, [], "mine.py: task(0): ZeroDivisionError: division by zero"),
     ({"optimizer": "Rprop"}, [], "its optimizer is of no family"),
     ({}, ["--codec", "int5()"], "int5"),
 ])

@@ -59,13 +59,13 @@ JUDGED = TRIED + 1
     (0.01, MOST_STEPS - 0.01, 1.0, True), (0.01, MOST_STEPS, 1.0, False), (0.01, MOST_STEPS, MOST_STEPS + 1, True),
 ])
 def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
-    rank, found = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
-    lines = texts(rank.found(found))
+    rank, result = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
+    lines = texts(rank.found(result))
     assert rank.request() == (Request.SWITCH if proposed else Request.NOTHING)
     assert lines.startswith("found a plan" if proposed else "kept the current plan: found a plan")
     # The inputs of the kept plan are known now. Before all have switched, nothing of the found plan is active.
-    assert (rank.lead.basis, rank.lead.price) == (None if proposed else found.back.basis, found.current_price)
-    assert rank.lead.verdicts == (ReplanVerdict(1.2, found.uncontended_s, found_s, current_steps, steps),)
+    assert (rank.lead.basis, rank.lead.price) == (None if proposed else result.back.basis, result.current_price)
+    assert rank.lead.verdicts == (ReplanVerdict(1.2, result.uncontended_s, found_s, current_steps, steps),)
 
 
 def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
@@ -212,8 +212,8 @@ def test_a_plan_that_runs_in_another_mode_is_priced_as_it_runs(back: bool) -> No
     costly = tuple(LearningRow("adam", codes, "int4()", 1, "", False, 0, steps, steps, 0.0, 0.0, 5, 5)
                    for codes, steps in (("gradients", 1.0), ("updates", 1.5)))
     inputs = PlanInputs(JOB, cluster, structs.replace(profile_from_tables(cluster), learning=costly), Policy(optimizer="adam"))
-    found = candidate(plan_of(0.5, "int4()"))
-    rank = proposing(found._replace(basis=Basis(found.plan, inputs)))
+    result = candidate(plan_of(0.5, "int4()"))
+    rank = proposing(result._replace(basis=Basis(result.plan, inputs)))
     if back:
         rank.switch()
         rank.step(1.5, times=JUDGED)

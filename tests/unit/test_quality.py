@@ -72,11 +72,11 @@ def decided(
 
 def levels(state: QualityState, *seen: Dots) -> list[float]:
     """The levels after each of these comparisons, of all ranks alike."""
-    found = []
+    results = []
     for one in seen:
         state, _ = decided(state, row(one, one))
-        found.append(state.level)
-    return found
+        results.append(state.level)
+    return results
 
 
 # ---- when, and how much
@@ -145,8 +145,8 @@ def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, floa
     (GOOD, LossRise(0.06, 0.01), ""), (GOOD, LossRise(0.0601, 0.01), "loss"), (GOOD, LossRise(0.051), "loss"),
 ])
 def test_a_bound_itself_is_allowed(seen: Dots, loss: LossRise, complaint: str) -> None:
-    found = quality.complaint_of(begun(), seen.fidelity(), loss)[1]
-    assert (found.kind if found else "") == complaint
+    result = quality.complaint_of(begun(), seen.fidelity(), loss)[1]
+    assert (result.kind if result else "") == complaint
     _, change = decided(begun(), row(seen, GOOD, loss), row(GOOD, seen, loss))
     assert (change is not None) is bool(complaint), "a complaint of any rank counts"
 

@@ -25,9 +25,9 @@ JOB = published("resnet50")
 
 def costs() -> Profile:
     """The host's, as a job measures them."""
-    made = profile_from_tables(cluster_of(LINKS, ROWS, INSIDE, [0]))
-    kept = tuple(cost for cost in made.codecs if cost.device == "cpu")
-    return Profile(kept, made.server, made.bucket_s, Line(0.0, 1e-10), source="measured")
+    profile = profile_from_tables(cluster_of(LINKS, ROWS, INSIDE, [0]))
+    kept = tuple(cost for cost in profile.codecs if cost.device == "cpu")
+    return Profile(kept, profile.server, profile.bucket_s, Line(0.0, 1e-10), source="measured")
 
 
 @pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
@@ -35,37 +35,37 @@ def costs() -> Profile:
 def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) -> None:
     links = [Link(bps, bps, 0.001)] * 3
     cluster = cluster_of(links, ROWS, INSIDE, [0, 1, 2], cuda=cuda)
-    made = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
-    assert unsuited(planner.lower(made), 3, 1, cuda=cuda) == []
+    plan = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert unsuited(planner.lower(plan), 3, 1, cuda=cuda) == []
 
 
 def test_a_server_on_a_machine_of_its_own_is_a_node_without_ranks() -> None:
     cluster = cluster_of(LINKS, ROWS, INSIDE, [3])
     assert [(node.ranks, node.server) for node in cluster.nodes] == [(1, False)] * 3 + [(0, True)]
-    made = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
-    assert made.hosts in ((3,), ())
-    assert on_servers(made, [3]).servers == (1 if made.servers else 0)
+    plan = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert plan.hosts in ((3,), ())
+    assert on_servers(plan, [3]).servers == (1 if plan.servers else 0)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
     """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
     view = View(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
-    made: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), members=SimpleNamespace(), world=world)
-    nodes = server_nodes_of(made)
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), members=SimpleNamespace(), world=world)
+    nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
     cluster = cluster_of(LINKS[:world], ROWS[:world], INSIDE, nodes)
     assert [node.server for node in cluster.nodes] == [False] * world + [True] * 2
-    found = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
-    assert on_servers(found, nodes).servers == (3 if found.servers else 0)
-    made.members = None
-    assert server_nodes_of(made) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
+    plan = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
+    assert on_servers(plan, nodes).servers == (3 if plan.servers else 0)
+    simple_namespace.members = None
+    assert server_nodes_of(simple_namespace) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
 
 
 @pytest.mark.parametrize(("order", "speeds"), [((0, 1, 2), (1.0, 1 / 2, 1 / 3)), ((2, 0, 1), (1.0, 3.0, 1.5))])
 def test_speeds_are_against_rank_0_whose_times_are_planned_with(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
-    made = cluster_of(LINKS, [ROWS[rank] for rank in order], INSIDE, [0])
-    assert [node.speed for node in made.nodes] == pytest.approx(speeds)
+    cluster = cluster_of(LINKS, [ROWS[rank] for rank in order], INSIDE, [0])
+    assert [node.speed for node in cluster.nodes] == pytest.approx(speeds)
 
 
 def test_servers_become_hosts_and_servers_again() -> None:
@@ -80,9 +80,9 @@ def test_servers_become_hosts_and_servers_again() -> None:
 def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through() -> None:
     links = [Link(1e10, 1e10, 0.0001)] * 3  # so fast that collectives would win
     apart, together = (cluster_of(links, ROWS, INSIDE, [3], reachable=reachable) for reachable in (False, True))
-    made = planner.lower(planner.plan(JOB, apart, costs(), Policy(devices=("cpu",))))
-    assert {b.path for b in made.buckets} == {"service"}
-    assert unsuited(made, 3, 1, reachable=False) == []
+    plan = planner.lower(planner.plan(JOB, apart, costs(), Policy(devices=("cpu",))))
+    assert {b.path for b in plan.buckets} == {"service"}
+    assert unsuited(plan, 3, 1, reachable=False) == []
     other = planner.lower(planner.plan(JOB, together, costs(), Policy(devices=("cpu",))))
     assert "service" not in {b.path for b in other.buckets}
     assert "has a collective between nodes that can reach only a server" in unsuited(other, 3, 1, reachable=False)[0]

@@ -42,8 +42,8 @@ def asked_for(plan: object, job: Job, **config: Any) -> Plan:
 
 @pytest.mark.parametrize("optimizer", ["", "sgd", "adam", "other"])
 def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
-    made = plan_choice.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
-    assert {(b.path, str(parse_spec(b.codec).core), b.down) for b in made.buckets} == {("service", "int4()", "")}
+    result = plan_choice.settle("auto", job_of((300, 20), (20,)), Config(), 2, 1, optimizer=optimizer)
+    assert {(b.path, str(parse_spec(b.codec).core), b.down) for b in result.buckets} == {("service", "int4()", "")}
     assert plan_choice.settle("auto", job_of((300, 20)), Config(), 2, 2).servers == 0, "one machine has no link to save"
 
 
@@ -62,8 +62,8 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
     optimizer: str, max_loss: float, codec: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machines, "learning_rows", lambda own="": ROWS)
-    made = plan_choice.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
-    assert {str(parse_spec(b.codec).core) for b in made.buckets} == {codec}
+    result = plan_choice.settle("auto", job_of((300, 20)), Config(max_loss=max_loss), 2, 1, optimizer=optimizer)
+    assert {str(parse_spec(b.codec).core) for b in result.buckets} == {codec}
 
 
 # ---- a codec as text
@@ -78,9 +78,9 @@ def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch:
 
 def test_a_plan_may_name_a_codec_for_each_way() -> None:
     job = job_of((300, 20), (20,))
-    made = asked_for("two_way(topk(0.05), down=int8())", job)
-    assert made == asked_for(two_way(topk(0.05), int8()), job)
-    cores = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in made.buckets}
+    result = asked_for("two_way(topk(0.05), down=int8())", job)
+    assert result == asked_for(two_way(topk(0.05), int8()), job)
+    cores = {(str(parse_spec(b.codec).core), str(parse_spec(b.down).core)) for b in result.buckets}
     assert cores == {("topk(ratio=0.05)", "int8()")}
 
 
@@ -90,33 +90,33 @@ def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_
     plain = asked_for("topk(0.05)", job)
     (tmp_path / "plan.json").write_text(written(plain))
     plan: Any = {"codec": "topk(0.05)", "auto": "auto", "plan": plain, "file": tmp_path / "plan.json"}[kind]
-    made = asked_for(plan, job, **settings)
-    assert (made.ratio_over, made.warmup) == ("plan", 40)
-    assert made.buckets == asked_for(plan, job).buckets
-    assert asked_for(made, job) == made
-    assert asked_for(made, job, warmup=7) == structs.replace(made, warmup=7)
+    result = asked_for(plan, job, **settings)
+    assert (result.ratio_over, result.warmup) == ("plan", 40)
+    assert result.buckets == asked_for(plan, job).buckets
+    assert asked_for(result, job) == result
+    assert asked_for(result, job, warmup=7) == structs.replace(result, warmup=7)
 
 
 def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = job_of((300, 20))
-    made = asked_for(identity(), job)
+    result = asked_for(identity(), job)
     for name in ("plan.json", "fp16()"):
-        Path(name).write_text(written(made))
-        assert asked_for(name, job) == asked_for(Path(name), job) == made
-    assert {b.codec for b in made.buckets} == {"identity()"}
+        Path(name).write_text(written(result))
+        assert asked_for(name, job) == asked_for(Path(name), job) == result
+    assert {b.codec for b in result.buckets} == {"identity()"}
 
 
-@pytest.mark.parametrize(("plan", "said"), [
+@pytest.mark.parametrize(("plan", "text"), [
     ("fp17()", r"plan 'fp17\(\)': .*'fp17' .*E-CODEC-NAME"), ("topk(ratio=2)", r"topk: ratio is 2\b.*E-CODEC-ARGUMENT"),
     ("missing.json", "'missing.json'.*'auto'.*E-PLAN-NAME"), ("two_way(fp16())", "two_way .*down.*E-CODEC-NAME"),
     ("error_feedback(two_way(fp16(), fp16()))", "'two_way' .*E-CODEC-NAME"), (Path("fp16()"), r"plan 'fp16\(\)'.*E-PLAN-NAME"),
     ("x" * 5000, "plan 'x{5000}'.*E-PLAN-NAME"), ("a\0b", r"a\\x00b.*E-PLAN-NAME"),
 ])
-def test_what_is_neither_is_one_line(plan: str | Path, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as told:
+def test_what_is_neither_is_one_line(plan: str | Path, text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
         asked_for(plan, job_of((3,)))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 # ---- matrices
@@ -134,19 +134,19 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str) -> None:
     job = MODELS[model]
-    made = asked_for(codec, job)
-    assert verify(made, job) == []
-    assert unsuited(made, 2, 1) == []
-    assert list(untouched(made, job)) == []
-    sent = sum(codec_of(b).bound(b.spec) for b in made.buckets)
+    result = asked_for(codec, job)
+    assert verify(result, job) == []
+    assert unsuited(result, 2, 1) == []
+    assert list(untouched(result, job)) == []
+    sent = sum(codec_of(b).bound(b.spec) for b in result.buckets)
     assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
-    assert max(b.numel for b in made.buckets) * 4 <= MAX_BUCKET_NBYTES
+    assert max(b.numel for b in result.buckets) * 4 <= MAX_BUCKET_NBYTES
 
 
 def test_other_codecs_are_cut_and_fused_as_before() -> None:
-    made = asked_for("topk(0.01)", MODELS["matrices above the cut"])
-    assert max(b.numel for b in made.buckets) * 4 <= Config().cut_nbytes
-    assert {b.codec for b in made.buckets} == {str(wrap(topk(0.01)))}
+    result = asked_for("topk(0.01)", MODELS["matrices above the cut"])
+    assert max(b.numel for b in result.buckets) * 4 <= Config().cut_nbytes
+    assert {b.codec for b in result.buckets} == {str(wrap(topk(0.01)))}
 
 
 def test_planned_buckets_are_matrices_where_they_can_be() -> None:
@@ -156,27 +156,27 @@ def test_planned_buckets_are_matrices_where_they_can_be() -> None:
     cost = CodecCost("powersgd(rank=4)", "cpu", Line(1e-6), Line(1e-6), Line(16, 0.01), rounds=2, sums=True, alone=False,
                      answers=False)
     costs = structs.replace(profile_from_tables(machines), codecs=(*profile_from_tables(machines).codecs, cost))
-    made = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
-    coded = [b for b in made.buckets if parse_spec(b.codec).core.family == "powersgd"]
+    result = planned(job, machines, costs, Policy(codecs=("powersgd()",), objective="step"))
+    coded = [b for b in result.buckets if parse_spec(b.codec).core.family == "powersgd"]
     assert coded
     assert all(b.shape or "shapes=" in b.codec for b in coded)
-    assert lint(made, job, machines, costs) == []
+    assert lint(result, job, machines, costs) == []
     assert Prices(machines, costs).cost(coded[0].codec, "cpu", machines.nodes[0]) == cost
 
 
-@pytest.mark.parametrize(("codec", "shape", "said"), [
+@pytest.mark.parametrize(("codec", "shape", "text"), [
     ("powersgd()", (), "100% of the model's elements are sent uncompressed by powersgd(): "),
     ("powersgd()", (300, 20), ""), ("powersgd(rank=200)", (300, 20), "by powersgd(rank=200)"), ("identity()", (), ""),
     ("topk(0.9, values='fp32')", (), "uncompressed by topk(ratio=0.9, values='fp32'): "),
 ])
-def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, ...], said: str) -> None:
+def test_a_plan_that_sends_most_as_it_is_says_so(codec: str, shape: tuple[int, ...], text: str) -> None:
     job = job_of((300, 20))
-    made = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
-    told: list[str] = []
-    plan_choice.with_server_nodes(made, None, 2, told.append)
-    for lines in (told, lint(made, job)):
-        assert len(lines) == bool(said), lines
-        assert all(said in line for line in lines)
+    plan = Plan(job.digest(), (Bucket(0, (Slice(0, 0, 6000),), "service", codec, shape=shape),), 1)
+    messages: list[str] = []
+    plan_choice.with_server_nodes(plan, None, 2, messages.append)
+    for lines in (messages, lint(plan, job)):
+        assert len(lines) == bool(text), lines
+        assert all(text in line for line in lines)
 
 
 # ---- what a frame carries

@@ -118,7 +118,7 @@ def test_states_of_workers_and_servers_go_on_bit_for_bit(codec: str) -> None:
 
 
 def test_a_changed_learning_rate_rescales_what_is_owed_on_both_sides() -> None:
-    """Residuals are owed in units of the update: with all else equal they are what they were, times the rate."""
+    """Residuals are in units of the update: all else equal, they scale with the rate."""
     owed = {}
     for rates in ((1.0, 1.0), (0.25, 0.25)):
         with rig("error_feedback(topk(0.1, 'fp32'), lr_correction=True)") as r:

@@ -21,26 +21,26 @@ WHICH = {"none": lambda _: False, "some": lambda b: b % 3 == 1, "all": lambda _:
 
 def plan(codec: str, which: str, **changes: object) -> Plan:
     """Small buckets: tensor 0 and tensor 5 are cut, so that they may be late in part."""
-    made = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
-    buckets = (msgspec.structs.replace(b, stale=WHICH[which](b.id), **changes) for b in made.buckets)
-    return msgspec.structs.replace(made, buckets=tuple(buckets))
+    result = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+    buckets = (msgspec.structs.replace(b, stale=WHICH[which](b.id), **changes) for b in result.buckets)
+    return msgspec.structs.replace(result, buckets=tuple(buckets))
 
 
 def gradients(rank: int, rig: Rig, s: int) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(1000 * s + rank)
-    made: list[torch.Tensor | None] = [torch.randn(info.shape, generator=generator) for info in rig.job.tensors]
+    results: list[torch.Tensor | None] = [torch.randn(info.shape, generator=generator) for info in rig.job.tensors]
     if (s + rank) % 3 == 0:
-        made[6] = None
-    return made
+        results[6] = None
+    return results
 
 
 def train(rig: Rig) -> list[list[list[torch.Tensor | None]]]:
     def run(rank: int) -> list[list[torch.Tensor | None]]:
-        found = []
+        rows = []
         for s in range(STEPS):
             rig.workers[rank].weight = 1.0 + (rank + s) % 3
-            found.append(step(rig.workers[rank], gradients(rank, rig, s)))
-        return found
+            rows.append(step(rig.workers[rank], gradients(rank, rig, s)))
+        return rows
 
     results = on_ranks(WORLD, run)
     for result in results:
@@ -111,20 +111,20 @@ def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_give
         span = slice(debt.start, debt.stop)
         assert put is not None
         sent = put.view(-1)[span] - debt.values
-        # A tenth went with step 0; step 1 is abandoned, so what is owed is what it was before.
+        # A tenth went with step 0; step 1 is abandoned, so the residual is what it was before.
         assert 0 < int((sent.abs() > 1e-6).sum()) <= 0.12 * sent.numel()
 
 
 @pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.2)", "int8(block=64)"])
 @pytest.mark.parametrize("where", ["fresh", "late"])
 def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) -> None:
-    """One gradient is not finite. Late results of the steps before and after come through once, or stay owed; what a skipped
-    step itself brought is dropped, as everywhere."""
+    """One gradient is not finite. Late results of the steps before and after are applied once, or stay in residuals; those of
+    the skipped step are dropped."""
     bad = 2
-    made = plan(codec, "some", down="identity()")
-    late = {b.id for b in made.buckets if b.stale}
-    with Rig(WORLD, codec, plan=made) as rig:
-        spoil = next(b.slices[0] for b in made.buckets if (b.id in late) == (where == "late"))
+    result = plan(codec, "some", down="identity()")
+    late = {b.id for b in result.buckets if b.stale}
+    with Rig(WORLD, codec, plan=result) as rig:
+        spoil = next(b.slices[0] for b in result.buckets if (b.id in late) == (where == "late"))
 
         def run(rank: int) -> tuple[list[list[torch.Tensor | None]], list[torch.Tensor]]:
             worker, got = rig.workers[rank], []
@@ -149,7 +149,7 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
         # The late bucket's own step goes through; the one that would have used its result is skipped, no other.
         skipped = bad if where == "fresh" else bad + 1
         assert steps == [s for s in range(STEPS + 1) if s != skipped]
-        for bucket in (b for b in made.buckets if b.id in late):
+        for bucket in (b for b in result.buckets if b.id in late):
             for part in bucket.slices:
                 put, got = torch.zeros(part.numel), torch.zeros(part.numel)
                 for s in range(STEPS):
@@ -166,8 +166,8 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
 
 
 def test_what_cannot_be_late_is_refused_in_one_line() -> None:
-    made = plan("identity()", "some")
-    buckets = tuple(msgspec.structs.replace(b, path="allreduce") for b in made.buckets)
-    problems = unsuited(msgspec.structs.replace(made, buckets=buckets), 2, 1)
+    result = plan("identity()", "some")
+    buckets = tuple(msgspec.structs.replace(b, path="allreduce") for b in result.buckets)
+    problems = unsuited(msgspec.structs.replace(result, buckets=buckets), 2, 1)
     assert problems
     assert all("path 'allreduce' does not support results that are one step late" in line for line in problems)

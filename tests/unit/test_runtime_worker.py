@@ -159,7 +159,7 @@ def test_an_error_latches_and_writes_nothing() -> None:
             worker.ready(0, mine[0])
         assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
         assert any(bucket.started for bucket in worker.buckets)
-        for bucket in worker.buckets:  # the step is abandoned, so what is owed is what it was before: nothing
+        for bucket in worker.buckets:  # the step is abandoned, so the residual is what it was before: zero
             torch.testing.assert_close(bucket.state["residual"], torch.zeros(bucket.numel), rtol=0, atol=1e-6)
 
 

@@ -182,7 +182,7 @@ def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> N
     state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=Policy(), opening=first)
     assert state.balancer.latest == first.decision
     later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=Policy(), opening=first)
-    assert later.balancer.latest.by_worker == EVEN, "shares that somebody announced since go before those of the profile"
+    assert later.balancer.latest.by_worker == EVEN, "shares announced since then replace the profile's"
 
 
 @pytest.mark.parametrize("lbb", [False, True])

@@ -36,9 +36,9 @@ def test_entries_are_what_decoding_writes(codec: Codec) -> None:
     state, server = codec.init(Spec((N,))), codec.init_server(Spec((N,)))
     for step in range(3):
         payload = answer(codec, server, encode(codec, noise(N, step), state))
-        found = reader.read(payload, N)
-        assert found is not None
-        idx, values = found
+        result = reader.read(payload, N)
+        assert result is not None
+        idx, values = result
         dense = torch.zeros(N)
         dense[idx.long()] = values
         assert (idx[1:] > idx[:-1]).all()
@@ -67,7 +67,7 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
     codec = wrap(parse(text))
     n = 6040
     result = encode(codec, noise(n), codec.init(Spec((n,))))
-    found = []
+    results = []
     for keep in (False, True):
         bucket, _ = made(text)
         if keep:
@@ -79,14 +79,14 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
             assert bucket.host_y.numel() == bucket.all_y.numel() == bucket.tail_y.numel() == 0
         targets = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
         bucket.commit(0.25, targets)
-        found.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.scaled))])
-    for plain, kept in zip(found[0], found[1], strict=True):
+        results.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.scaled))])
+    for plain, kept in zip(results[0], results[1], strict=True):
         assert torch.equal(plain, kept)
     parts = [bucket.sparse.entries(i) for i in (0, 1, 2)]
-    whole = torch.zeros(6000)
-    whole[parts[2][0].long()] = parts[2][1] * 0.25
-    assert torch.equal(whole[1000:3000], found[1][1][1000:3000]), "positions are those in the tensor"
-    assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(found[1][2]))
+    full = torch.zeros(6000)
+    full[parts[2][0].long()] = parts[2][1] * 0.25
+    assert torch.equal(full[1000:3000], results[1][1][1000:3000]), "positions are those in the tensor"
+    assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(results[1][2]))
 
 
 def test_entries_are_written_where_they_belong_without_memory_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +98,13 @@ def test_entries_are_written_where_they_belong_without_memory_between(monkeypatc
     spread: list[int] = []
     plain = buckets._spread
     monkeypatch.setattr(buckets, "_spread", lambda idx, values, n: spread.append(n) or plain(idx, values, n))
-    found = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
-    bucket.commit(0.25, found)
+    results = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
+    bucket.commit(0.25, results)
     assert not spread
     others = [torch.full((100, 40), 9.0).T, None, torch.full((6000,), 9.0, dtype=torch.float64)]
     bucket.commit(0.25, others)
     assert spread == [4000, 2000]
-    for one, other in zip(found, others, strict=True):
+    for one, other in zip(results, others, strict=True):
         assert one is other is None or torch.equal(one.double(), other.double())
 
 
