@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.records import Plan
 from support import rank_pool
 
 
@@ -95,6 +98,69 @@ def coordinators(models: int, world: int, servers: int, **fields: Any) -> Iterat
     models = models if servers else 0
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(rank_pool.Servers(world, servers, **fields)) for _ in range(models)]
+
+
+def outcome(act: Callable[[], object]) -> str:
+    """What act() raised, as "Type: message"; "" if it returned."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def assert_refused(line: str, code: str, *names: str) -> None:
+    """An error is one line that ends with its code and contains these names and values."""
+    assert line.endswith(f"[{code}]"), line
+    assert "\n" not in line
+    assert [name for name in names if name not in line] == [], line
+
+
+@contextlib.contextmanager
+def log_lines(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The package's log lines of that level or above, while the block runs."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("commlayer")
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+
+
+def plan_of(model: nn.Module, codec: str = "identity()", path: str = "service", *, servers: int = 1, ranks_per_node: int = 1,
+            nbytes: tuple[int, int] = (2048, 4096), bucket: dict[str, Any] | None = None, **fields: Any) -> Plan:
+    """One codec and one path for all buckets. `bucket` and `fields` change the buckets and the plan."""
+    from commlayer.engine.optimizers import job_of
+    from commlayer.planner import default_plan
+
+    plan = default_plan(job_of(model), codec=codec, path=path, servers=servers if path == "service" else 0,
+                        ranks_per_node=ranks_per_node, fuse_nbytes=nbytes[0], cut_nbytes=nbytes[1])
+    buckets = tuple(structs.replace(b, **bucket or {}) for b in plan.buckets)
+    return structs.replace(plan, buckets=buckets, **fields)
+
+
+Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+def same(one: Tensors, other: Tensors) -> bool:
+    """Equal bit for bit."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    optimizer.zero_grad()
+    x, y = data(rank, number)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
 
 
 def refusals(tries: Mapping[str, Callable[[], object]]) -> dict[str, str]:

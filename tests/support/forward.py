@@ -96,10 +96,6 @@ class Training:
             self.backward(step)
             self.step()
 
-    @property
-    def overlap(self) -> Any:
-        return self.session._driver._overlap  # type: ignore[attr-defined]
-
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, statistics and what the optimizer remembers, bit for bit."""
         kept = {name: t.clone() for name, t in self.model.state_dict().items()}
@@ -118,6 +114,8 @@ class Held:
         assert self.buckets
         self.count = 0
         """Results that were held."""
+        self.awaited: set[int] = set()
+        """Buckets whose results were waited for. The test clears it."""
         self._lock, self._waiting = threading.RLock(), []
         self._exchange = next(iter(worker._routes.of.values()))._exchange
         self._answered, self._take = self._exchange._answered, worker.take
@@ -136,6 +134,7 @@ class Held:
 
     def _awaited(self, bucket: Any, deadline: float | None) -> bool:
         if deadline is not None and bucket.id in self.buckets:
+            self.awaited.add(bucket.id)
             with self._lock:
                 self.buckets -= {bucket.id}
                 self._let([args for args in self._waiting if args[0].bucket is bucket])
@@ -146,6 +145,7 @@ class Held:
 
     def _all_awaited(self, deadline_s: float, turn: int = 0) -> None:
         buckets = set(self.buckets)
+        self.awaited |= buckets
         self.release()
         self._wait(deadline_s, turn)
         self.buckets |= buckets
