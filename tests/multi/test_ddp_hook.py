@@ -1,237 +1,219 @@
-"""What is peculiar to DDP's hook: its options and regrouped buckets, reentrant checkpoints, errors inside a backward pass."""
+"""DDP's communication hook: averages as by torch's hooks, DDP's options and buffers, saved states, refusals. Real ranks."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.attached import Run, Setting, coordinators, data, mlp, play
-from support.models import Checkpointed, train
-from support.rank_pool import Servers, pool, quick
+from support.attached import assert_refused, coordinators, data, mlp, outcome, plan_of, same
+from support.models import Branches
+from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.errors import code_of
 
-WORLD = 2
+WORLD, STEPS = 2, 5
+_ranks = ranks_first(WORLD)
+Gradients = list[torch.Tensor | None]
+Wrap = Callable[..., DistributedDataParallel]
 
+# ---- the averages of torch's hooks, on the cases of torch's own tests of hooks
+#
+# They may differ by a few roundings of the type on the wire. powersgd starts at random; it is exact for both where gradients
+# are of its rank.
 
-def gradients_as_views(run: Run) -> dict[str, Any]:
-    model = mlp()
-    return train(run, model, run.wrap(model, gradient_as_bucket_view=True))
-
-
-def static_graph(run: Run) -> dict[str, Any]:
-    model = mlp()
-    return train(run, model, run.wrap(model, static_graph=True))
-
-
-def one_big_bucket(run: Run) -> dict[str, Any]:
-    model = mlp()
-    return train(run, model, run.wrap(model, bucket_cap_mb=25))
-
-
-def reentrant_checkpoint(run: Run) -> dict[str, Any]:
-    """DDP allows it: buckets become full in a backward pass inside the backward pass; here the last ones."""
-    model = Checkpointed(reentrant=True)
-    return train(run, model, run.wrap(model))
+HOOKS: dict[str, tuple[str, torch.dtype, float]] = {
+    "allreduce_hook": ("identity()", torch.float32, 1e-6),
+    "fp16_compress_hook": ("fp16()", torch.float16, 2.0**-11),
+    "bf16_compress_hook": ("bf16()", torch.bfloat16, 2.0**-8),
+}
+"""Our codec of the same meaning, the type on the wire, and the relative error of one rounding to it."""
+ROUNDINGS = 2
+"""Both round the gradients and their sum; torch halves before it adds."""
 
 
-class CheckpointedHead(nn.Module):
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Gradients:
+    gradients = [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return gradients
+
+
+def train(rank: int, wrap: Wrap, how: str = "", dtype: torch.dtype = torch.float32, **ddp: Any) -> list[Gradients]:
+    model = mlp().to(dtype)
+    wrapped, optimizer, rows = wrap(model, **ddp), torch.optim.SGD(model.parameters(), lr=0.05), []
+
+    def loss(number: int) -> torch.Tensor:
+        x, y = data(rank, number)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            return nn.functional.mse_loss(wrapped(x.to(dtype)).to(torch.float32 if how == "autocast" else dtype), y.to(dtype))
+
+    for number in range(STEPS):
+        if how == "no_sync":
+            for micro in range(3):
+                with wrapped.no_sync() if micro < 2 else contextlib.nullcontext():
+                    loss(3 * number + micro).backward()
+        elif how == "several forward passes":
+            torch.stack([loss(2 * number), loss(2 * number + 1)]).sum().backward()
+        elif how == "several backward passes":  # each averages what has accumulated in `.grad`
+            for micro in range(2):
+                loss(2 * number + micro).backward()
+        else:
+            loss(number).backward()
+        rows.append(step(model, optimizer))
+    return rows
+
+
+def unused_parameters(rank: int, wrap: Wrap) -> list[Gradients]:
+    """By one rank, by the other, by both."""
+    torch.manual_seed(0)
+    model = Branches()
+    wrapped, rows = wrap(model, find_unused_parameters=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, branches in enumerate([("l", "l"), ("l", "r"), ("lr", "l"), ("r", "r"), ("r", "lr")]):
+        x, y = data(rank, number)
+        nn.functional.mse_loss(wrapped(x, branches[rank]), y).backward()
+        rows.append(step(model, optimizer))
+    return rows
+
+
+CASES: dict[str, Callable[..., list[Gradients]]] = {
+    "plain": train, "gradient_as_bucket_view": partial(train, gradient_as_bucket_view=True),
+    "static_graph": partial(train, static_graph=True), "one bucket": partial(train, bucket_cap_mb=25),
+    "unused parameters": unused_parameters, "in bfloat16": partial(train, dtype=torch.bfloat16),
+} | {how: partial(train, how=how) for how in ("no_sync", "several forward passes", "several backward passes", "autocast")}
+
+
+def bf16_compress(group: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """By another name: by its own name DDP asks for NCCL."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+# DDP looks at the annotations of a hook, which are text in this file.
+bf16_compress.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+TORCHS = {name: bf16_compress if name == "bf16_compress_hook" else getattr(default_hooks, name) for name in HOOKS}
+
+
+class Hooked:
+    """Wraps models in DDP, with torch's hook or with ours."""
+
+    def __init__(self, hook: Callable[..., Any], state: Any = None) -> None:
+        self.hook, self.state = hook, state
+
+    def __call__(self, model: nn.Module, **ddp: Any) -> DistributedDataParallel:
+        wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
+        wrapped.register_comm_hook(self.state, self.hook)
+        return wrapped
+
+
+def ours(codec: str, address: str, **fields: Any) -> Hooked:
+    state = commlayer.HookState(commlayer.compressors.parse(codec), config=quick(join=address) | fields)
+    return Hooked(commlayer.comm_hook, state)
+
+
+def both(rank: int, case: str, hook: str, codec: str, address: str) -> tuple[list[Gradients], list[Gradients]]:
+    theirs, mine = Hooked(TORCHS[hook]), ours(codec, address)
+    try:
+        return CASES[case](rank, theirs), CASES[case](rank, mine)
+    finally:
+        mine.state.connection.close()
+
+
+@pytest.mark.commit(10)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_averages_equal_those_of_torchs_hook(hook: str, case: str) -> None:
+    codec, wire, rounding = HOOKS[hook]
+    if case in ("autocast", "in bfloat16"):
+        rounding = max(rounding, 2.0**-8)  # of the computation, or of the gradients themselves
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(both, case, hook, codec, jobs[0].address)
+    for number in range(STEPS):
+        theirs, mine = results[0][0][number], results[0][1][number]
+        assert [g is None for g in mine] == [g is None for g in theirs], f"step {number}"
+        for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            if a is not None:
+                largest, apart = float(b.abs().max()), float((a.float() - b.float()).abs().max())
+                assert apart <= ROUNDINGS * rounding * largest, f"step {number}, tensor {i}"
+                assert largest > 0 or case == "unused parameters"
+                assert case != "plain" or torch.equal(a, (WORLD * a).to(wire).float() / WORLD), "it was coded"
+                assert torch.equal(a, results[1][1][number][i]), "ranks differ"
+
+
+class Given(nn.Module):
+    """A matrix and a vector, whose gradients are the arguments of the forward pass."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = mlp()[:2], mlp(1)[2:]
+        self.matrix, self.vector = nn.Parameter(torch.zeros(48, 40)), nn.Parameter(torch.zeros(40))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.head, self.body(x), use_reentrant=True)
-
-
-def reentrant_checkpoint_of_the_head(run: Run) -> dict[str, Any]:
-    """The first buckets become full inside, the others after it has ended."""
-    model = CheckpointedHead()
-    return train(run, model, run.wrap(model))
+    def forward(self, matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        return (self.matrix * matrix).sum() + (self.vector * vector).sum()
 
 
-@pytest.mark.parametrize("script", [gradients_as_views, static_graph, one_big_bucket, reentrant_checkpoint,
-                                    reentrant_checkpoint_of_the_head], ids=lambda s: s.__name__)
-def test_as_alone(script: Callable[[Run], dict[str, Any]]) -> None:
-    with coordinators(1, WORLD, 2) as made:
-        results = pool(WORLD).call(play, WORLD, script, Setting("ddp", (made[0].address,), servers=2))
-    for name, tensor in play(0, WORLD, script, None).items():
-        torch.testing.assert_close(results[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
-        assert torch.equal(results[0][name], results[1][name]), f"{name} differs between ranks"
+def gradient(rank: int, number: int, of_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(10 * number + rank)
+    matrix = torch.randn(48, of_rank, generator=draw) @ torch.randn(of_rank, 40, generator=draw)
+    return matrix, torch.randn(40, generator=draw)
 
 
-def bucket_counts(rank: int, address: str) -> tuple[list[int], int]:
-    """How many buckets DDP brings in each step: other ones after the first."""
-    counts: list[int] = []
-
-    def counting(state: commlayer.HookState, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        if bucket.index() == 0:
-            counts.append(0)
-        counts[-1] += 1
-        return commlayer.comm_hook(state, bucket)
-
-    # DDP looks at the annotations of a hook, which are text in this file.
-    counting.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.002)
-    state = commlayer.HookState(commlayer.compressors.identity(), config=quick(join=address))
-    model.register_comm_hook(state, counting)
-    for _ in range(3):
-        model(torch.ones(2, 12)).sum().backward()
-    steps = int(state.connection.stats()["steps"])
-    state.connection.close()
-    return counts, steps
+def factored(rank: int, of_rank: int, steps: int, change: bool, address: str) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Averages of each step, by torch's powersgd and by ours."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1)
+    hooks = [Hooked(powerSGD_hook.powerSGD_hook, state),
+             ours("powersgd(rank=2)", address, fuse_nbytes=256, cut_nbytes=1 << 20)]
+    results = []
+    for hook in hooks:
+        model, rows = Given(), []
+        wrapped = hook(model, bucket_cap_mb=25)
+        for number in range(steps):
+            model.zero_grad()
+            wrapped(*gradient(rank, number if change else 0, of_rank)).backward()
+            rows.append((model.matrix.grad.clone(), model.vector.grad.clone()))
+        results.append(rows)
+    hooks[1].state.connection.close()
+    return results
 
 
-def test_the_cases_here_see_buckets_regrouped() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        for counts, steps in pool(WORLD).call(bucket_counts, made[0].address):
-            assert steps == 3
-            assert counts[0] != counts[1] == counts[2] > 1
+def mean_of(of_rank: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [gradient(rank, number, of_rank) for rank in range(WORLD)]
+    return sum(p[0] for p in parts) / WORLD, sum(p[1] for p in parts) / WORLD
 
 
-def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
-    """Two backward passes of a hook that cannot connect; what each raised."""
-    model = DistributedDataParallel(nn.Linear(4, 2, dtype=getattr(torch, dtype)))
-    model.register_comm_hook(commlayer.HookState(plan, config=quick()), commlayer.comm_hook)
-    said = []
-    for _ in range(2):
-        try:
-            model(torch.ones(1, 4, dtype=getattr(torch, dtype))).abs().sum().backward()
-            said.append("nothing")
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+def test_powersgd_is_exact_as_torchs_is_where_gradients_are_of_its_rank() -> None:
+    """In the first coded steps, torch's third; then rounding errors in the residuals grow, in both."""
+    with coordinators(1, WORLD, 1) as jobs:
+        theirs, mine = pool(WORLD).call(factored, 1, 5, True, jobs[0].address)[0]
+    for rows, coded in ((theirs, range(2, 5)), (mine, range(3))):
+        for number in coded:
+            for got, mean in zip(rows[number], mean_of(1, number), strict=True):
+                assert float((got - mean).norm() / mean.norm()) < 1e-3
 
 
-@pytest.mark.parametrize(("plan", "dtype", "value", "code"), [
-    ("missing.json", "float32", "missing.json", "E-PLAN-NAME"), ("auto", "complex64", "complex64", "E-MODEL-UNSUPPORTED"),
-])
-def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, value: str, code: str) -> None:
-    for first, second in pool(WORLD).call(first_backward, plan, dtype):
-        assert first.startswith("InvalidInput: ")
-        assert value in first
-        assert first.endswith(f"[{code}]")
-        assert second != "nothing"
+def test_powersgd_applies_residuals_as_torchs_does_where_they_are_not() -> None:
+    """The mean of the averages of one gradient over many steps tends to that gradient."""
+    with coordinators(1, WORLD, 1) as jobs:
+        theirs, mine = pool(WORLD).call(factored, 12, 40, False, jobs[0].address)[0]
+    wanted = mean_of(12, 0)[0]
+    first, *errors = (float((torch.stack([row[0] for row in rows]).mean(0) - wanted).norm() / wanted.norm())
+                      for rows in (mine[:1], theirs, mine))
+    assert first > 0.5, "one step sends a part"
+    assert errors[0] < 0.2
+    assert errors[1] < 1.2 * errors[0]
 
 
-def no_samples(rank: int, address: str) -> str:
-    """A latched error is raised by backward, with its own type, and again by the next one."""
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.002)
-    with commlayer.attach(model, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
-        model(torch.ones(2, 12)).sum().backward()
-        session.weight(0)
-        with pytest.raises(ValueError, match=r"step 1\b.*weight 0\b.*E-WEIGHT") as raised:
-            model(torch.ones(2, 12)).sum().backward()
-        with pytest.raises((ValueError, RuntimeError)):
-            model(torch.ones(2, 12)).sum().backward()
-    return str(raised.value)
-
-
-def watched(run: Run) -> Any:
-    """Steps of which the stopwatch tells, when a watcher behind each has stopped it."""
-    model = mlp()
-    wrapped = run.wrap(model)
-    session = run.sessions[0]
-    for step in range(4):
-        wrapped(torch.ones(2, 12)).sum().backward()
-        if step == 0:
-            worker = session.inspect.connection.worker
-            session.inspect.observers.add(Observer(ObserverOrder.OTHER, run, functools.partial(worker.stopwatch.stop, -1)))
-    return [lap.step for lap in session.inspect.laps() if lap.step >= 0]
-
-
-@pytest.mark.parametrize("how", ["module", "ddp"])
-def test_what_runs_behind_a_step_is_no_computing(how: str) -> None:
-    with coordinators(1, WORLD, 1) as made:
-        assert pool(WORLD).call(play, WORLD, watched, Setting(how, (made[0].address,))) == [[1, 2, 3]] * WORLD
-
-
-def test_an_error_in_a_step_is_raised_by_backward() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        assert len(set(pool(WORLD).call(no_samples, made[0].address))) == 1
-
-
-# ---- gradients that a hook takes away, and the end of a session
-
-def stepped_by_hand(rank: int, how: str, before: bool, address: str) -> str:
-    """Updates of the script's own in hooks of parameters, with what this rank has."""
-    model = mlp()
-    wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
-
-    def update(p: torch.Tensor) -> None:
-        assert p.grad is not None
-        p.data.add_(p.grad, alpha=-0.1)
-        p.grad = None
-
-    def hook() -> None:
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(update)
-
-    hook() if before else None
-    session = commlayer.attach(wrapped, plan="identity()", config=quick(join=address))
-    None if before else hook()
-    said = ""
-    try:
-        for step in range(3):
-            wrapped(data(rank, step)[0]).sum().backward()
-    except (RuntimeError, commlayer.CommError) as error:
-        said = str(error)
-    session.close(said)
-    return said
-
-
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("how", ["ddp", "module"])
-def test_updates_inside_backward_are_refused(how: str, before: bool) -> None:
-    with coordinators(1, WORLD, 1) as made:
-        for said in pool(WORLD).call(stepped_by_hand, how, before, made[0].address):
-            assert code_of(said) == "E-HOOKS-TAKEN", said
-
-
-def closed(rank: int, address: str) -> tuple[list[bool], list[str], float, bool]:
-    """Which of module, wrapper and optimizer are left, threads, the steps that were counted, and torch's own average after."""
-    threads = {thread.ident for thread in threading.enumerate()}
-    model = mlp()
-    wrapped, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
-    session = commlayer.attach(wrapped, optimizer, plan="topk(ratio=0.1)", config=quick(join=address))
-    for step in range(3):
-        optimizer.zero_grad()
-        wrapped(data(rank, step)[0]).sum().backward()
-        optimizer.step()
-    session.close()
-    steps = session.stats()["steps"]
-    left = [thread.name for thread in threading.enumerate() if thread.ident not in threads and thread.name == "commlayer-ddp"]
-    kept = weakref.ref(optimizer)
-    del session, optimizer
-    gc.collect()
-    alone = kept() is not None
-    wrapped(data(rank, 3)[0]).sum().backward()
-    parts = weakref.ref(model), weakref.ref(wrapped)
-    del model, wrapped
-    gc.collect()
-    return [part() is not None for part in parts], left, steps, alone
-
-
-def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        for parts, threads, steps, optimizer in pool(WORLD).call(closed, made[0].address):
-            assert threads == []
-            assert steps == 3
-            assert not optimizer, "while the module is still in use"
-            assert parts == [False, False]
-
+# ---- buffers, and uneven inputs, as with DDP alone
 
 class Counting(nn.Module):
     """Has a buffer that is no float, and one that is empty."""
@@ -249,32 +231,176 @@ class Counting(nn.Module):
         return self.norm(x)
 
 
-def with_buffers(rank: int, address: str, own: bool) -> tuple[dict[str, torch.Tensor], bool]:
+def buffers(rank: int, wrap: Wrap) -> tuple[dict[str, torch.Tensor], bool]:
     """The state after some steps, one of them with a pass in no_sync(). And whether a copy of the module works alone."""
     model = nn.Sequential(Counting(), *mlp())
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    state = commlayer.HookState(commlayer.compressors.identity(), config=quick(join=address))
-    if own:
-        ddp.register_comm_hook(state, commlayer.comm_hook)
-    for step in range(5):
+    ddp, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.05)
+    for number in range(5):
         optimizer.zero_grad()
-        if step == 3:
+        if number == 3:
             with ddp.no_sync():
                 nn.functional.mse_loss(ddp(data(rank, 10)[0]), data(rank, 10)[1]).backward()
-        nn.functional.mse_loss(ddp(data(rank, step)[0]), data(rank, step)[1]).backward()
+        nn.functional.mse_loss(ddp(data(rank, number)[0]), data(rank, number)[1]).backward()
         optimizer.step()
     works = bool(copy.deepcopy(ddp).module(data(rank, 0)[0]).isfinite().all())
-    held = {name: t.clone() for name, t in model.state_dict().items()}
-    state.connection.close()
-    return held, works
+    return {name: t.clone() for name, t in model.state_dict().items()}, works
 
 
-def test_buffers_are_those_of_rank_0_before_each_pass_as_with_ddp_alone() -> None:
+def uneven(rank: int, wrap: Wrap) -> tuple[dict[str, torch.Tensor], bool]:
+    """Rank 1 has one batch less. The gradients of the last step on rank 0."""
+    model = mlp()
+    ddp = wrap(model)
+    with ddp.join():
+        for number in range(3 - 2 * rank):
+            model.zero_grad()
+            ddp(data(rank, number)[0]).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, True
+
+
+def with_our_hook(rank: int, script: Callable[..., Any], address: str) -> Any:
+    hook = ours("identity()", address)
+    try:
+        return script(rank, hook)
+    finally:
+        hook.state.connection.close()
+
+
+def with_ddp(rank: int, script: Callable[..., Any]) -> Any:
+    return script(rank, partial(DistributedDataParallel, bucket_cap_mb=0.002))
+
+
+@pytest.mark.parametrize("script", [buffers, uneven], ids=lambda s: s.__name__)
+def test_buffers_and_uneven_inputs_are_as_with_ddp_alone(script: Callable[..., Any]) -> None:
     with Servers(WORLD, 1) as servers:
-        ours = pool(WORLD).call(with_buffers, servers.address, True)
-    for (got, works), (expected, _) in zip(ours, pool(WORLD).call(with_buffers, "", False), strict=True):
+        results = pool(WORLD).call(with_our_hook, script, servers.address)
+    for (got, works), (expected, _) in zip(results, pool(WORLD).call(with_ddp, script), strict=True):
         assert works
         assert got.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(got[name], value), name
+            torch.testing.assert_close(got[name], value, msg=name)
+
+
+# ---- the end of a session, and saved states
+
+def closed(rank: int, address: str) -> tuple[bool, list[bool], list[str], float]:
+    """Whether the optimizer, the module and its wrapper outlive the session and their names; threads; steps."""
+    threads = {thread.ident for thread in threading.enumerate()}
+    model = mlp()
+    wrapped, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    session = commlayer.attach(wrapped, optimizer, plan="topk(ratio=0.1)", config=quick(join=address))
+    for number in range(3):
+        optimizer.zero_grad()
+        wrapped(data(rank, number)[0]).sum().backward()
+        optimizer.step()
+    session.close()
+    steps = session.stats()["steps"]
+    left = [thread.name for thread in threading.enumerate() if thread.ident not in threads and thread.name == "commlayer-ddp"]
+    kept = weakref.ref(optimizer)
+    del session, optimizer
+    gc.collect()
+    optimizer_left = kept() is not None
+    wrapped(data(rank, 3)[0]).sum().backward()
+    parts = weakref.ref(model), weakref.ref(wrapped)
+    del model, wrapped
+    gc.collect()
+    return optimizer_left, [part() is not None for part in parts], left, steps
+
+
+def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer() -> None:
+    with coordinators(1, WORLD, 1) as jobs:
+        assert pool(WORLD).call(closed, jobs[0].address) == [(False, [False, False], [], 3)] * WORLD
+
+
+def residuals(state: commlayer.HookState) -> list[torch.Tensor]:
+    return [t.clone() for name, t in sorted(state.state_dict()["tensors"].items()) if name.endswith("residual")]
+
+
+def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Residuals after a third step: of the state of the first two, and of a state that takes over after those."""
+    plan = plan_of(mlp(), "error_feedback(topk(ratio=0.1))", "encode@cpu all.allgather decode@cpu", ranks_per_node=WORLD)
+
+    def wrapped(state: commlayer.HookState) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(mlp())
+        ddp.register_comm_hook(state, commlayer.comm_hook)
+        return ddp
+
+    def trained(ddp: DistributedDataParallel, *numbers: int) -> None:
+        for number in numbers:
+            ddp.zero_grad()
+            ddp(data(rank, number)[0]).sum().backward()
+
+    state = commlayer.HookState(plan, config=quick(ranks_per_node=WORLD))
+    ddp = wrapped(state)
+    trained(ddp, 0, 1)
+    saved, pickled, copied = copy.deepcopy(state.state_dict()), pickle.dumps(state), copy.deepcopy(state)
+    trained(ddp, 2)
+    expected = residuals(state)
+    state.connection.close()
+    new = {"pickle": lambda: pickle.loads(pickled), "a copy": lambda: copied}.get(
+        how, lambda: commlayer.HookState(plan, config=quick(ranks_per_node=WORLD)))()
+    if how == "state_dict":
+        new.load_state_dict(saved)
+    assert how == "nothing" or new.state_dict().keys() == saved.keys(), "loaded residuals are a part of the next save"
+    trained(wrapped(new), 2)
+    got = residuals(new)
+    new.connection.close()
+    return expected, got
+
+
+@pytest.mark.commit(2)
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "a copy", "nothing"])
+def test_a_saved_hook_state_continues_with_its_residuals(how: str) -> None:
+    for expected, got in pool(WORLD).call(resumed, how):
+        assert expected
+        assert same(expected, got) == (how != "nothing")
+
+
+# ---- refusals
+
+def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
+    """Two backward passes of a hook that cannot connect."""
+    model = DistributedDataParallel(nn.Linear(4, 2, dtype=getattr(torch, dtype)))
+    model.register_comm_hook(commlayer.HookState(plan, config=quick()), commlayer.comm_hook)
+    return [outcome(lambda: model(torch.ones(1, 4, dtype=getattr(torch, dtype))).abs().sum().backward()) for _ in range(2)]
+
+
+@pytest.mark.parametrize(("plan", "dtype", "code", "name"), [
+    ("missing.json", "float32", "E-PLAN-NAME", "missing.json"), ("auto", "complex64", "E-MODEL-UNSUPPORTED", "complex64"),
+])
+def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, code: str, name: str) -> None:
+    for first, second in pool(WORLD).call(first_backward, plan, dtype):
+        assert_refused(first, code, "InvalidInput: ", name)
+        assert second
+
+
+def sparse(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)))
+    with commlayer.attach(ddp, config=quick()):
+        return [outcome(lambda: ddp(torch.tensor([3, 4])).sum().backward()) for _ in range(2)]
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    for first, second in pool(WORLD).call(sparse):
+        assert_refused(first, "E-GRADIENT-LAYOUT", "gradient of 0.weight", "torch.sparse_coo")
+        assert second
+
+
+def shared(rank: int, later: bool) -> str:
+    """One state for two models, both from the start or the second one later."""
+    state = commlayer.HookState(config=quick())
+    models = [DistributedDataParallel(mlp(seed)) for seed in range(2)]
+    for model in models[: 2 - later]:
+        model.register_comm_hook(state, commlayer.comm_hook)
+    line = outcome(lambda: models[0](data(0, 0)[0]).sum().backward())
+    if later:
+        assert line == ""
+        models[1].register_comm_hook(state, commlayer.comm_hook)
+        line = outcome(lambda: models[1](data(0, 0)[0]).sum().backward())
+    state.connection.close()
+    return line
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_hook_state_serves_one_model(later: bool) -> None:
+    for line in pool(WORLD).call(shared, later):
+        assert_refused(line, "E-DDP-HOOK", *([] if later else ["2 DistributedDataParallel modules"]))

@@ -609,7 +609,7 @@ def plain(seen: Any) -> Any:
 
 @pytest.mark.commit(3)
 @pytest.mark.parametrize(("requested", "optimizer"), [
-    (False, "sgd"), (True, "sgd"), (True, "adam"), (False, "foreach"), (False, "fused"), (True, "adamw"), (True, "tensor rate"),
+    (False, "sgd"), (False, "foreach"), (False, "fused"), (True, "sgd"), (True, "adam"), (True, "adamw"), (True, "tensor rate"),
 ])
 def test_scripts_read_and_train_the_same_bits(requested: bool, optimizer: str) -> None:
     """`requested`: attach() was given overlap="forward". Otherwise the plan has it, and scripts use gradients as ever."""

@@ -193,6 +193,15 @@ class Servers:
         cells = [cell for serving in self.serving for cell in serving._server._core.cells.values()]
         return {cell.bucket: cell.ops._state["residual"].clone() for cell in cells if "residual" in cell.ops._state}
 
+    def has_results(self) -> bool:
+        """Whether the first server keeps a result."""
+        server = self.serving[0]._server
+        return server is not None and any(cell.results for cell in server._core.cells.values())
+
+    def send(self, worker: int, header: Any, body: bytes) -> None:
+        """From the first server, whether the plan allows it or not."""
+        self.serving[0]._transport.send(worker, header, body)
+
     def close(self) -> None:
         self._ended.set()
         for thread in self._threads:
