@@ -1,7 +1,7 @@
 """`python -m bench.own_learning TASK FILE`: measures the convergence factor of each sync mode on your own task.
 
 TASK is a file.py with task(seed), or module:function. FILE is for `attach(config={"learning": FILE})` and for
-`commlayer plan make --learning FILE`.
+`commlayer plan create --learning FILE`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(
             how = f"{row.codec}{', updates' if row.codes == 'updates' and row.every == 1 else ''}"
             how += (f", every={row.every}" if row.every > 1 else "") + (", overlapped" if row.overlap else "")
             print(f"{how + (', a step late' if row.late else ''):56} {row.steps:.2f} times as many steps as dense")
-    print(f'{len(table.rows)} rows in {out}: commlayer plan make --learning {out}, attach(config={{"learning": "{out}"}})')
+    print(f'{len(table.rows)} rows in {out}: commlayer plan create --learning {out}, attach(config={{"learning": "{out}"}})')
 
 
 def maker(name: str) -> Callable[[int], TrainingTask]:

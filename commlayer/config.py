@@ -93,8 +93,8 @@ class Config(Record, frozen=True):
     """Number of the machine that a server in this process shares. -1: the machine with the same host name, else a machine of
     its own. Workers under torchrun derive theirs from torchrun's variables."""
     home: Text = ""
-    """The coordinator's name for this site, set by `commlayer launch`. Ranks of a site reach other sites only through the
-    coordinator. Empty: not started by `commlayer launch`."""
+    """The coordinator's name for this site, set by `commlayer join`. Ranks of a site reach other sites only through the
+    coordinator. Empty: not started by `commlayer join`."""
     batch: Weight = 1.0
     """The planned batch size per worker. `session.weight(n)` is divided by it, so n = batch has weight 1."""
     ranks_per_node: Count = 0
@@ -182,7 +182,7 @@ class Launch(NamedTuple):
     agent: int = -1
     """Number of the torchrun agent that started this process; different agents count as different nodes. -1: unknown."""
     home: str = ""
-    """Name of this process's site; empty unless `commlayer launch` started the process. Such a process reaches ranks on other
+    """Name of this process's site; empty unless `commlayer join` started the process. Such a process reaches ranks on other
     machines only through the coordinator."""
     joins: int = -1
     """Number that this worker will have in the running job that its site joins; -1: the site does not join a running job."""

@@ -90,7 +90,7 @@ CODES: dict[str, tuple[str, str]] = {
                          "Attach a model once, or close the other session first."),
     "E-MODEL-CHANGED": ("The model or its optimizer changed after attach().", "Attach again after the change."),
     "E-JOIN-ATTACH": ("This way of attaching cannot join a running job.",
-                      "Use attach(model, optimizer) under `commlayer launch`."),
+                      "Use attach(model, optimizer) under `commlayer join`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
     "E-JOIN-MISSED": ("A home could not join the job before its members or its plan changed.", "Start the home again."),
@@ -126,7 +126,7 @@ CODES: dict[str, tuple[str, str]] = {
                     "Leave the argument out, or make the plan without it."),
     # ---- plans
     "E-PLAN-NAME": ("`plan` is neither \"auto\", a codec, a Plan nor a file.", "Give one of these."),
-    "E-PLAN-FILE": ("A plan file cannot be read, or belongs to another model.", "`commlayer plan make` writes one."),
+    "E-PLAN-FILE": ("A plan file cannot be read, or belongs to another model.", "`commlayer plan create` writes one."),
     "E-PLAN-INPUT": ("A model, cluster or policy for planning is wrong.", "The message names the field and what is allowed."),
     "E-PLAN-REFUSED": ("The plan does not fit this job or its servers.", "Make a plan for this job."),
     "E-PLANNER-ENDED": ("The process that plans has ended.", "None: another one starts with the next search."),

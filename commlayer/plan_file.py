@@ -111,7 +111,7 @@ def inputs_of(path: Path) -> PlanFileInputs:
     beside = sidecar(path)
     if not beside.is_file():
         raise InvalidInput("E-PLAN-FILE",
-                           f"{beside}: no such file; `commlayer plan make --out {path}` writes it next to the plan")
+                           f"{beside}: no such file; `commlayer plan create --out {path}` writes it next to the plan")
     try:
         return records.decode(text_of(beside, "inputs").encode(), PlanFileInputs, f"inputs {beside}")
     except RecordError as error:
@@ -126,7 +126,7 @@ def basis_of(plan: Any) -> Basis | None:
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
     if basis.plan.job != basis.inputs.job.digest():
         raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; make both files "
-                                          "again with `commlayer plan make`")
+                                          "again with `commlayer plan create`")
     return basis
 
 

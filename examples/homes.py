@@ -2,9 +2,9 @@
 
     python examples/homes.py                                           # alone
     torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
-    commlayer launch --join HOST:PORT --keys DIR examples/homes.py     # in each home: docs/tutorials/first-evening.md
+    commlayer join --keys DIR HOST:PORT examples/homes.py     # in each home: docs/tutorials/first-evening.md
 
-Lines that commlayer adds are marked. `commlayer plan make examples/homes.py` calls `make`, too.
+Lines that commlayer adds are marked. `commlayer plan create examples/homes.py` calls `make`, too.
 """
 
 from __future__ import annotations

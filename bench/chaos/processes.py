@@ -119,7 +119,7 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
 
 
 def attend(pipe: Any, place: int) -> None:
-    """The part of `commlayer launch` other than its worker: sends its seat, so that the receiver can start the worker, and
+    """The part of `commlayer join` other than its worker: sends its seat, so that the receiver can start the worker, and
     waits until it gets the worker's end."""
     from commlayer.cluster import messages
     from commlayer.cluster.site_client import SiteLease

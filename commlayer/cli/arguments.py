@@ -53,7 +53,7 @@ def _of_batch(job: Job, batch: int | None, file: str) -> Job:
     if batch is not None and job.batch not in (None, batch):
         raise InvalidInput("E-CLI-OPTION",
                            f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
-                           f"with `commlayer profile --model FILE.py:FUNCTION --batch {batch} --job {file}`")
+                           f"with `commlayer profile FILE.py:FUNCTION --batch {batch} --job {file}`")
     return job if batch is None else structs.replace(job, batch=batch)
 
 

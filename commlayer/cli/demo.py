@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlayer.cli.arguments import check_json, write_json
+from commlayer.cli.options import Json
 from commlayer.demo.settings import CODEC, DemoSettings, read_settings
 from commlayer.errors import CommError
 
@@ -31,12 +32,11 @@ def demo(
     link: Annotated[str, typer.Option(help="Each host's link, up and down, such as 100mbit.", metavar="RATE")] = "100mbit",
     rtt: Annotated[str, typer.Option(help="Round trip between hosts, such as 30ms.", metavar="TIME")] = "30ms",
     codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
-    target: Annotated[float | None, typer.Option(help="Test accuracy to reach; default 0.97.", metavar="X")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")] = None,
+    json: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use a small model and at most 100 steps.")] = False,
 ) -> None:
     """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
-    settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, target=target, quick=quick)
+    settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, quick=quick)
     check_json(json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commlayer.cli.options import Bind, Insecure, Join, Journal, Json, Keys, Port, split_bind
 from commlayer.config import Config, read_config
 from commlayer.errors import RecordError
 
@@ -18,14 +19,9 @@ PAGE = 80
 
 
 def doctor(
-    join: Annotated[str, typer.Option(help="host:port of the coordinator to join.", metavar="ADDR")] = "",
+    join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
     plan: Annotated[Path | None, typer.Option(help="The plan file of the run.", metavar="FILE")] = None,
-    bind: Annotated[str, typer.Option(help="Address to listen on.", metavar="HOST")] = "",
-    port: Annotated[int, typer.Option(help="Port for a coordinator here; its data port is the next one.")] = 0,
-    keys: Annotated[str, typer.Option(help="This node's keys folder, else COMMLAYER_KEYS.", metavar="DIR")] = "",
-    journal: Annotated[str, typer.Option(help="The folder for the journal of a server here.", metavar="DIR")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write findings and values there.", metavar="FILE")] = None,
+    json: Json = None,
 ) -> None:
     """Check this machine, its network and the server before a run. Exit code 2 if a check fails.
 
@@ -50,6 +46,7 @@ def doctor(
         findings.append(finding)
         report.show(console, finding)
 
+    bind, port = split_bind(bind, port)
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
         config = read_config({name: value for name, value in settings.items() if value})

@@ -46,7 +46,7 @@ def add(
     if dials_only:  # a home machine, to which scp cannot connect
         print(f"give {name} that folder in a way that you both trust: tar -czf {name}.tgz -C {place.parent} {name}; "
               "every holder can join the job")
-        print(f"there: tar -xzf {name}.tgz, then commlayer launch --keys {name} ..., or COMMLAYER_KEYS={name}")
+        print(f"there: tar -xzf {name}.tgz, then commlayer join --keys {name} ..., or COMMLAYER_KEYS={name}")
     else:
         print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
     if again:

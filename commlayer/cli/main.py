@@ -10,13 +10,13 @@ import typer
 from commlayer.cli import keys, plan
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
-from commlayer.cli.launch import launch
+from commlayer.cli.join import join
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cluster import messages
-from commlayer.errors import Coded, InvalidInput, line_of
+from commlayer.errors import Coded, line_of
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -38,20 +38,15 @@ def commlayer(
 
 
 app.command()(demo)
+app.command()(plan.estimate)
 app.command()(serve)
 app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False})(launch)
+app.command(context_settings={"allow_interspersed_args": False})(join)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)
 app.add_typer(plan.app, name="plan")
 app.add_typer(keys.app, name="keys")
-
-
-@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def chaos() -> None:
-    """Removed: use `python -m bench chaos` in a clone of the repository."""
-    raise InvalidInput("E-CLI-OPTION", "chaos was removed; use `python -m bench chaos` in a clone of the repository")
 
 
 def run() -> None:

@@ -1,4 +1,4 @@
-"""`commlayer plan`: makes, explains, compares, varies and checks plans. Needs no GPU and no torch."""
+"""`commlayer estimate` and `commlayer plan`: create, explain, compare, vary and check plans. They need no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -10,111 +10,131 @@ import msgspec
 import typer
 from msgspec import structs
 
+from commlayer.cli.options import Batch, Codecs, Json, Out
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from commlayer.planner.model import Cluster, Policy, Profile
     from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
 
 PLAN = Path("plan.json")
 
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
-Loss = Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")]
-Learning = Annotated[str, typer.Option(help="Convergence factors from `python -m bench.own_learning`.", metavar="FILE")]
+Model = Annotated[str, typer.Argument(
+    help="A built-in model such as bert-base, a job file (.json), or FILE.py[:FUNCTION], which returns (model, loss).")]
+Nodes = Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")]
+Homes = Annotated[str, typer.Option(
+    help='The same, behind NAT with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")]
+Server = Annotated[str, typer.Option(help="The link of that server; default 1Gb.", metavar="RATE")]
+ClusterFile = Annotated[str, typer.Option("--cluster", help="The machines, as TOML or JSON.", metavar="FILE")]
+Optimizer = Annotated[str, typer.Option(help="adamw (default), sgd, or any (the worse of both).", metavar="NAME")]
+Sync = Annotated[str, typer.Option(help="auto, or step: synchronous training only.", metavar="MODE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan; its inputs are next to it.", metavar="FILE")]
+ALLOWED = ("forward", "fragments", "staleness")
+
+
+def estimate(
+    model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", json: Json = None,
+) -> None:
+    """Estimate training speed on these machines, and compare it with the fastest one alone."""
+    from commlayer.cli import arguments
+
+    arguments.check_json(json)
+    machines = arguments.cluster_named(cluster, nodes, homes, server)
+    _planned(model, machines, batch, optimizer, _policy(sync, optimizer), json=json)
 
 
 @app.command()
-def make(
-    model: Annotated[str, typer.Argument(
-        help="A built-in model such as bert-base, a job file (.json), or FILE.py[:FUNCTION], which returns (model, loss).",
-    )],
-    cluster: Annotated[str, typer.Option(help="The machines, as TOML or JSON.", metavar="FILE")] = "",
-    nodes: Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")] = "",
-    homes: Annotated[str, typer.Option(
-        help='The same, behind NAT with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")] = "",
-    server: Annotated[str, typer.Option(help="The link of that server; default 1Gb.", metavar="RATE")] = "",
+def create(
+    model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", codec: Codecs = None,
     profile: Annotated[str, typer.Option(help="Measured costs instead of the tables'.", metavar="FILE")] = "",
-    batch: Annotated[int | None, typer.Option(help="Samples per worker; default: the usual batch.", metavar="N")] = None,
-    codec: Annotated[list[str] | None, typer.Option(help="Allow only this codec; may be repeated.")] = None,
     max_loss: Annotated[str, typer.Option(
         help="Allowed increase of the loss after equally many steps: 0.01, or 1%.", metavar="PART")] = "",
-    loss: Loss = "",
-    learning: Learning = "",
-    optimizer: Annotated[str, typer.Option(
-        help="adamw (default), sgd, or any (the worse of both).", metavar="NAME")] = "",
-    objective: Annotated[str, typer.Option(help="Minimize seconds to a loss, or seconds of a step.")] = "loss",
-    exact: Annotated[bool, typer.Option("--exact", help="Synchronous training only: no local steps, nothing stale.")] = False,
-    forward: Annotated[bool, typer.Option("--forward", help="Allow results during the next forward pass.")] = False,
-    max_local_steps: Annotated[int, typer.Option(help="Most local steps per exchange; 0: as many as pay.")] = 0,
-    fragments: Annotated[bool, typer.Option(
-        "--fragments", help="Allow fragments between homes; not for jobs with --min-workers.")] = False,
-    staleness: Annotated[bool, typer.Option("--staleness", help="Allow one-step-stale results.")] = False,
-    cpu_only: Annotated[bool, typer.Option("--cpu-only", help="Run no codec on a GPU.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the plan there, and its inputs next to it.", metavar="FILE")] = None,
-    json: Json = None,
+    loss: Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")] = "",
+    learning: Annotated[str, typer.Option(
+        help="Convergence factors from `python -m bench.own_learning`.", metavar="FILE")] = "",
+    allow: Annotated[list[str] | None, typer.Option(
+        help="forward (results during the next forward pass), fragments (also between homes; not for jobs with --min-workers) "
+        "or staleness (one-step-stale results); may be repeated.", metavar="NAME")] = None,
+    out: Out = PLAN, json: Json = None,
 ) -> None:
-    """Find the plan that reaches a loss first, with the reason for each bucket."""
+    """Write the plan that reaches a loss first, with the reason for each bucket, and its inputs next to it."""
+    from commlayer import plan_file
+    from commlayer.cli import arguments
+    from commlayer.planner.model import NO_LIMIT
+
+    arguments.check_json(json)
+    arguments.check_out(out)
+    arguments.check_out(plan_file.sidecar(out))
+    machines, measured = arguments.cluster_named(cluster, nodes, homes, server), arguments.profile_named(profile)
+    for name in allow or ():
+        if name not in ALLOWED:
+            raise InvalidInput("E-CLI-OPTION", f"--allow {name}: allowed are {', '.join(ALLOWED)}")
+    if sync == "step" and "staleness" in (allow or ()):
+        raise InvalidInput("E-CLI-OPTION", "--sync step and --allow staleness contradict each other: leave one of the two out")
+    policy = structs.replace(
+        _policy(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
+        max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
+        staleness="staleness" in (allow or ()), fragments="fragments" in (allow or ()))
+    _planned(model, machines, batch, optimizer, policy, measured, loss, learning, out, json)
+
+
+def _policy(sync: str, optimizer: str) -> Policy:
+    from commlayer.cli import arguments
+    from commlayer.planner.model import Policy
+
+    if sync not in ("step", "auto"):
+        raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
+    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step")
+
+
+def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
+             loss: str = "", learning: str = "", out: Path | None = None, json: Path | None = None) -> None:
+    """Plans, writes the files and prints the verdict. `optimizer`: as the user named it."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.explanation import beside, looser
-    from commlayer.planner.model import NO_LIMIT, Policy
     from commlayer.planner.search import Search
     from commlayer.planner.simulation import simulate
     from commlayer.planner.tables import at_precision, learning_rows
     from commlayer.planner.tensors import untouched
 
-    arguments.check_json(json)
-    if exact and (max_local_steps > 1 or staleness):
-        other_option = f"--max-local-steps {max_local_steps}" if max_local_steps > 1 else "--staleness"
-        raise InvalidInput("E-CLI-OPTION", f"--exact and {other_option}: that is not synchronous SGD; leave one of the two out")
-    if out is not None:
-        arguments.check_out(out)
-        arguments.check_out(plan_file.sidecar(out))
-    machines = arguments.cluster_named(cluster, nodes, homes, server)
     job = arguments.job_named(model, batch)
-    half = job.timing is not None and job.timing.half
-    machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=half))
-    measured = arguments.profile_named(profile)
-    goals = Policy(codecs=arguments.codecs_named(codec or [], measured),
-                   max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT,
-                   objective=arguments.objective_named(objective),
-                   optimizer=arguments.optimizer_named(optimizer or "adamw"),
-                   exact=exact, forward=forward, devices=("cpu",) if cpu_only else ("gpu", "cpu"),
-                   max_local_steps=max_local_steps, staleness=staleness,
-                   # Jobs between homes run with --min-workers, which supports whole exchanges only.
-                   fragments=machines.reachable or fragments)
-    inputs = plan_file.PlanFileInputs(job, machines, measured, goals, arguments.loss_named(loss),
+    machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
+    # Jobs between homes run with --min-workers, which supports whole exchanges only.
+    policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
+    inputs = plan_file.PlanFileInputs(job, machines, profile, policy, arguments.loss_named(loss),
                                       arguments.learning_named(learning))
-    costs, policy = inputs.costs()
-    search = Search(job, machines, costs, policy)
-    result = search.explained(search.best(exact=goals.exact))
+    costs, limits = inputs.costs()
+    search = Search(job, machines, costs, limits)
+    result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:
         arguments.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
     arguments.write_json(json, records.encode(result).decode())
     console = plan_output.console_of()
     for line in (plan_output.title(result, job, machines), "assumed", *(f"  {line}" for line in
-                plan_output.assumptions(model, job, machines, goals.optimizer, named=bool(optimizer)))):
-        console.print(line, markup=False)
-    console.print(plan_output.summary(result, job, machines, simulate(result, job, machines, costs, policy)), markup=False)
-    for part in plan_output.to_a_loss(beside(result, job, machines, costs, policy, synchronous), result.steps > 0):
+                 plan_output.assumptions(model, job, machines, policy.optimizer, named=bool(optimizer))),
+                 plan_output.summary(result, job, machines, simulate(result, job, machines, costs, limits))):
+        console.print(line)
+    for part in plan_output.to_a_loss(beside(result, job, machines, costs, limits, synchronous), result.steps > 0):
         console.print(part)
     if result.steps > 0:
-        console.print(plan_output.spread(arguments.learning_table(learning, measured), goals.optimizer))
-        limit = measured_local_steps(costs.learning if costs is not None else learning_rows())
-        if result.local_steps > limit:
-            console.print(f"x steps: measured up to {limit} local steps; for {result.local_steps} it is extrapolated")
+        console.print(plan_output.spread(arguments.learning_table(learning, profile), policy.optimizer))
+        most = measured_local_steps(costs.learning if costs is not None else learning_rows())
+        if result.local_steps > most:
+            console.print(f"x steps: measured up to {most} local steps; for {result.local_steps} it is extrapolated")
     console.print(plan_output.by_decision(result, job, console.width))
-    for line in (*untouched(result, job), *plan_output.held_up(looser(result, job, machines, costs, policy))):
-        console.print(line, markup=False)
+    for line in (*untouched(result, job), *plan_output.held_up(looser(result, job, machines, costs, limits))):
+        console.print(line)
     if out is not None:
-        console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}",
-                      markup=False)
+        console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}")
 
 
 @app.command()
@@ -160,13 +180,10 @@ def diff(
 @app.command()
 def whatif(
     plan: PlanFile = PLAN,
-    add_node: Annotated[list[str] | None, typer.Option(help="One more machine with this GPU; may be repeated.")] = None,
-    link: Annotated[str, typer.Option(help='The added machines\' link: "100/20Mb" (down/up), "1Gb", "10g".')] = "",
+    add: Annotated[str, typer.Option(help='These machines as well: "rtx3060@100/20Mb".', metavar="LINE")] = "",
     bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
-    nodes: Annotated[str, typer.Option(help='This many nodes like the last one: "2,4,8".', metavar="COUNTS")] = "",
+    count: Annotated[str, typer.Option(help='This many nodes like the last one: "2,4,8".', metavar="COUNTS")] = "",
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
-    loss: Loss = "",
-    learning: Learning = "",
     plot: Annotated[Path | None, typer.Option(help="Also draw the curve to this file.", metavar="PNG")] = None,
     json: Json = None,
 ) -> None:
@@ -178,30 +195,23 @@ def whatif(
     from commlayer.planner.tables import at_precision
 
     arguments.check_json(json)
-    if bool(add_node) != bool(link):
-        raise InvalidInput("E-CLI-OPTION", "--add-node GPU and --link RATE go together: the new machine needs both")
-    options = [name for name, value in
-               (("--add-node", add_node), ("--bandwidth", bandwidth), ("--nodes", nodes), ("--gpu", gpu)) if value]
+    values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
+    options = [name for name, value in values.items() if value]
     if len(options) != 1:
-        raise InvalidInput("E-CLI-OPTION",
-                           "say one thing to vary: --add-node GPU --link RATE, --bandwidth RATES, --nodes COUNTS or --gpu "
-                           f"NAMES; got {' and '.join(options) or 'none'}")
+        raise InvalidInput("E-CLI-OPTION", "vary one thing: --add LINE, --bandwidth RATES, --count COUNTS or --gpu NAMES; got "
+                           f"{' and '.join(options) or 'none'}")
     if plot is not None:
         plan_output.check_plot(plot)
     inputs = plan_file.inputs_of(plan)
-    if loss:
-        inputs = structs.replace(inputs, loss=arguments.loss_named(loss))
-    if learning:
-        inputs = structs.replace(inputs, learning=arguments.learning_named(learning))
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
-    grown = nodes_of(",".join(f"{name}@{link}" for name in add_node or ()), first=len(inputs.cluster.nodes)) if add_node else ()
-    # The new node resembles the last one: behind NAT if that one is.
-    grown = at_precision([structs.replace(node, server=last.server) for node in grown],
+    # New nodes resemble the last one: behind NAT if that one is.
+    grown = at_precision([structs.replace(node, server=last.server) for node in
+                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())],
                          half=inputs.job.timing is not None and inputs.job.timing.half)
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,
-        bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(nodes)],
+        bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(count)],
         gpus=_listed(gpu),
     )
     if plot is not None:
@@ -212,8 +222,7 @@ def whatif(
 
 @app.command()
 def lint(
-    plan: Annotated[Path, typer.Argument(help="The plan to check.")],
-    job: Annotated[str, typer.Option(help="The plan's model; default: the one next to the plan.")] = "",
+    plan: Annotated[Path, typer.Argument(help="The plan to check, with its inputs next to it.")],
     json: Json = None,
 ) -> None:
     """List all problems of a plan, bucket by bucket. Exit code 2 if there are any."""
@@ -223,15 +232,16 @@ def lint(
     from commlayer.planner.plan_lint import lint as linted
 
     arguments.check_json(json)
-    problems, inputs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None
+    problems, job, machines, costs = plan_file.misread(plan_file.text_of(plan, "plan").encode()), None, None, None
     plan_ = None if problems else plan_file.plan_in(plan)
     try:
-        inputs = plan_file.inputs_of(plan) if plan_file.sidecar(plan).is_file() else None
+        if plan_file.sidecar(plan).is_file():
+            inputs = plan_file.inputs_of(plan)
+            job, machines, costs = inputs.job, inputs.cluster, inputs.costs()[0]
     except RecordError as error:
         problems.append(str(error))
-    of = arguments.job_named(job, None) if job else inputs.job if inputs else None
     if plan_ is not None:
-        problems += linted(plan_, of, inputs.cluster if inputs else None, inputs.costs()[0] if inputs else None, _codec_problem)
+        problems += linted(plan_, job, machines, costs, _codec_problem)
     arguments.write_json(json, msgspec.json.encode(problems).decode())
     for line in problems or [f"{plan}: nothing wrong"]:
         typer.echo(line)
@@ -249,7 +259,7 @@ def init(
     if out.exists():
         raise InvalidInput("E-CLI-OPTION", f"{out} exists: name another file")
     arguments.write({out: EXAMPLE})
-    typer.echo(f"{out}: edit it, then `commlayer plan make MODEL --cluster {out}`")
+    typer.echo(f"{out}: edit it, then `commlayer estimate MODEL --cluster {out}`")
 
 
 def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
@@ -286,5 +296,5 @@ def _listed(text: str) -> list[str]:
 
 def _whole(text: str) -> int:
     if not text.isdigit():
-        raise InvalidInput("E-CLI-OPTION", f"--nodes: got {text!r}, allowed: whole numbers such as 2,4,8")
+        raise InvalidInput("E-CLI-OPTION", f"--count: got {text!r}, allowed: whole numbers such as 2,4,8")
     return int(text)

@@ -293,7 +293,7 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
     yield f"latencies alone, if links and codecs took no time, ms{' to a loss' if known else ''}: {floors}"
     if excluded := [f"{ms(p.looser_s)} ms instead of {ms(p.to_loss_s)}, which {allowing(p.looser_loss)} allows ({p.label})"
                     for p in result.points if p.looser_s]:
-        yield f"--max-loss excludes a faster plan: {'; '.join(excluded)}; `commlayer plan make` sets it"
+        yield f"--max-loss excludes a faster plan: {'; '.join(excluded)}; `commlayer plan create` sets it"
     if result.swept == "bandwidth":
         yield break_even(result)
 

@@ -9,6 +9,7 @@ import typer
 
 from commlayer import records
 from commlayer.cli.arguments import check_out, job_made_by, made_by, write
+from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import CodecCost, Line, Profile
 from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY
@@ -20,17 +21,15 @@ GROUPS_S, GROUPS_DEADLINE_S = 2.0, 60.0
 
 
 def profile(
-    model: Annotated[str, typer.Option(
+    model: Annotated[str, typer.Argument(
         help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (make) returns the model and a loss function.",
     )] = "",
-    codec: Annotated[list[str] | None, typer.Option(help="A codec to measure; may be repeated.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples per batch, for the job file.")] = 0,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The costs, for plan make --profile.")] = Path("profile.json"),
-    job: Annotated[Path, typer.Option(metavar="FILE", help="With --model, its tensors and times.")] = Path("job.json"),
+    codec: Codecs = None, batch: Batch = None, out: Out = Path("profile.json"),
+    job: Annotated[Path, typer.Option(metavar="FILE", help="The tensors and times of MODEL.")] = Path("job.json"),
 ) -> None:
-    """Measure codecs and a model's step on this machine, for planning."""
-    if batch and not model:
-        raise InvalidInput("E-CLI-OPTION", "--batch is the batch of a model's loss: give --model as well")
+    """Measure codecs and a model's step on this machine, for plan create --profile."""
+    if batch is not None and not model:
+        raise InvalidInput("E-CLI-OPTION", "--batch is the batch of a model's loss: name MODEL as well")
     for file in (out, job) if model else (out,):
         check_out(file)
     make = made_by(model) if model else None
@@ -45,7 +44,7 @@ def profile(
     if collectives is None:
         return  # the rest is rank 0's
     # Measured first: the user's code may fail, and measuring codecs takes longest.
-    timed = job_made_by(make, model, batch or None) if make is not None else None
+    timed = job_made_by(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
     overheads, copy = calibration.measure_overheads(), calibration.measure_copies() or PCIE_COPY
     profile = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")

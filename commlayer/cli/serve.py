@@ -7,35 +7,26 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from commlayer.config import host_port, read_config
+from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
+from commlayer.config import read_config
 from commlayer.errors import InvalidInput
 from commlayer.transport import secret
 from commlayer.transport.secret import REMEDY
 
 
 def serve(
-    join: Annotated[str, typer.Option(help="host:port of a coordinator: run only a summation server.", metavar="ADDR")] = "",
-    bind: Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.",
-                                      metavar="HOST")] = "",
-    token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
-    keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
+    join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
     advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine.", metavar="HOST")] = "",
-    port: Annotated[int, typer.Option(help="The coordinator's port; data uses the next one. 0: any free ports.")] = 0,
-    carrier: Annotated[str, typer.Option(help="Carrier of data: tcp, grpc, or auto for both.", metavar="NAME")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text on addresses other than loopback.")] = False,
     workers: Annotated[int, typer.Option(help="Number of workers; 0: as the first worker reports.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="Summation servers with this one; default 1.", metavar="N", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
     min_workers: Annotated[int, typer.Option(help="Continue while this many workers are left; 0: all must stay.", min=0)] = 0,
-    journal: Annotated[str, typer.Option(help="A folder from which the server resumes after a crash.",
-                                         metavar="DIR")] = "",
     number: Annotated[int, typer.Option(help="This server's number in the plan; -1: the next free one.", min=-1)] = -1,
 ) -> None:
     """Run a job's coordinator and a summation server; with --join only a server of that job."""
-    bind, port = _place(bind, port)
-    options: dict[str, Any] = {"token_file": token_file, "join": join, "bind": bind, "advertise": advertise, "port": port,
-                               "insecure": insecure, "keys": keys, "carrier": carrier, "journal": journal,
-                               "min_workers": min_workers}
+    bind, port = split_bind(bind, port)
+    options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
+                               "keys": keys, "journal": journal, "min_workers": min_workers}
     config = read_config({name: value for name, value in options.items() if value})
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
@@ -54,18 +45,3 @@ def serve(
 
     server_process.run(config, server_process.ServeOptions(workers, servers, -1 if no_server else number, not no_server,
                                                            job_token=fresh))
-
-
-def _place(bind: str, port: int) -> tuple[str, int]:
-    """Splits --bind into host and port, if it has a port."""
-    if bind.count(":") != 1 and not bind.startswith("["):
-        return bind, port
-    if bind.endswith("]"):
-        return bind[1:-1], port
-    try:
-        host, own = host_port(bind)
-    except ValueError as error:
-        raise InvalidInput("E-CLI-OPTION", f"--bind: {error}") from None
-    if port not in (0, own):
-        raise InvalidInput("E-CLI-OPTION", f"--bind {bind} beside --port {port}: name the port once")
-    return host, own

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from commlayer.cli.options import Json
+
 if TYPE_CHECKING:
     from commlayer.observe import Comparison
 
 
 def trace(
     file: Annotated[Path, typer.Argument(help="A file from the setting `trace` or session.inspect.trace(FILE).")],
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")] = None,
+    json: Json = None,
 ) -> None:
     """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
     from commlayer import records

@@ -12,6 +12,7 @@ import typer
 from commlayer.balance import loss_model, tuner
 from commlayer.balance.tuner import CODECS, Search, SearchSpace, Settings, Store, TuningTrial, default_space, spelled
 from commlayer.cli.arguments import function_of, loss_part
+from commlayer.cli.options import Codecs, Out
 from commlayer.errors import InvalidInput
 
 BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.demo.tuning_tasks:chars"}
@@ -22,32 +23,29 @@ def tune(
     trials: Annotated[int, typer.Option(help="Number of proxy runs, including those in the store.")] = 30,
     budget: Annotated[str, typer.Option(
         help="Allowed increase of the loss over uncompressed training: 0.005, or 0.5%.", metavar="PART")] = "0.005",
-    codec: Annotated[list[str] | None, typer.Option(help="A codec to try, with {ratio} if it has one; repeatable.")] = None,
+    codec: Codecs = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
-    batch: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
+    batches: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
     local_steps: Annotated[str, typer.Option(help="Local steps per exchange to try; 1 always is.", metavar="N,N,...")] = "1",
     staleness: Annotated[bool, typer.Option("--staleness", help="Also try one-step-stale results.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a later call continues them.")] = Path("tune.jsonl"),
-    out: Annotated[Path, typer.Option(
-        help="The loss model of codecs, for `plan make --loss`.",
-    )] = Path("loss.json"),
+    out: Out = Path("loss.json"),
 ) -> None:
-    """Find the fastest settings within a loss budget, by short proxy runs."""
+    """Find the fastest settings within a loss budget, by short proxy runs; write codecs' losses for plan create --loss."""
     if trials < 1:
         raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
     part = loss_part("--budget", budget, above_0=True)
     for path in (store, out):
         if not path.absolute().parent.is_dir():
             raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {path.absolute().parent} does not exist")
-    space = read_space(tuple(codec or CODECS), ratio, batch, local_steps, staleness=staleness)
+    space = read_space(tuple(codec or CODECS), ratio, batches, local_steps, staleness=staleness)
     if importlib.util.find_spec("skopt") is None:
         raise InvalidInput("E-PACKAGE", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner import Engine
 
-    engine, proxy = Engine(space, seed), load(task)
-    search = Search(task, space, part, seed)
+    engine, proxy = Engine(space, 0), load(task)
+    search = Search(task, space, part)
     trial_store = Store(store, search)
     _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)
     loss_model.write(out, tuner.loss_model(trial_store.trials))
@@ -55,14 +53,14 @@ def tune(
 
 
 def read_space(
-    codecs: tuple[str, ...], ratio: str, batch: str, local_steps: str = "1", *, staleness: bool = False,
+    codecs: tuple[str, ...], ratio: str, batches: str, local_steps: str = "1", *, staleness: bool = False,
 ) -> SearchSpace:
     """The search space of the options. An error names its option."""
     try:
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
         raise InvalidInput("E-CLI-OPTION", f"--ratio {ratio!r}: allowed is LOW:HIGH, such as 0.001:0.3") from None
-    space = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batch", batch, "64,128,256"),
+    space = default_space(codecs=codecs, ratio=(low, high), batches=_numbers("--batches", batches, "64,128,256"),
                          local_steps=_numbers("--local-steps", local_steps, "1,2,4"), staleness=staleness)
     # Imported late: it loads numpy, which --help does not need.
     from commlayer.compressors import parse
@@ -124,4 +122,4 @@ def _tell(store: Store, search: Search, out: Path) -> None:
     settings = spelled(best.settings)
     typer.echo(f"best within {search.budget:.2%}: {settings['codec']}, batch {settings['batch']}{inexact(settings)}: "
                f"{best.seconds:.3g} s, dense {dense.seconds:.3g} s; loss {tuner.excess(best, dense):+.2%}")
-    typer.echo(f"trials in {store.path}, loss model in {out}: commlayer plan make --loss {out}")
+    typer.echo(f"trials in {store.path}, loss model in {out}: commlayer plan create --loss {out}")

@@ -217,7 +217,7 @@ def admit(state: State, request: Join, now: float) -> MembershipDecision:
         why = closed.closed_reason.removesuffix("" if request.elastic else UNLESS)
         problem = coded("E-JOB-FULL" if closed.full else "E-JOB-CLOSED", why)
     if not problem and not (request.elastic and state.workers <= request.rank < SERVER_BASE):
-        problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer launch`")
+        problem = coded("E-JOB-CLOSED", "the job has begun and admits only processes of `commlayer join`")
     if not problem:
         problem = next(filter(None, (conflict(request, p) for p in workers.values())), "")
     if not problem and differs:

@@ -327,7 +327,7 @@ def _problem(state: State, request: Join) -> str:
                          "--workers N")
         if request.world not in (0, total):
             return coded("E-WORKERS", f"expects {request.world} workers, but the job has {total}: start all with the same "
-                                      "world size, or with `commlayer launch --join` on machines that accept no connections")
+                                      "world size, or with `commlayer join` on machines that accept no connections")
     if not 0 <= total <= SERVER_BASE:
         return coded("E-WORKERS", f"the job has {total} {request.kind}s, allowed: 1 to {SERVER_BASE}")
     if request.rank != ANY and not 0 <= request.rank < total:

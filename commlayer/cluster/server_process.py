@@ -215,16 +215,11 @@ def _advertised(address: str, config: Config) -> str:
 
 def _launch_command(config: Config, control: str, job_token: str) -> str:
     """Returns the command that starts a worker on a machine that accepts no connections, ready to copy."""
-    line = ["commlayer launch", "--join", control]
-    if config.keys:
-        line += ["--keys", "ITS-KEYS"]  # each machine has its own folder
-    elif job_token:
-        line.insert(0, f"COMMLAYER_TOKEN={job_token}")
-    else:
-        line += ["--token-file", "FILE-WITH-THE-SECRET"]
-    if not config.keys and not is_loopback(host_port(control)[0]):
-        line.append("--insecure")
-    return " ".join([*line, "SCRIPT"])
+    if config.keys:  # each machine has its own folder
+        return f"commlayer join --keys ITS-KEYS {control} SCRIPT"
+    secret = f"COMMLAYER_TOKEN={job_token}" if job_token else "COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET"
+    insecure = "" if is_loopback(host_port(control)[0]) else "--insecure "
+    return f"{secret} commlayer join {insecure}{control} SCRIPT"
 
 
 def _choose_tensors() -> None:

@@ -54,19 +54,15 @@ class DemoSettings(Record, frozen=True):
         return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
 
 
-def read_settings(*, workers: int, link: str, rtt: str, codec: str, target: float | None, quick: bool) -> DemoSettings:
+def read_settings(*, workers: int, link: str, rtt: str, codec: str, quick: bool) -> DemoSettings:
     """The checked settings. An error states in one line what was given and what is allowed."""
     if not 2 <= workers <= MAX_WORKERS:
         raise InvalidInput("E-CLI-OPTION",
                            f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
-    if target is None:
-        target = 0.9 if quick else 0.97
-    if not 0 < target < 1:
-        raise InvalidInput("E-CLI-OPTION", f"--target {target:g}: allowed is a test accuracy between 0 and 1, such as 0.97")
     if codec != CODEC:
         check_codec(codec)
-    return DemoSettings(workers, parse_link(link), parse_rtt(rtt), codec, target,
-                    width=256 if quick else 1024, max_steps=100 if quick else 600)
+    return DemoSettings(workers, parse_link(link), parse_rtt(rtt), codec, target=0.9 if quick else 0.97,
+                        width=256 if quick else 1024, max_steps=100 if quick else 600)
 
 
 def check_codec(text: str) -> None:

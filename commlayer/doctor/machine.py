@@ -202,7 +202,7 @@ def own_digest(path: Path | None) -> str:
 
 def check_plan(path: Path, plan: Plan | str) -> Finding:
     if isinstance(plan, str):
-        return of_error("plan", plan, "make it again: commlayer plan make --out FILE")
+        return of_error("plan", plan, "make it again: commlayer plan create --out FILE")
     return ok("plan", f"{path}: hash {records.digest(plan)}, {len(plan.buckets)} buckets, {plan.servers} servers")
 
 

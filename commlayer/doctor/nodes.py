@@ -93,7 +93,7 @@ def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> 
         line = f"slowest link: {rate_text(slowest_bps)} from {_names(nodes, [a])} to {_names(nodes, [b])}"
         uneven = slowest_bps * UNEVEN < median_bps
         yield judge("nodes", f"{line}, the median {rate_text(median_bps)}" if uneven else line,
-                    "mend that link, or plan for it: commlayer plan make", doubtful=uneven)
+                    "mend that link, or plan for it: commlayer plan create", doubtful=uneven)
 
 
 def table(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> list[str]:

@@ -107,7 +107,7 @@ def check_status(address: str, status: StatusReply) -> Finding:
                   f"{len(status.servers)} server{'s' if len(status.servers) != 1 else ''} are connected")
     if status.free_seats:
         return ok("server",
-                  f"{intro}: its job is running; {status.free_seats} of its {workers} places are free (commlayer launch)")
+                  f"{intro}: its job is running; {status.free_seats} of its {workers} places are free (commlayer join)")
     return warn("server", f"{intro}: its job is running with {workers} workers",
                 "wait until a worker has left; a lost worker keeps its place for reconnect_s" if status.full else
                 f"it admits no more workers ({status.closed_reason}): wait for its end, or start another job")

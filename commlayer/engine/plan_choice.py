@@ -268,7 +268,7 @@ def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reach
 def _crossings(bucket: Bucket, *, apart: bool) -> Iterator[str]:
     if apart and not bucket.served and any(op.name not in paths.CODING and op.where != "node"
                                            for op in paths.parse(bucket.path)):
-        yield (f"path {bucket.path!r} has a collective between nodes that can reach only a server (commlayer launch): use "
+        yield (f"path {bucket.path!r} has a collective between nodes that can reach only a server (commlayer join): use "
                "the path 'service'")
 
 

@@ -131,7 +131,7 @@ def connect(
         if config.min_workers and not elastic and job_context.rank == 0:
             job_context.say(
                 f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
-                "(commlayer launch) whose workers all train together; other process groups cannot lose a rank")
+                "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
         nodes = job_context.world // per_node
         job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
             plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
@@ -176,7 +176,7 @@ def _enter(
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
                            "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
-                           "(commlayer launch), with a server that was started with --min-workers. Not supported are a "
+                           "(commlayer join), with a server that was started with --min-workers. Not supported are a "
                            "communication hook that the script registers, and a DistributedDataParallel module that "
                            "ignores parameters or has mixed_precision")
     context.id = met.launch.joins
@@ -259,7 +259,7 @@ def _start_embedded(context: JobContext, config: Config, per_node: int, node: in
     return address, token
 
 
-# ---- runs a training script as one process of a home, as `commlayer launch` starts it, with torch's world set to the whole
+# ---- runs a training script as one process of a home, as `commlayer join` starts it, with torch's world set to the whole
 # job
 #
 # A script that creates the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have.
@@ -398,7 +398,7 @@ def _init(known: Callable[..., Any], backend: str | None = None, init_method: st
     if init_method not in OWN or rank not in (-1, launch.rank) or world_size not in (-1, launch.world):
         raise InvalidInput("E-PROCESS-GROUP",
                            f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={world_size}) is not "
-                           "supported under `commlayer launch`: leave these arguments out, or pass env:// with rank "
+                           "supported under `commlayer join`: leave these arguments out, or pass env:// with rank "
                            f"{launch.rank} of {launch.world}")
     inside = str(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     begin_world(launch, inside, timeout.total_seconds() if timeout else 0.0)

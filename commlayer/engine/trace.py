@@ -182,7 +182,7 @@ def write(connection: JobContext, path: Path, ranks: Sequence[Sequence[RecordedS
 
 
 def _name(connection: JobContext, plan: Plan) -> str:
-    """Digest of the plan as users know it: that of the file from `plan make`, or the one in the log."""
+    """Digest of the plan as users know it: that of the file from `plan create`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 

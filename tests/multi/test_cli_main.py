@@ -36,7 +36,7 @@ def test_python_m_is_the_command() -> None:
     assert re.fullmatch(r"commlayer: nothing: .*\[E-CLI-OPTION\]\n", wrong.stderr)
 
 
-@pytest.mark.parametrize(("typed", "offered"), [("commlayer pl", {"plan"}), ("commlayer plan ", {"make", "explain", "diff"})])
+@pytest.mark.parametrize(("typed", "offered"), [("commlayer pl", {"plan"}), ("commlayer plan ", {"create", "explain", "diff"})])
 def test_shells_complete_commands(typed: str, offered: set[str]) -> None:
     words = typed.split(" ")
     done = call("-m", "commlayer", _COMMLAYER_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(len(words) - 1))

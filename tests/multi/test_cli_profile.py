@@ -45,7 +45,7 @@ def commlayer(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    done = commlayer("profile", "--model", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16",
+    done = commlayer("profile", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16",
                      cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 tensors" in done.stdout
@@ -55,7 +55,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert profile["codecs"][1]["task_loss"] is None, "what it costs in quality is not measured here"
     assert job["batch"] == 16
     assert len(job["timing"]["ready_s"]) == 4
-    made = ("make", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--exact", "--out", "plan.json")
+    made = ("create", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--sync", "step")
     planned = commlayer("plan", *made, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "topk" in (tmp_path / "plan.json").read_text()
@@ -69,17 +69,17 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
 
 @pytest.mark.commit(3)
 @pytest.mark.parametrize(("words", "code", "said"), [
-    (("--model", "none.py"), "E-USER-CODE", "commlayer: none.py: "),
-    (("--model", "mine.py:absent"), "E-USER-CODE", "commlayer: mine.py:absent: "),
-    (("--model", "mine.py:wrong"), "E-USER-CODE", "commlayer: mine.py:wrong: "),
-    (("--model", "mine.py:shapes"), "E-USER-CODE", "commlayer: mine.py:shapes: a step: RuntimeError: mat1"),
-    (("--model", "mine.py:silent"), "E-USER-CODE",
+    (("none.py",), "E-USER-CODE", "commlayer: none.py: "),
+    (("mine.py:absent",), "E-USER-CODE", "commlayer: mine.py:absent: "),
+    (("mine.py:wrong",), "E-USER-CODE", "commlayer: mine.py:wrong: "),
+    (("mine.py:shapes",), "E-USER-CODE", "commlayer: mine.py:shapes: a step: RuntimeError: mat1"),
+    (("mine.py:silent",), "E-USER-CODE",
      "commlayer: mine.py:silent: a step: InvalidInput: the loss is of type NoneType"),
-    (("--model", "mine.py:several"), "E-USER-CODE",
+    (("mine.py:several",), "E-USER-CODE",
      "commlayer: mine.py:several: a step: InvalidInput: the loss is a Tensor of 8"),
     (("--batch", "8"), "E-CLI-OPTION", "commlayer: --batch "),
     (("--out", "none/p.json"), "E-CLI-OPTION", "commlayer: none/p.json: the folder "),
-    (("--model", "mine"), "E-USER-CODE", "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
+    (("mine",), "E-USER-CODE", "commlayer: mine: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION"),
     (("--out", "absent/p.json"), "E-CLI-OPTION", "commlayer: absent/p.json: the folder "),
     (("--codec", "topq()"), "E-CODEC-NAME", "commlayer: codec 'topq()': 'topq' is unknown"),
 ])

@@ -27,7 +27,7 @@ def test_the_first_script_trains_alone_and_says_so() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("line", re.findall(r"^commlayer (plan make .*)$", PAGE, re.MULTILINE))
+@pytest.mark.parametrize("line", re.findall(r"^commlayer (estimate .*)$", PAGE, re.MULTILINE))
 def test_a_command_to_plan_runs_in_a_clone(line: str) -> None:
     done = subprocess.run([sys.executable, "-m", "commlayer", *line.split()], cwd=ROOT, text=True, timeout=120,
                           capture_output=True, env=clean_environment())
@@ -38,4 +38,4 @@ def test_a_command_to_plan_runs_in_a_clone(line: str) -> None:
 
 
 def test_there_is_a_command_to_plan() -> None:
-    assert re.findall(r"^commlayer plan make examples/train.py:make ", PAGE, re.MULTILINE)
+    assert re.findall(r"^commlayer estimate examples/train.py:make ", PAGE, re.MULTILINE)

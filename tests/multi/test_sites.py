@@ -342,7 +342,7 @@ def test_keys_that_do_not_fit_are_a_line(
 def test_a_worker_that_dials_by_itself_is_told_of_launch(opened: list[Any]) -> None:
     coordinator = Coordinator(quick(), workers=3)
     opened.append(coordinator)
-    with pytest.raises(Refused, match=r"\b1 workers.*\b3: .*`commlayer launch --join`.*E-WORKERS"):
+    with pytest.raises(Refused, match=r"\b1 workers.*\b3: .*`commlayer join`.*E-WORKERS"):
         client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(), lambda _: None)
 
 

@@ -29,8 +29,6 @@ MISTAKES = [
     (("--workers", "17"), "E-CLI-OPTION"),
     (("--link", "fast"), "E-CLI-OPTION"),
     (("--rtt", "30"), "E-CLI-OPTION"),
-    (("--target", "97"), "E-CLI-OPTION"),
-    (("--target", "nan"), "E-CLI-OPTION"),
     (("--codec", "topq(ratio=0.01)"), "E-CODEC-NAME"),
     (("--codec", "topk(ratio=2)"), "E-CODEC-ARGUMENT"),
     (("--json", "/nonexistent/demo.json"), "E-CLI-OPTION"),
@@ -72,7 +70,7 @@ def test_a_small_demo_reaches_its_target_and_leaves_nothing(tmp_path: Path) -> N
     out, folder = tmp_path / "demo.json", tmp_path / "tmp"
     folder.mkdir()
     environ = os.environ | {"TMPDIR": str(folder), "COMMLAYER_JOIN": "not for the demo"}
-    done = subprocess.run(command(*SMALL, "--target", "0.3", "--json", str(out)),
+    done = subprocess.run(command(*SMALL, "--json", str(out)),
                           capture_output=True, text=True, timeout=WAIT_S, cwd=ROOT, env=environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert marked(folder) == []

@@ -50,8 +50,8 @@ def test_a_home_without_a_checkpoint_that_comes_first_overwrites_none(tmp_path: 
 
 
 def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
-    (line,) = re.findall(r"^\$ commlayer (plan make .*)$", PAGE, re.MULTILINE)
-    said = CliRunner().invoke(app, [*line.split(), "--out", str(tmp_path / "plan.json")], env={"COLUMNS": "120"})
+    (line,) = re.findall(r"^\$ commlayer (estimate .*)$", PAGE, re.MULTILINE)
+    said = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
     assert said.exit_code == 0, said.output
     assert "servers on server\n" in said.output
     rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", said.output, re.MULTILINE))

@@ -60,7 +60,7 @@ def make(call: Callable[..., Any], nodes: str = "2x2*cpu@10g") -> Plan:
     times = tuple(1e-3 * (i + 1) for i in range(len(job.tensors)))
     timing = Timing(times[::-1], times, times[-1], times[-1], device="cpu")
     Path("job.json").write_bytes(records.encode(Job(job.tensors, 6, timing, "mlp")))
-    code, _, errors = call("plan", "make", "job.json", "--nodes", nodes, "--out", "plan.json")
+    code, _, errors = call("plan", "create", "job.json", "--nodes", nodes, "--out", "plan.json")
     assert (code, errors) == (0, "")
     return records.decode(Path("plan.json").read_bytes(), Plan, "plan")
 
@@ -157,7 +157,7 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
 
 def test_servers_start_where_the_plan_has_them_and_without_inputs_nothing_is_predicted(call: Callable[..., Any]) -> None:
     plan = make(call)
-    call("plan", "make", "lstm", "--nodes", "2x2*cpu@10g", "--out", "lstm.json")
+    call("plan", "create", "lstm", "--nodes", "2x2*cpu@10g", "--out", "lstm.json")
     Path("lstm.inputs.json").replace("plan.inputs.json")
     served = edited(plan, paths=("service",) * len(PATHS))
     buckets = tuple(msgspec.structs.replace(b, server=b.id % 2) for b in served.buckets)

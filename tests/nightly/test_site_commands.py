@@ -1,4 +1,4 @@
-"""`commlayer serve` and `commlayer launch` on several sites: training as under torchrun, log lines, restarts.
+"""`commlayer serve` and `commlayer join` on several sites: training as under torchrun, log lines, restarts.
 
 Run as a script: the training of sites that are switched off, or whose coordinator restarts.
 """
@@ -43,7 +43,7 @@ def test_sites_of_two_workers_and_one_train_as_under_torchrun_bit_for_bit(sites:
         (0, 3, "0", 3.0), (1, 3, "0", 3.0), (2, 3, "1", 3.0)]
     assert [one["nodes"] for one in reports] == [[3]] * 3, "the server is a node of its own, though it has the sites' host name"
     assert {one["sha"] for one in reports} == set(torchrun_digests("ddp", 3))
-    assert re.search(r"commlayer launch --join 127.0.0.1:\d+ --token-file \S+ SCRIPT", all_ended([server])[0].errors)
+    assert re.search(r"COMMLAYER_TOKEN_FILE=\S+ commlayer join 127.0.0.1:\d+ SCRIPT", all_ended([server])[0].errors)
 
 
 def test_workers_of_one_site_sum_among_themselves_first(sites: Sites) -> None:
@@ -78,7 +78,7 @@ def test_the_end_of_a_site_a_launcher_or_the_server_is_named_at_the_others(sites
         second.kill()
     else:
         second.send_signal(signal.SIGINT)
-        assert "commlayer launch: this home was interrupted" in all_ended([second], 130)[0].errors
+        assert "commlayer join: this home was interrupted" in all_ended([second], 130)[0].errors
     # One of the two is reported first.
     pattern = r"^commlayer: worker 1: .*(KeyboardInterrupt|reports that it has ended).*\[E-PEER-LOST\]$"
     assert re.search(pattern, all_ended([first], 1)[0].errors, re.MULTILINE)

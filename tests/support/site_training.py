@@ -1,4 +1,4 @@
-"""A training script that knows nothing of sites: `commlayer launch` starts it, or torchrun."""
+"""A training script that knows nothing of sites: `commlayer join` starts it, or torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sites as processes: `commlayer serve` and `commlayer launch` as a user starts them, and what they print."""
+"""Sites as processes: `commlayer serve` and `commlayer join` as a user starts them, and what they print."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FULL = "the job is running with all its", "of the job's"
 
 
 class Sites:
-    """One `commlayer serve` and any number of `commlayer launch`."""
+    """One `commlayer serve` and any number of `commlayer join`."""
 
     def __init__(self) -> None:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
@@ -52,7 +52,7 @@ class Sites:
 
     def launch(self, script: str, *arguments: str, rank: int | None = None, options: Iterable[str] = ()) -> Process:
         place = () if rank is None else ("--node-rank", str(rank))
-        return self.run("launch", "--join", self.address, *place, *options, script, *arguments)
+        return self.run("join", *place, *options, self.address, script, *arguments)
 
     def close(self) -> None:
         for process in reversed(self._processes):  # the server last

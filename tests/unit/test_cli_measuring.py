@@ -1,4 +1,4 @@
-"""plan make FILE.py: a user's model is timed here, and its times are told against the tables' reference."""
+"""estimate FILE.py: a user's model is timed here, and its times are told against the tables' reference."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_script_can_be_planned_at_once(
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MODEL)
     words = ("mine.py", "--nodes", "2xcpu@20/5Mb", "--batch", "16", "--out", "plan.json")
-    monkeypatch.setattr("sys.argv", ["commlayer", "plan", "make", *words])
+    monkeypatch.setattr("sys.argv", ["commlayer", "plan", "create", *words])
     with pytest.raises(SystemExit, match="0"):
         run()
     out = capsys.readouterr().out

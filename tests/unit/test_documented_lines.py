@@ -109,8 +109,8 @@ def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
 
 def test_no_kind_of_line_is_overlooked() -> None:
     whole = {(line.page, line.program, line.words[0]) for line in ALL if line.whole}
-    for page, commands in (("README.md", ("serve", "launch")), ("keys.md", ("keys",)),
-                           ("first-evening.md", ("serve", "launch", "keys", "doctor"))):
+    for page, commands in (("README.md", ("serve", "join")), ("keys.md", ("keys",)),
+                           ("first-evening.md", ("serve", "join", "keys", "doctor"))):
         assert {(page, "commlayer", command) for command in commands} <= whole
     assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= whole
     # One torchrun starts, and one is a word of another shell's.

@@ -89,7 +89,7 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     assert result.provenance.tasks[0].startswith("your proxy: ")
     assert result.provenance.runs == 7
     assert f"6 rows in {out}" in output
-    code, output, errors = told(["plan", "make", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
+    code, output, errors = told(["plan", "create", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
                                str(plan)], monkeypatch, capsys)
     assert (code, errors) == (0, "")
     assert inputs_of(plan).learning == result.rows, "explain, whatif and diff go by them, too"
@@ -201,7 +201,8 @@ def test_a_table_that_is_not_there_is_one_line(
     absent = tmp_path / "none.json"
     with pytest.raises(ValueError, match=f"{absent}: No such file.*E-LEARNING-TABLE"):
         settle("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
-    code, _, errors = told(["plan", "make", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)], monkeypatch, capsys)
+    words = ["plan", "create", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)]
+    code, _, errors = told(words, monkeypatch, capsys)
     assert code == 2
     assert str(absent) in errors
     assert errors.endswith("[E-LEARNING-TABLE]\n")

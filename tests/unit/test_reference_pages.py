@@ -23,7 +23,7 @@ def test_a_page_is_current(name: str) -> None:
 def test_every_setting_and_command_is_on_its_page() -> None:
     settings, commands = ((FOLDER / "reference" / name).read_text() for name in ("settings.md", "cli.md"))
     assert all(f"| `{name}` |" in settings for name in generate.config.Config.__struct_fields__)
-    assert {"commlayer serve", "commlayer plan make", "commlayer keys add"} <= {
+    assert {"commlayer serve", "commlayer plan create", "commlayer keys add"} <= {
         line.lstrip("# ") for line in commands.splitlines() if line.startswith("#")}
 
 

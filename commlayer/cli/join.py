@@ -1,4 +1,4 @@
-"""`commlayer launch`: starts a training script on a machine that can only dial out, as torchrun does in a cluster."""
+"""`commlayer join`: starts a training script on a machine that can only dial out, as torchrun does in a cluster."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from commlayer.cli.options import Insecure, Keys
 from commlayer.config import Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
@@ -27,26 +28,21 @@ END_S = 30.0
 """How long a home's other workers may take to end after a failure or Ctrl-C, since they notify the other homes."""
 
 
-def launch(
+def join(
+    address: Annotated[str, typer.Argument(help="host:port of `commlayer serve`.", metavar="ADDR")],
     script: Annotated[Path, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT")],
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
-    join: Annotated[str, typer.Option(help="host:port of `commlayer serve`, else COMMLAYER_JOIN.", metavar="ADDR")] = "",
-    keys: Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")] = "",
-    token_file: Annotated[str, typer.Option(help="File with the job's secret, else COMMLAYER_TOKEN.", metavar="FILE")] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")] = False,
+    keys: Keys = "", insecure: Insecure = False,
     nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
     node_rank: Annotated[int, typer.Option(help="This home's number from 0; -1: by order of arrival.", min=-1)] = -1,
     full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
     """Train with other homes through `commlayer serve`. This machine connects only to that server."""
-    options: dict[str, Any] = {"token_file": token_file, "join": join, "insecure": insecure, "keys": keys}
+    options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in options.items() if value})
-    if not config.join:
-        raise InvalidInput("E-CLI-OPTION",
-                           "--join is missing: host:port of the machine where `commlayer serve` runs, which prints this line")
     if not config.token:
-        raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
+        raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
     if not script.is_file():
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
     # Imported late: these load grpc, which --help does not need.
@@ -65,7 +61,6 @@ def launch(
         else:
             _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
-                    "token_file": str(Path(token_file).expanduser().absolute()) if token_file else "",
                     "min_workers": str(seat.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]
         children = [_start(line, attendance.request.home, seat, local, nproc_per_node, settings)
@@ -83,7 +78,7 @@ def launch(
 
 
 def _say(line: str) -> None:
-    print(f"commlayer launch: {line}", file=sys.stderr, flush=True)
+    print(f"commlayer join: {line}", file=sys.stderr, flush=True)
 
 
 def _first_rank(seat: Any, workers: int) -> int:

@@ -1,0 +1,37 @@
+"""Options that several commands share: one name, meaning and help each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commlayer.config import host_port
+from commlayer.errors import InvalidInput
+
+Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
+Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the usual batch.", metavar="N")]
+Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only this codec; may be repeated.", metavar="CODEC")]
+Join = Annotated[str, typer.Option(help="host:port of a job's coordinator, else COMMLAYER_JOIN.", metavar="ADDR")]
+Bind = Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.", metavar="HOST")]
+Port = Annotated[int, typer.Option(help="The coordinator's port; data uses the next one. 0: any free ports.")]
+Keys = Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")]
+Journal = Annotated[str, typer.Option(help="A folder from which a server here resumes after a crash.", metavar="DIR")]
+
+
+def split_bind(bind: str, port: int) -> tuple[str, int]:
+    """Splits --bind into host and port, if it has a port."""
+    if bind.count(":") != 1 and not bind.startswith("["):
+        return bind, port
+    if bind.endswith("]"):
+        return bind[1:-1], port
+    try:
+        host, own = host_port(bind)
+    except ValueError as error:
+        raise InvalidInput("E-CLI-OPTION", f"--bind: {error}") from None
+    if port not in (0, own):
+        raise InvalidInput("E-CLI-OPTION", f"--bind {bind} beside --port {port}: name the port once")
+    return host, own
