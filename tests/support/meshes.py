@@ -25,7 +25,7 @@ from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
-from commlayer.transport.shaped_links import HostLink, ShapedLinks, shaped
+from commlayer.transport.shaped_links import HostLink, Shaped, ShapedLinks
 from support.faulty import faulty
 from support.loopback import Hub
 
@@ -152,7 +152,7 @@ def shaped_mesh(n: int) -> Iterator[list[Transport]]:
     with tempfile.TemporaryDirectory() as folder:
         links = ShapedLinks(Path(folder) / "links", [HostLink(math.inf, math.inf)] * n)
         hosts = {rank: rank // 2 for rank in range(n)}
-        with closing([shaped(t, links, hosts) for t in Hub().mesh(range(n))]) as mesh:
+        with closing([Shaped(t, links, hosts) for t in Hub().mesh(range(n))]) as mesh:
             yield mesh
         links.close()
 
