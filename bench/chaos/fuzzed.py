@@ -51,7 +51,7 @@ FEWEST = 5
 compared with that of the second."""
 MOST_GROWTH_PCT, MOST_THREADS = 5.0, 100
 MOST_FINDINGS = 20
-CALLS = ("Join", "Heartbeat", "Leave", "RegisterSite", "KvRequest", "Status", "PlanPart")
+CALLS = ("Join", "Heartbeat", "Leave", "KvRequest", "Status", "PlanPart")
 RECORDS = {"Status": "StatusRequest"}
 """Calls whose record has another name."""
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}

@@ -127,8 +127,8 @@ def attend(pipe: Any, place: int) -> None:
     config = read_config()
     attendance = SiteLease(config.join, config, messages.site_request(1, place), lambda line: print(line, file=sys.stderr))
     seat = attendance.meet(START_S)
-    first, joins = (seat.world - 1, seat.first) if seat.joins else (seat.first, -1)
-    pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.home, joins), seat.nodes,
+    first, joins = (seat.world - 1, seat.rank) if seat.joins else (seat.rank, -1)
+    pipe.send((Launch(first, seat.world, 0, 1, seat.node, seat.node, attendance.request.token, joins), seat.nodes,
                seat.min_workers))
     attendance.close(pipe.recv())
 

@@ -40,7 +40,7 @@ class Desk:
         self._rendezvous.begin()
 
     def _attends(self, rank: int) -> None:
-        reply = self._rendezvous.register(msgspec.structs.replace(messages.site_request(1), home=home_of(rank)))
+        reply = self._rendezvous.register(msgspec.structs.replace(messages.site_request(1), token=home_of(rank)))
         assert not reply.error, reply.error
 
     def _joins(self, request: Join) -> None:

@@ -57,13 +57,13 @@ def join(
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
         if seat.joins:
-            _say(f"the job runs: this home joins it, with {ranks} of {seat.world}; the others call it worker {seat.first}")
+            _say(f"the job runs: this home joins it, with {ranks} of {seat.world}; the others call it worker {seat.rank}")
         else:
             _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "min_workers": str(seat.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]
-        children = [_start(line, attendance.request.home, seat, local, nproc_per_node, settings)
+        children = [_start(line, attendance.request.token, seat, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
         code, reason = _wait(children, attendance)
     except CommError as error:
@@ -82,12 +82,12 @@ def _say(line: str) -> None:
 
 
 def _first_rank(seat: Any, workers: int) -> int:
-    return int(seat.world - workers if seat.joins else seat.first)
+    return int(seat.world - workers if seat.joins else seat.rank)
 
 
 def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
     """Starts a worker in a session of its own: Ctrl-C reaches only this process, which forwards it once."""
-    joins = seat.first + local if seat.joins else -1
+    joins = seat.rank + local if seat.joins else -1
     mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
     command = [sys.executable, "-u", "-m", "commlayer.engine.start", str(os.getpid()), *line]
     return subprocess.Popen(command, env=home_environment(mine, seat.nodes, settings), start_new_session=True)

@@ -1,14 +1,15 @@
-"""Client of the coordinator: joins a job, then sends heartbeats from a thread of its own."""
+"""Client of the coordinator: a channel for calls, the registration of this process, and its heartbeats."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -16,7 +17,18 @@ import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster import child_processes, messages
-from commlayer.cluster.messages import MAX_NBYTES, MAX_PLAN_NBYTES, MAX_REPLY_NBYTES, PART_NBYTES, SERVICE
+from commlayer.cluster.messages import (
+    MAX_NBYTES,
+    MAX_PLAN_NBYTES,
+    MAX_REPLY_NBYTES,
+    PART_NBYTES,
+    SERVICE,
+    Heartbeat,
+    HeartbeatReply,
+    Join,
+    JoinReply,
+    PeerExit,
+)
 from commlayer.cluster.tls_terminator import MOST_NBYTES, reason_of
 from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused, without_code
@@ -29,6 +41,7 @@ from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import SERVICE as NAMED
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.protocol import Header, Kind
+from commlayer.transport.reconnect import Backoff
 from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator, new_nonce, wrong_secret
 from commlayer.transport.tls import CONTROL, TlsSocket
 
@@ -36,22 +49,238 @@ settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
 import grpc.aio  # noqa: E402
 
-POLL_S = (0.02, 0.25)
-"""First and longest pause between two join requests, in seconds."""
-CALL_S = 5.0
+log = logging.getLogger("commlayer")
+
+CALL_S, MIN_CALL_S = 5.0, 0.05
+"""Usual and shortest timeout of a call, in seconds."""
 CHECK_S = 1.0
 CLOCK_S = 300.0
 """Seconds of difference between this machine's clock and the coordinator's above which a warning is logged. No reply takes that
 long."""
-ASK_S = 0.05
-"""Shortest timeout of a heartbeat call, in seconds."""
+NAME_S = 5.0
+"""Seconds after which a host name that cannot be resolved is an error. The name of a container exists only after the container
+has started."""
+PARTS_IN_FLIGHT = 8
+"""How many chunks of a plan are sent concurrently, so uploading to a distant coordinator takes few round trips."""
+RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
+answered."""
+CHANNEL_CLOSE_S = 1.0
+"""How long close() waits for gRPC's thread that watches a channel. The thread polls every 0.2 s."""
 OnSilence = Callable[[float], None]
 """Called after every failed heartbeat once the coordinator has not answered for dead_after_s, with the seconds since its last
 answer."""
-OnLeft = Callable[[messages.PeerExit], None]
+OnLeft = Callable[[PeerExit], None]
 OnView = Callable[[View], None]
 """Called when the coordinator reports a newer epoch. Only the members of that epoch continue."""
+R = TypeVar("R", bound=Record)
 
+
+# ---- The channel to the coordinator: mutually authenticated calls, plans in parts. Errors are CommErrors with its address.
+
+def channel_options(address: str) -> list[tuple[str, Any]]:
+    """Returns the gRPC options of a channel to that coordinator."""
+    arguments: list[tuple[str, Any]] = [
+        ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
+    ]
+    return [*arguments, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(host_port(address)[0]) else [])]
+
+
+def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
+    return None if keys is None else TlsCredentials(keys.ca.decode(), keys.certificate.decode(), keys.key.decode(), NAMED)
+
+
+def fingerprint(keys: Keys | None) -> bytes:
+    """Returns the fingerprint of this node's certificate, to which its proofs of the secret are bound; b"" without keys."""
+    return keys.own.fingerprint if keys else b""
+
+
+class CoordinatorChannel:
+    """A channel to one coordinator, authenticated with the job's secret, and encrypted with TLS if keys are given."""
+
+    def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
+        """Opens the channel. `own`: uses a connection that no other channel of this process shares."""
+        self.address, self.secret, self.keys = address, secret, keys
+        self.peer = f"coordinator {address}"
+        apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
+        self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
+        self._asker = CallAuthenticator(secret, self._send, _unproved, fingerprint(keys))
+        self._closed = threading.Event()
+        self._certificate: PeerCertificate | None = None
+        # gRPC reconnects by itself and then checks only the CA, so the coordinator's certificate is checked again.
+        self._connected, self._connections, self._checked = False, 0, 0 if keys is None else -1
+        if keys is not None:
+            self._channel.subscribe(self._on_change)
+
+    def _on_change(self, state: Any) -> None:
+        ready = state is grpc.ChannelConnectivity.READY
+        self._connections += self._connected and not ready
+        self._connected = ready
+
+    def _check_certificate(self, timeout_s: float) -> None:
+        """Checks the coordinator's certificate over a separate connection, if the connection may be a new one. Raises Refused
+        if the certificate is not of this job or was revoked, on every later call too."""
+        if self._checked != self._connections:
+            # Read first: if the connection is lost during the check, the next call checks again.
+            connections, self._checked = self._connections, -1
+            with contextlib.suppress(Unresolved):
+                self._certificate = None
+                self._certificate = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
+            if self._certificate is None:
+                raise PeerLost("not reachable: no answer to a connection that checks its certificate", peer=self.peer)
+            self._checked = connections
+        if self.keys is not None and self._certificate is not None and self._certificate.serial in self.keys.revoked():
+            raise Refused(f"its certificate ({self._certificate.name}) was revoked", peer=self.peer,
+                          code="E-CERTIFICATE-REVOKED")
+
+    def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
+        answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
+        return answer
+
+    def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
+        """Makes one call. Raises PeerLost or DeadlineExceeded if it may succeed later, Refused if not."""
+        self._check_certificate(timeout_s)
+        try:
+            reply = self._asker.ask(method, messages.pack(request), timeout_s)
+        except AuthenticationFailed:
+            raise Refused(wrong_secret(self.secret), peer=self.peer, code="E-SECRET") from None
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=self.peer) from None
+            if code in RETRYABLE:
+                raise PeerLost(f"not reachable: {details}", peer=self.peer) from None
+            raise Refused(f"{method} failed: {details} ({code.name})", peer=self.peer) from None
+        except ValueError:
+            raise PeerLost("the channel is closed", peer=self.peer) from None
+        return messages.unpack(reply, kind, self.peer)
+
+    def request(self, method: str, request: Record, kind: type[R], deadline: float, timeout_s: float = CALL_S,
+                lost_s: float = math.inf) -> R:
+        """Repeats a call until it is answered; a repeated call must have no further effect. `timeout_s`: of each call.
+
+        Raises the last error after `deadline`, or when the coordinator has refused connections for `lost_s`.
+        """
+        backoff, lost_since = Backoff(deadline, self._closed), math.inf
+        while True:
+            try:
+                return self.call(method, request, kind, timeout_s)
+            except (PeerLost, DeadlineExceeded) as error:
+                now = time.monotonic()
+                lost_since = min(lost_since, now) if isinstance(error, PeerLost) else math.inf
+                if now - lost_since >= lost_s or not backoff.wait():
+                    raise
+
+    def register(self, request: Callable[[float], Join], wait_s: float, answer_s: float, *, plan: bytes = b"",
+                 ended: threading.Event | None = None, log_wait: Callable[[str], None] = lambda _: None) -> JoinReply:
+        """Repeats a registration until it is complete. `request` is called with the seconds since the first one.
+
+        Raises Refused with the coordinator's reason; DeadlineExceeded if the coordinator does not answer for `answer_s`, or
+        others have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait`: called with each new line about what
+        is missing.
+        """
+        begin = answered = time.monotonic()
+        missing = logged = ""
+        wrong_clock, ended = False, ended or threading.Event()
+        backoff = Backoff(begin + wait_s, ended)
+        while True:
+            now = time.monotonic()
+            call_s = max(MIN_CALL_S, min(CALL_S, begin + wait_s - now))
+            try:
+                reply = self.call("Join", request(now - begin), JoinReply, call_s)
+                if reply.plan_wanted:
+                    self.send_plan(plan, call_s)
+            except (PeerLost, DeadlineExceeded):
+                # The coordinator may not be up yet, or the network is down. But a bad certificate or a wrong port, which gRPC
+                # does not report, is an error at once; so is a wrong host name, after some seconds.
+                try:
+                    diagnose(self.address, self.keys, now + CHECK_S)
+                except Unresolved:
+                    if now - begin > NAME_S:
+                        raise
+                line = f"waiting up to {answer_s:g} s for the coordinator at {self.address} to answer"
+            else:
+                answered, missing = time.monotonic(), reply.missing
+                if reply.error:
+                    raise Refused(reply.error, peer=self.peer)
+                wrong_clock = wrong_clock or self._check_clock(reply.time_s)
+                if reply.plan_wanted:
+                    continue
+                if reply.complete:
+                    if reply.view is not None and messages.digest_of(reply.plan) != reply.view.plan:
+                        raise CorruptFrame("sent a plan that does not match its digest", peer=self.peer)
+                    return reply
+                line = f"{missing}; waiting for the others"
+            if line != logged:
+                log_wait(line)
+                logged = line
+            if time.monotonic() > answered + answer_s:
+                missing = ""
+                break
+            if not backoff.wait():
+                break
+        if ended.is_set():
+            raise CommError("stopped while waiting for the others to join", peer=self.peer)
+        if missing:
+            head, semicolon, tail = missing.partition(";")
+            raise DeadlineExceeded(f"{head} before the deadline of {wait_s:g} s{semicolon}{tail}: start the others, or wait "
+                                   "longer (join_deadline_s; --wait of `commlayer launch`)", peer=self.peer)
+        raise DeadlineExceeded(f"did not answer within {min(answer_s, wait_s):g} s: check that `commlayer serve` is running at "
+                               "this address and port, and that firewalls allow connections to it", peer=self.peer)
+
+    def _check_clock(self, time_s: float) -> bool:
+        """Logs a warning if this machine's clock differs by more than CLOCK_S from the coordinator's. Returns whether it
+        does."""
+        off_s = time.time() - time_s
+        if not time_s or abs(off_s) < CLOCK_S:
+            return False
+        log.warning("this machine's clock is %.1f hours %s compared with %s, so valid certificates may be rejected: synchronize "
+                    "it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", self.peer)
+        return True
+
+    def send_plan(self, plan: bytes, timeout_s: float) -> None:
+        """Uploads a plan in parts, each in a call of its own, because no call may be large."""
+        if len(plan) > MAX_PLAN_NBYTES:
+            raise InvalidInput("E-PLAN-REFUSED",
+                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
+        digest = messages.digest_of(plan)
+
+        def send(begin: int) -> None:
+            part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
+            self.call("PlanPart", part, HeartbeatReply, timeout_s)
+
+        with futures.ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-plan") as pool:
+            for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
+                pass
+
+    def leave(self, token: str, reason: str, exchanges: int = -1, *, deadline: float = 0.0, timeout_s: float = 1.0
+              ) -> HeartbeatReply | None:
+        """Removes a registration; returns None if the coordinator cannot be reached, which is no error. A call that is not
+        answered in time is repeated until `deadline`, since the link may be full."""
+        try:
+            return self.request("Leave", messages.Leave(token, reason, exchanges), HeartbeatReply, deadline, timeout_s, 0.0)
+        except CommError as error:
+            log.info("left the job, but could not notify the coordinator: %s", error)
+            return None
+
+    def close(self) -> None:
+        self._closed.set()
+        if self.keys is not None:
+            self._channel.unsubscribe(self._on_change)
+            # gRPC's thread raises an exception, which Python prints, if its channel is closed while it polls.
+            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + CHANNEL_CLOSE_S
+            while getattr(watched, "polling", False) and time.monotonic() < until:
+                time.sleep(0.005)
+        self._channel.close()
+
+
+def _unproved(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+# ---- This process's membership.
 
 class Membership:
     """This process's registration in the job. The heartbeat thread calls `on_failure` at most once, with the first peer failure
@@ -60,7 +289,7 @@ class Membership:
     `keep`: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
     """
 
-    def __init__(self, link: CoordinatorChannel, request: messages.Join, seat: messages.JoinReply, config: Config,
+    def __init__(self, link: CoordinatorChannel, request: Join, seat: JoinReply, config: Config,
                  on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, on_left: OnLeft, *,
                  keep: bool) -> None:
         assert seat.view is not None
@@ -72,7 +301,7 @@ class Membership:
         self.plan = seat.plan
         self.rank = seat.rank
         self.name = f"{request.kind} {seat.rank}"
-        self.left: dict[str, messages.PeerExit] = {}
+        self.left: dict[str, PeerExit] = {}
         """Peers that left in order, by peer name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
         """Set when every worker has left or died, so a server may end."""
@@ -87,22 +316,14 @@ class Membership:
         self._call_s = min(CALL_S, config.dead_after_s / 3)
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
-        self.missed: Callable[[], tuple[str, ...]] = tuple
-        """Returns the peers whose data connection their machine closed without an orderly end. Set by the owner of the data
-        connections."""
-        self.ended: Callable[[], tuple[str, ...]] = tuple
-        """Set by a server: returns the workers that closed their data connections in order."""
-        self.dropped: Callable[[], tuple[messages.PeerExit, ...]] = tuple
-        """Set by a server: returns the workers that it disconnected because they broke the protocol."""
-        self.overdue: Callable[[], messages.Overdue | None] = lambda: None
-        """Set by a server: returns its report of workers whose missing contributions keep sums waiting; None if no sum
-        waits."""
+        self.report: Callable[[], Mapping[str, Any]] = dict
+        """Returns fields of the next heartbeat about data connections and sums. Set by their owner."""
         self._closing = threading.Event()
         self._failed = False
-        beats = [messages.pack(messages.Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
-        self._keeper = child_processes.start_sidecar(link.address, link.secret, beats, channel_options(link.address),
-                                                     self._every_s,
-                                             self._call_s, tls_credentials(link.keys), fingerprint(link.keys)) if keep else None
+        beats = [messages.pack(Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
+        self._keeper = child_processes.start_sidecar(
+            link.address, link.secret, beats, channel_options(link.address), self._every_s, self._call_s,
+            tls_credentials(link.keys), fingerprint(link.keys)) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -113,24 +334,15 @@ class Membership:
             self.close()
             return False
         self._stop()
-        # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried when the link
-        # is full.
+        # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried.
         patience_s = self._dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
-        delivered, until = False, time.monotonic() + patience_s
-        while not delivered:
-            try:
-                pulse = self._channel.call("Leave", messages.Leave(self._token, reason, exchanges), messages.HeartbeatReply,
-                                        self._call_s)
-            except CommError as error:
-                if isinstance(error, DeadlineExceeded) and time.monotonic() < until:
-                    continue
-                log.info("left the job, but could not notify the coordinator: %s", error)
-                break
+        pulse = self._channel.leave(self._token, reason, exchanges, deadline=time.monotonic() + patience_s,
+                                    timeout_s=self._call_s)
+        if pulse is not None:
             exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
             self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
-            delivered = True
         self.close()
-        return delivered
+        return pulse is not None
 
     def close(self) -> None:
         """Stops the heartbeats without leaving, so the coordinator will detect this process as dead. Idempotent."""
@@ -148,17 +360,15 @@ class Membership:
         known, silent_s, mark = True, 0.0, time.monotonic()
         while not self._closing.is_set():
             began = time.monotonic()
-            wait_s = max(ASK_S, min(self._call_s, self._dead_after_s - silent_s))
+            wait_s = max(MIN_CALL_S, min(self._call_s, self._dead_after_s - silent_s))
             try:
-                beat = messages.Heartbeat(self._token, self.missed(), generation=self.newest.generation, ended=self.ended(),
-                                          active_generation=self.view.generation, dropped=self.dropped(),
-                                          overdue=self.overdue())
-                pulse = self._channel.call("Heartbeat", beat, messages.HeartbeatReply, wait_s)
+                beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
+                                 **self.report())
+                pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
-                                "detected only when it stops responding",
-                                without_code(error))
+                                "detected only when it stops responding", without_code(error))
                 self.reachable = False
                 # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
                 # silence.
@@ -168,8 +378,7 @@ class Membership:
             else:
                 if pulse.unknown_token and known:
                     log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
-                                "detection",
-                                self._channel.address)
+                                "detection", self._channel.address)
                 elif not self.reachable and not self._failed:
                     log.warning("coordinator %s answers again", self._channel.address)
                 self.reachable, silent_s = True, 0.0
@@ -180,7 +389,7 @@ class Membership:
                 self._keeper.check_running()
             self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
 
-    def _on_reply(self, pulse: messages.HeartbeatReply) -> None:
+    def _on_reply(self, pulse: HeartbeatReply) -> None:
         new = [departure for departure in pulse.departed if departure.peer not in self.left]
         self.left |= {departure.peer: departure for departure in new}
         if pulse.view is not None and pulse.view.generation > self.newest.generation:
@@ -197,8 +406,7 @@ class Membership:
                       if departure.reason != messages.FINISHED and self.is_expected(departure.peer)]
         failures += [PeerLost(f"left the job: {departure.reason}", peer=departure.peer) for departure in unfinished]
         if pulse.dead:
-            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}",
-                                    peer=f"coordinator {self._channel.address}"))
+            failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer))
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True
             self._on_failure(root_cause(failures))
@@ -215,260 +423,26 @@ def root_cause(lost: Sequence[CommError]) -> CommError:
                 lost[0])
 
 
-def join(address: str, request: messages.Join, config: Config, on_failure: Callable[[CommError], None], *,
+def join(address: str, request: Join, config: Config, on_failure: Callable[[CommError], None], *,
          deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
          on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
-    """Registers this process and waits until all processes have joined. `keep`: see Membership.
+    """Registers this process and waits until all processes have joined: see CoordinatorChannel.register. `keep`: see Membership.
 
-    Raises Refused with the coordinator's reason, and DeadlineExceeded if processes are missing or the coordinator does not
-    answer. `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the
-    coordinator's answer is always limited by config.join_deadline_s. Setting `ended` stops the wait early; the event becomes
-    Membership.over.
+    `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the coordinator's
+    answer is always limited by config.join_deadline_s. The event `ended` becomes Membership.over.
     """
-    deadline_s = config.join_deadline_s if deadline_s is None else deadline_s
-    answered_s = time.monotonic()
-    deadline = answered_s + deadline_s
     ended = ended or threading.Event()
-    check_name(address)
-    keys = Keys(config.keys) if config.keys else None
-    link = CoordinatorChannel(address, config.token, keys)
-    missing, pause_s, wrong_clock = "", POLL_S[0], False
-    # A plan may be large, and the request is repeated often.
-    short = msgspec.structs.replace(request, plan=b"")
-    known = keys is None  # whether the coordinator's certificate was checked against the revocation list, which gRPC ignores
+    link = CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None)
+    short = msgspec.structs.replace(request, plan=b"")  # a plan may be large, and the request is repeated often
     try:
-        while not ended.is_set():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                link.leave_quietly(request.token, "other processes did not join in time")
-                raise _join_timeout(address, missing, deadline_s)
-            if time.monotonic() > answered_s + config.join_deadline_s:
-                raise _join_timeout(address, "", config.join_deadline_s)
-            if not known:
-                known = link.verify_coordinator(min(CALL_S, max(0.001, left_s)))
-                if not known:
-                    ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-                    pause_s = min(2 * pause_s, POLL_S[1])
-                    continue
-            try:
-                seat = link.call("Join", short, messages.JoinReply, min(CALL_S, left_s))
-                if seat.plan_wanted:
-                    link.send_plan(request.plan, min(CALL_S, left_s))
-            except (PeerLost, DeadlineExceeded):
-                # The coordinator may not be up yet, or the network is down: wait until the deadline. But a bad certificate,
-                # which gRPC does not report, is an error at once.
-                diagnose(address, keys, min(deadline, time.monotonic() + CHECK_S))
-            else:
-                if seat.error:
-                    raise Refused(seat.error, peer=f"coordinator {address}")
-                missing, answered_s = seat.missing, time.monotonic()
-                wrong_clock = wrong_clock or _check_clock(seat.time_s, address)
-                if seat.plan_wanted:
-                    continue
-                if seat.view is not None:
-                    if messages.digest_of(seat.plan) != seat.view.plan:
-                        raise CorruptFrame("sent a plan that does not match its digest", peer=f"coordinator {address}")
-                    return Membership(link, request, seat, config, on_failure, ended, on_silence, on_left, keep=keep)
-            ended.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(2 * pause_s, POLL_S[1])
-        link.leave_quietly(request.token, "stopped while waiting")
-        raise CommError("stopped while waiting for the others to join", peer=f"coordinator {address}")
-    except BaseException:
+        seat = link.register(lambda _: short, config.join_deadline_s if deadline_s is None else deadline_s,
+                             config.join_deadline_s, plan=request.plan, ended=ended)
+    except BaseException as error:
+        if isinstance(error, CommError) and not isinstance(error, Refused):
+            link.leave(request.token, "stopped waiting for the others")
         link.close()
         raise
-
-
-def _check_clock(time_s: float, address: str) -> bool:
-    """Logs a warning if this machine's clock differs by more than CLOCK_S from the coordinator's. Returns whether it does."""
-    off_s = time.time() - time_s
-    if abs(off_s) < CLOCK_S:
-        return False
-    log.warning("this machine's clock is %.1f hours %s compared with coordinator %s, so valid "
-                "certificates may be rejected: synchronize it (timedatectl set-ntp true)",
-                abs(off_s) / 3600, "fast" if off_s > 0 else "slow", address)
-    return True
-
-
-def _join_timeout(address: str, missing: str, deadline_s: float) -> DeadlineExceeded:
-    peer = f"coordinator {address}"
-    if not missing:
-        return DeadlineExceeded(f"did not answer within {deadline_s:g} s: check that the coordinator is running at "
-                                "this address", peer=peer)
-    head, semicolon, tail = missing.partition(";")
-    return DeadlineExceeded(f"{head} before the deadline of {deadline_s:g} s{semicolon}{tail}", peer=peer)
-
-
-# ---- The channel to the coordinator: mutually authenticated calls, plans in parts. Errors are CommErrors with its address.
-
-log = logging.getLogger("commlayer")
-
-PARTS_IN_FLIGHT = 8
-"""How many chunks of a plan are sent concurrently, so uploading to a distant coordinator takes few round trips."""
-RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
-"""gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
-answered."""
-CHANNEL_CLOSE_S = 1.0
-"""How long close() waits for gRPC's thread that watches a channel. The thread polls every 0.2 s."""
-RESOLVE_S = 5.0
-RETRY_S = 0.25
-R = TypeVar("R", bound=Record)
-
-
-def check_name(address: str) -> None:
-    """Raises CommError if the host name in this address cannot be resolved within RESOLVE_S.
-
-    The lookup is repeated until then, because the name of a container exists only after the container has started. If a proxy
-    is configured nothing is checked, since the proxy resolves names.
-    """
-    host, port = settings.host_port(address)
-    if settings.has_proxy():
-        return
-    deadline, why = time.monotonic() + RESOLVE_S, ["no answer of the name service"]
-
-    def ask() -> None:
-        while True:
-            try:
-                socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                why.clear()
-                return
-            except OSError as error:
-                if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
-                    why.clear()  # no name service yet, as after a power cut: the call itself retries until its own deadline
-                    return
-                why[:] = [error.strerror or str(error)]
-            if time.monotonic() > deadline - RETRY_S:
-                return
-            time.sleep(RETRY_S)
-
-    asking = threading.Thread(target=ask, name="commlayer-resolve", daemon=True)  # a lookup may block for a minute
-    asking.start()
-    asking.join(RESOLVE_S)
-    if why:
-        raise CommError(f"its host name {host!r} cannot be resolved ({why[0]}): correct the address, or use an IP address",
-                        peer=f"coordinator {address}", code="E-ADDRESS")
-
-
-def channel_options(address: str) -> list[tuple[str, Any]]:
-    """Returns the gRPC options of a channel to that coordinator."""
-    host, _ = settings.host_port(address)
-    arguments: list[tuple[str, Any]] = [
-        ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
-        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
-    ]
-    if settings.is_loopback(host):
-        arguments.append(("grpc.enable_http_proxy", 0))
-    return arguments
-
-
-def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
-    if keys is None:
-        return None
-    return TlsCredentials(keys.ca.decode(), keys.certificate.decode(), keys.key.decode(), NAMED)
-
-
-def fingerprint(keys: Keys | None) -> bytes:
-    """Returns the fingerprint of this node's certificate, to which its proofs of the secret are bound; b"" without keys."""
-    return keys.own.fingerprint if keys else b""
-
-
-class CoordinatorChannel:
-    """A channel to one coordinator, authenticated with the job's secret, and encrypted with TLS if keys are given."""
-
-    def __init__(self, address: str, secret: str = "", keys: Keys | None = None, *, own: bool = False) -> None:
-        """Opens the channel. `own`: uses a connection that no other channel of this process shares."""
-        self.address, self.secret, self.keys = address, secret, keys
-        apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
-        self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
-        self._asker = CallAuthenticator(secret, self._send, _unproved, fingerprint(keys))
-        self._seen: PeerCertificate | None = None
-        self._connected, self._times, self._looked = False, 0, 0
-        if keys is not None:
-            self._channel.subscribe(self._changed)
-
-    def _changed(self, state: Any) -> None:
-        """Counts reconnects. gRPC reconnects by itself and then checks only the CA, so the coordinator's certificate must be
-        checked again."""
-        ready = state is grpc.ChannelConnectivity.READY
-        self._times += self._connected and not ready
-        self._connected = ready
-
-    def verify_coordinator(self, timeout_s: float) -> bool:
-        """Checks the coordinator's certificate over a separate connection. Returns whether the coordinator answered. Raises
-        Refused if the certificate is not of this job or was revoked."""
-        # `times` is read first: if the connection is lost during the check, the next call checks again. After a refusal
-        # `_looked` stays -1, so every call is refused.
-        times = self._times
-        self._looked = -1
-        self._seen = certificate = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
-        if certificate is not None:
-            self._looked = times
-        return certificate is not None
-
-    def _check_certificate(self, timeout_s: float) -> None:
-        peer = f"coordinator {self.address}"
-        if self._looked != self._times and not self.verify_coordinator(timeout_s):
-            raise PeerLost("not reachable: no answer to a connection that checks its certificate", peer=peer)
-        if self.keys is not None and self._seen is not None and self._seen.serial in self.keys.revoked():
-            raise Refused(f"its certificate ({self._seen.name}) was revoked", peer=peer, code="E-CERTIFICATE-REVOKED")
-
-    def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
-        answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
-        return answer
-
-    def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
-        peer = f"coordinator {self.address}"
-        self._check_certificate(timeout_s)
-        try:
-            reply = self._asker.ask(method, messages.pack(request), timeout_s)
-        except AuthenticationFailed:
-            raise Refused(wrong_secret(self.secret), peer=peer, code="E-SECRET") from None
-        except grpc.RpcError as error:
-            code, details = error.code(), error.details()
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded(f"no answer within {timeout_s:.1f} s", peer=peer) from None
-            if code in RETRYABLE:
-                raise PeerLost(f"not reachable: {details}", peer=peer) from None
-            raise Refused(f"{method} failed: {details} ({code.name})", peer=peer) from None
-        except ValueError:
-            raise PeerLost("the channel is closed", peer=peer) from None
-        return messages.unpack(reply, kind, peer)
-
-    def send_plan(self, plan: bytes, timeout_s: float) -> None:
-        """Uploads a plan in parts, each in a call of its own, because no call may be large."""
-        if len(plan) > MAX_PLAN_NBYTES:
-            raise InvalidInput("E-PLAN-REFUSED",
-                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
-        digest = messages.digest_of(plan)
-
-        def send(begin: int) -> None:
-            part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
-            self.call("PlanPart", part, messages.HeartbeatReply, timeout_s)
-
-        with futures.ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-plan") as pool:
-            for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
-                pass
-
-    def leave_quietly(self, token: str, reason: str) -> None:
-        """Removes a registration after this process has stopped waiting for the job to begin. If the call fails, the
-        coordinator removes the registration after missing heartbeats."""
-        try:
-            self.call("Leave", messages.Leave(token, reason), messages.HeartbeatReply, 1.0)
-        except CommError as error:
-            log.info("left the job, but could not notify the coordinator: %s", error)
-
-    def close(self) -> None:
-        if self.keys is not None:
-            self._channel.unsubscribe(self._changed)
-            # gRPC's thread raises an exception, which Python prints, if its channel is closed while it polls.
-            watched, until = getattr(self._channel, "_connectivity_state", None), time.monotonic() + CHANNEL_CLOSE_S
-            while getattr(watched, "polling", False) and time.monotonic() < until:
-                time.sleep(0.005)
-        self._channel.close()
-
-
-def _unproved(error: Exception) -> bool:
-    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+    return Membership(link, request, seat, config, on_failure, ended, on_silence, on_left, keep=keep)
 
 
 # ---- Diagnosis of a failed connection, which gRPC does not explain: certificates of either end, or the wrong port.
@@ -476,9 +450,13 @@ def _unproved(error: Exception) -> bool:
 HANDSHAKE = b"\x16\x03"
 
 
+class Unresolved(Refused):
+    """The host name of an address cannot be resolved."""
+
+
 def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") -> PeerCertificate | None:
     """Connects to the address in order to explain a failed connection. Raises Refused with the reason if either end rejects the
-    other's certificate, if only one end uses TLS, or if the address is a data port.
+    other's certificate, if only one end uses TLS, if the address is a data port, or if its host name cannot be resolved.
 
     Returns the other end's certificate if there is no problem. Returns None without keys, or if there is no answer, which may
     be temporary.
@@ -486,6 +464,12 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
     where = who or f"coordinator {address}"
     try:
         sock = track(socket.create_connection(host_port(address), max(0.001, deadline - time.monotonic())))
+    except socket.gaierror as error:
+        # Temporary if there is no name service yet, as after a power cut. A proxy, if there is one, resolves names.
+        if error.errno == socket.EAI_AGAIN or settings.has_proxy():
+            return None
+        raise Unresolved(f"its host name {host_port(address)[0]!r} cannot be resolved ({error.strerror}): correct the address, "
+                         "or use an IP address", peer=where, code="E-ADDRESS") from None
     except OSError:
         return None
     good = None

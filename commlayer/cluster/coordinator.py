@@ -121,7 +121,6 @@ class Coordinator:
             self._rendezvous.begin()
         self._port.start(RpcServer({
             CHALLENGE: self._challenge,
-            "RegisterSite": self._method("RegisterSite", messages.RegisterSite, self._attend, certified=self._named),
             "KvRequest": self._awaited("KvRequest", messages.KvRequest, self._rendezvous.handle),
             "PlanPart": self._method("PlanPart", messages.PlanPart, self._part),
             "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
@@ -190,11 +189,6 @@ class Coordinator:
         return msgspec.structs.replace(request, certificate=name, serial=serial,
                                        dials_only=caller is not None and caller.dials_only)
 
-    def _named(self, request: messages.RegisterSite, caller: PeerCertificate | None) -> messages.RegisterSite:
-        if caller is not None and caller.serial in self._revoked:
-            raise AuthenticationFailed
-        return msgspec.structs.replace(request, certificate=caller.name if caller else "")
-
     def _lost(self) -> dict[int, str]:
         """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
         they may still use the key-value store."""
@@ -213,7 +207,7 @@ class Coordinator:
             return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
                                    max(self._patience_s, self._dead_after_s))
 
-    def _attend(self, request: messages.RegisterSite) -> messages.SiteReply:
+    def _register_site(self, request: messages.Join) -> messages.JoinReply:
         """Registers a site. If the site was restarted, the workers of its previous process are evicted."""
         with self._lock:
             seen_s = {p.rank: p.seen_s for p in self._state.registrations.values() if p.join.kind == "worker" and p.present}
@@ -249,9 +243,11 @@ class Coordinator:
         return messages.HeartbeatReply()
 
     def _join(self, request: messages.Join) -> Record:
+        if _revoked(request, self._revoked):
+            raise AuthenticationFailed
+        if request.kind == "site":
+            return self._register_site(request)
         with self._lock:
-            if _revoked(request, self._revoked):
-                raise AuthenticationFailed
             before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))

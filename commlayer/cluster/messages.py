@@ -16,7 +16,7 @@ import msgspec
 from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
-PROTOCOL = 2
+PROTOCOL = 3
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -28,24 +28,31 @@ MAX_NBYTES = 256 << 10
 """Largest size of a call. An unauthenticated client may send this much, so plans are uploaded in chunks."""
 
 R = TypeVar("R", bound=Record)
-Kind = Literal["worker", "server"]
+Kind = Literal["worker", "server", "site"]
 ANY = -1
 """Value of a rank, node or index that means: the coordinator chooses it."""
 
 
 class Join(Record, frozen=True):
-    """Requests registration as a worker or server. The process repeats the request until all have joined; `token` identifies
-    it."""
+    """Registers a worker or server with the job, or a site. The request is repeated until all have joined; a site repeats it as
+    long as it is present.
+
+    A site is a machine that accepts no connections, whose ranks reach other sites through the coordinator. Its launcher
+    registers it before its workers start, in order to get their ranks.
+    """
 
     kind: Kind
     token: str
+    """Random token that identifies the registration."""
     name: str
     pid: int
     protocol: int
     version: str
     rank: int = ANY
+    """Of a site: requested index among the sites. Ranks are assigned in the order of these indices."""
     world: int = 0
-    """Number of workers that the sender expects; 0: the number that the coordinator was started with."""
+    """Number of workers that the sender expects; 0: the number that the coordinator was started with. Of a site: number of its
+    own workers."""
     node: int = 0
     """Index of the sender's machine. ANY, for a server: the node of workers with the same `name`, else a new node."""
     job: str = ""
@@ -79,22 +86,44 @@ class Join(Record, frozen=True):
     """Whether the caller's certificate is not valid for servers."""
     gradients: int = ANY
     """For a worker: number of leading tensors that are gradients; the others are model buffers. ANY: all are gradients."""
+    leave: str = ""
+    """For a site: it leaves, for this reason."""
+    meeting: str = ""
+    """For a site: name of the coordinator's rendezvous that assigned the site's ranks; "" before."""
+    waited_s: float = 0.0
+    """For a site: seconds since it first requested ranks."""
 
 
 class JoinReply(Record, frozen=True):
-    """Reply to Join. It contains `error`, or rank and epoch once all processes have joined, or until then the missing
-    processes."""
+    """Reply to Join. It contains `error`, or what is missing, or once all have joined the rank and the epoch (for a site: the
+    ranks of its workers)."""
 
     error: str = ""
     rank: int = ANY
+    """Of a site: rank of its first worker; the others have the ranks after it."""
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
     time_s: float = 0.0
-    """The coordinator's clock, in seconds since 1970."""
+    """The coordinator's clock, in seconds since 1970; 0 in the reply to a site."""
     plan_wanted: bool = False
     """The process is not registered, because the coordinator lacks the plan with that digest. Upload the plan in chunks, then
     join again."""
+    world: int = 0
+    """For a site: number of the job's workers, once ranks are assigned."""
+    node: int = ANY
+    """For a site: its index among the `nodes` sites."""
+    nodes: int = 0
+    meeting: str = ""
+    """For a site: random name of the coordinator's rendezvous. Each process of the coordinator has a new name."""
+    joins: bool = False
+    """For a site: the job is already running and admits this site, whose ranks are the last ones of `world`."""
+    min_workers: int = 0
+    """For a site: the coordinator's setting `min_workers`. The job continues while at least this many workers are left."""
+
+    @property
+    def complete(self) -> bool:
+        return self.view is not None or self.world > 0
 
 
 class PlanPart(Record, frozen=True):
@@ -173,51 +202,6 @@ class Leave(Record, frozen=True):
     this number."""
 
 
-class RegisterSite(Record, frozen=True):
-    """Registers a site: a machine that accepts no connections, whose ranks reach other sites through the coordinator. The
-    request is repeated while the site is present.
-
-    A launcher sends this for all workers of its machine, before they start. `leave`: the site leaves, for this reason.
-    """
-
-    home: str
-    """Random token that identifies the site, also in KvRequest."""
-    name: str
-    pid: int
-    protocol: int
-    version: str
-    workers: int
-    place: int = ANY
-    """Requested index among the sites; ANY: the coordinator chooses. Ranks are assigned in the order of these indices."""
-    leave: str = ""
-    certificate: str = ""
-    """Name in the caller's certificate, "" without TLS. The coordinator fills it in."""
-    meeting: str = ""
-    """Name of the coordinator's rendezvous that assigned the site's ranks; "" before."""
-    waited_s: float = 0.0
-    """Seconds since the site first requested ranks."""
-
-
-class SiteReply(Record, frozen=True):
-    """Reply to RegisterSite. It contains `error`, or what is missing, or once all sites are present, the ranks of this site's
-    workers."""
-
-    error: str = ""
-    missing: str = ""
-    first: int = ANY
-    """Rank of the site's first worker. The site's other workers have the ranks after it."""
-    world: int = 0
-    node: int = ANY
-    """Index of this site among the sites."""
-    nodes: int = 0
-    meeting: str = ""
-    """Random name of the coordinator's rendezvous. Each process of the coordinator has a new name."""
-    joins: bool = False
-    """The job is already running and admits this site, whose ranks are the last ones of `world`."""
-    min_workers: int = 0
-    """The coordinator's setting `min_workers`: the job continues while at least this many workers are left."""
-
-
 class KvRequest(Record, frozen=True):
     """A call to the key-value store of the sites: writes, then waits up to `wait_s` for keys. A repeated call has no further
     effect."""
@@ -293,9 +277,9 @@ class StatusReply(Record, frozen=True):
 MAX_STATUS_NBYTES = 192 << 10
 
 
-def site_request(workers: int, place: int = ANY, *, name: str = "") -> RegisterSite:
+def site_request(workers: int, place: int = ANY, *, name: str = "") -> Join:
     """Creates this process's request to register a site with this many workers. `place`: requested index among the sites."""
-    return RegisterSite(secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), workers, place)
+    return Join("site", secrets.token_hex(8), name or socket.gethostname(), os.getpid(), PROTOCOL, version(), place, workers)
 
 
 def worker_request(
@@ -334,7 +318,7 @@ def version() -> str:
         return "source"
 
 
-def incompatible(registration: Join | RegisterSite, version: str) -> str:
+def incompatible(registration: Join, version: str) -> str:
     """Returns why a process with this software cannot take part; "" if it can. `version`: the job's; "" if not known."""
     if registration.protocol != PROTOCOL:
         return coded("E-VERSION", f"uses control protocol {registration.protocol}, but the coordinator uses {PROTOCOL}: "

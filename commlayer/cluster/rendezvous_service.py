@@ -17,7 +17,7 @@ from commlayer.cluster import kv_store, sites
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore, QuotaOwner
-from commlayer.cluster.messages import KvReply, KvRequest, RegisterSite, SiteReply, version
+from commlayer.cluster.messages import Join, JoinReply, KvReply, KvRequest, version
 from commlayer.cluster.sites import PendingWait, WaitTracker
 from commlayer.errors import coded
 from commlayer.transport.protocol import peer_name
@@ -50,7 +50,7 @@ class RendezvousService:
         if journal is not None and journal.sites is not None:
             self._state, self._store = sites.reset_silence(journal.sites, clock()), KvStore(journal.rows.items())
 
-    def supersede(self, request: RegisterSite, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
+    def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
         frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
         view = (self._door() or sites.AdmissionState()).generation
@@ -64,10 +64,9 @@ class RendezvousService:
             self._note(before)
             self._write_down(before)
         site = before.present[token]
-        ranks = range(site.first, site.first + site.request.workers) if before.ranks_assigned else ()
-        return frozenset(ranks), f"its home {site.who} {why}"
+        return frozenset(site.ranks), f"its home {site.who} {why}"
 
-    def register(self, request: RegisterSite) -> SiteReply:
+    def register(self, request: Join) -> JoinReply:
         door = self._door()
         with self._lock:
             before = self._state
@@ -75,7 +74,7 @@ class RendezvousService:
             self._note(before)
             self._write_down(before)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
-        if reply.error and request.home not in before.former:
+        if reply.error and request.token not in before.former:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
         return reply
 
@@ -181,7 +180,7 @@ class RendezvousService:
         """Returns whether the rank belongs to the site. No site may report waits for another site's ranks."""
         with self._lock:
             one = self._state.present.get(site)
-        return one is not None and self._state.ranks_assigned and one.first <= rank < one.first + one.request.workers
+        return one is not None and rank in one.ranks
 
     def _writer(self, site: str, view: int) -> QuotaOwner:
         """Returns the owner of the quota that the site's writes count against: its certificate, which several sites may share,
@@ -193,7 +192,7 @@ class RendezvousService:
             return QuotaOwner(f"home {site}", kv_store.LEAST_EACH_NBYTES)
         certificate = mine.request.certificate
         each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.request.workers)
+        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.request.world)
         return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
 
     def _excluded_reason(self, site: str) -> str:
@@ -201,18 +200,18 @@ class RendezvousService:
         continued without that rank. A late value would be read only by some of them."""
         if not self._min_workers or (one := self._state.present.get(site)) is None:
             return ""
-        lost, ranks = self._lost(), range(one.first, one.first + one.request.workers)
-        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in ranks if rank in lost), "")
+        lost = self._lost()
+        return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in one.ranks if rank in lost), "")
 
     def _note(self, before: sites.Sites) -> None:
         """Logs sites that have joined or left since `before`."""
         state = self._state
         for token, site in state.present.items():
             if token not in before.present:
-                news = f"joins {site.world - site.request.workers} workers" if site.world else \
+                news = f"joins {site.world - site.request.world} workers" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
                 log.info("home %s registered: %s", site.who, news)
-                self._audit.note("attended", where=site.who, workers=site.request.workers)
+                self._audit.note("attended", where=site.who, workers=site.request.world)
         reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
                 if token not in state.present]
         for why in dict.fromkeys(reasons):

@@ -149,8 +149,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 if not end.is_set():
                     raise
             else:
-                member.missed, member.ended = serving.missed, serving.ended
-                member.dropped, member.overdue = serving.dropped, serving.overdue
+                member.report = serving.report
                 stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
                 try:
                     # The coordinator of an embedded server starts no other epochs.

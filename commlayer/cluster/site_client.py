@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import threading
 import time
@@ -12,22 +11,22 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from commlayer.cluster import messages
-from commlayer.cluster.client import CoordinatorChannel, check_name, diagnose
+from commlayer.cluster.client import CALL_S, CoordinatorChannel
 from commlayer.config import Config, reconnect_window_s
-from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused
+from commlayer.errors import CommError, PeerLost
 from commlayer.transport.key_folder import Keys
 
 log = logging.getLogger("commlayer")
 
-CALL_S = 5.0
 BYTES_S = 60.0
 """Timeout in seconds of calls that carry values. Several calls may share a slow link, and a call that times out is sent again
 completely."""
 WAIT_S = 2.0
 """Seconds for which one call waits for keys that are not written yet."""
-PAUSE_S = 0.25
-CHECK_S = 1.0
-Tell = Callable[[str], None]
+
+
+def _channel(address: str, config: Config, *, own: bool) -> CoordinatorChannel:
+    return CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None, own=own)
 
 
 class KvClient:
@@ -35,8 +34,7 @@ class KvClient:
 
     def __init__(self, address: str, config: Config, home: str) -> None:
         self.address, self._home = address, home
-        self._link = CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None, own=True)
-        self._closed = False
+        self._link = _channel(address, config, own=True)
         self._patience_s = max(CALL_S, reconnect_window_s(config))
 
     def request(
@@ -53,37 +51,22 @@ class KvClient:
         """
         once = None if add is None else (*add, secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view,
-                                     rank=rank,
-                               limit_s=limit_s)
-        lost_s = math.inf  # since when connections are refused
+                                     rank=rank, limit_s=limit_s)
         while True:
-            if self._closed:
-                raise CommError("this process has left the job")
             left_s = max(0.0, deadline - time.monotonic())
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
-            try:
-                reply = self._link.call("KvRequest",
-                                        msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0),
-                                        messages.KvReply, call_s)
-            except (PeerLost, DeadlineExceeded) as error:  # a network failure; the request is idempotent
-                now = time.monotonic()
-                lost_s = min(lost_s, now) if isinstance(error, PeerLost) else math.inf
-                if left_s <= 0 or now - lost_s > self._patience_s:
-                    raise
-                time.sleep(min(PAUSE_S, left_s))
-                continue
-            lost_s = math.inf
+            request = msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0)
+            reply = self._link.request("KvRequest", request, messages.KvReply, deadline, call_s, self._patience_s)
             if reply.lost:  # the lost peer is the cause, not the coordinator that reports it
                 raise PeerLost(reply.error, peer=reply.lost)
             if reply.error:
-                raise CommError(reply.error, peer=f"coordinator {self.address}")
+                raise CommError(reply.error, peer=self._link.peer)
             if None not in reply.values or reply.over or not wait or left_s <= 0:
                 return reply
             request = msgspec.structs.replace(request, put=(), drop=())  # these have been applied
 
     def close(self) -> None:
         """Closes the connection. Pending calls raise an error."""
-        self._closed = True
         self._link.close()
 
 
@@ -91,62 +74,26 @@ class SiteLease:
     """Keeps a site registered by repeated calls. `ended` is set when the coordinator ends the registration; `why` is then the
     reason."""
 
-    def __init__(self, address: str, config: Config, request: messages.RegisterSite, tell: Tell) -> None:
+    def __init__(self, address: str, config: Config, request: messages.Join, tell: Callable[[str], None]) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
         self.ended, self.why = threading.Event(), ""
-        self._keys = Keys(config.keys) if config.keys else None
-        self._link = CoordinatorChannel(address, config.token, self._keys)
+        self._link = _channel(address, config, own=False)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._answered = False
 
-    def meet(self, wait_s: float) -> messages.SiteReply:
-        """Registers the site and waits for its ranks. Raises Refused, or DeadlineExceeded: if the coordinator does not answer
-        within join_deadline_s, or the other sites have not joined within `wait_s`."""
-        peer, join_s = f"coordinator {self.address}", self._config.join_deadline_s
-        check_name(self.address)
-        begin = answered = time.monotonic()
-        logged, known = "", self._keys is None
-        while True:
-            now = time.monotonic()
-            try:
-                known = known or diagnose(self.address, self._keys, now + CALL_S) is not None
-                request = msgspec.structs.replace(self.request, waited_s=now - begin)
-                answer = self._link.call("RegisterSite", request, messages.SiteReply, CALL_S) if known else None
-            except (PeerLost, DeadlineExceeded):
-                answer = None
-                diagnose(self.address, self._keys, now + CHECK_S)  # raises for bad certificates, which gRPC does not report
-            if answer is None:
-                if now - answered > join_s:
-                    raise DeadlineExceeded(f"did not answer within {join_s:g} s: check that `commlayer serve` is "
-                                           "running at this address and port, and that firewalls allow connections "
-                                           "to it", peer=peer)
-                line = f"waiting up to {join_s:g} s for the coordinator at {self.address} to answer"
-            else:
-                answered, self._answered = now, True
-                if answer.error:
-                    raise Refused(answer.error, peer=peer)
-                if answer.first != messages.ANY:
-                    return self._go_on(answer)
-                if now - begin > wait_s:
-                    raise DeadlineExceeded(f"{answer.missing} after {wait_s:g} s: start the others, or wait longer (--wait)",
-                                           peer=peer)
-                line = f"{answer.missing}; waiting for the others"
-            if line != logged:
-                self._tell(line)
-                logged = line
-            time.sleep(PAUSE_S)
-
-    def _go_on(self, answer: messages.SiteReply) -> messages.SiteReply:
-        self.request = msgspec.structs.replace(self.request, meeting=answer.meeting)
+    def meet(self, wait_s: float) -> messages.JoinReply:
+        """Registers the site and waits for its ranks, at most `wait_s`: see CoordinatorChannel.register."""
+        seat = self._link.register(lambda waited_s: msgspec.structs.replace(self.request, waited_s=waited_s), wait_s,
+                                   self._config.join_deadline_s, log_wait=self._tell)
+        self.request = msgspec.structs.replace(self.request, meeting=seat.meeting)
         self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
         self._thread.start()
-        return answer
+        return seat
 
     def _stay(self) -> None:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
-                answer = self._link.call("RegisterSite", self.request, messages.SiteReply, CALL_S)
+                answer = self._link.call("Join", self.request, messages.JoinReply, CALL_S)
             except CommError as error:  # the job may be over, or continue without coordinator; workers detect which
                 log.debug("%s", error)
                 continue
@@ -161,8 +108,7 @@ class SiteLease:
             return
         self._closing.set()
         try:
-            if self._answered:
-                self._link.call("RegisterSite", msgspec.structs.replace(self.request, leave=reason), messages.SiteReply, 1.0)
+            self._link.call("Join", msgspec.structs.replace(self.request, leave=reason), messages.JoinReply, 1.0)
         except CommError as error:
             log.debug("left the job, but could not notify the coordinator: %s", error)
         if self._thread is not None:

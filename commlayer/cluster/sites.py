@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.messages import ANY, RegisterSite, SiteReply, incompatible
+from commlayer.cluster.messages import ANY, Join, JoinReply, incompatible
 from commlayer.errors import coded
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
@@ -31,7 +31,7 @@ RESTARTED = coded("E-RENDEZVOUS-ENDED",
 
 
 class Site(Record, frozen=True):
-    request: RegisterSite
+    request: Join
     seen_s: float
     first: int = ANY
     """Rank of the site's first worker; ANY until ranks are assigned."""
@@ -42,6 +42,11 @@ class Site(Record, frozen=True):
     @property
     def who(self) -> str:
         return f"{self.request.certificate or self.request.name} (pid {self.request.pid})"
+
+    @property
+    def ranks(self) -> range:
+        """Ranks of the site's workers; empty until they are assigned."""
+        return range(0) if self.first == ANY else range(self.first, self.first + self.request.world)
 
 
 class AdmissionState(Record, frozen=True):
@@ -93,38 +98,38 @@ class Sites(Record, frozen=True):
     """Version that sites must have: the coordinator's; "": that of the first site."""
 
 
-def register(state: Sites, request: RegisterSite, now: float, door: AdmissionState | None = None,
-             grace_s: float = 0.0) -> tuple[Sites, SiteReply]:
+def register(state: Sites, request: Join, now: float, door: AdmissionState | None = None,
+             grace_s: float = 0.0) -> tuple[Sites, JoinReply]:
     """Registers a site, refuses it, or repeats its reply. `door`: whether the running job admits sites; None: it never does.
 
     `grace_s`: how long a site should ask again while no worker is known to be gone. One of the job's workers may belong to the
     site's own previous process, whose silence has not been detected yet.
     """
-    if (why := state.former.get(request.home)) is not None:
-        return state, SiteReply(error=why)
+    if (why := state.former.get(request.token)) is not None:
+        return state, JoinReply(error=why)
     if request.leave:
         why = f"has left: {request.leave}" if state.begun else f"left before the job began: {request.leave}"
-        return remove(state, request.home, why, door.generation if door else 1), SiteReply()
+        return remove(state, request.token, why, door.generation if door else 1), JoinReply()
     if request.meeting not in ("", state.meeting):
-        return state, SiteReply(error=RESTARTED)
-    if request.home in state.present:
-        state = mark_seen(state, request.home, now)
+        return state, JoinReply(error=RESTARTED)
+    if request.token in state.present:
+        state = mark_seen(state, request.token, now)
     elif state.begun and door is not None and (
             door.retry_reason or (door.closed_reason and door.all_present and request.waited_s < grace_s)):
-        return state, SiteReply(missing=door.retry_reason or door.closed_reason)
+        return state, JoinReply(missing=door.retry_reason or door.closed_reason)
     elif problem := _problem(state, request, door):
-        return state, SiteReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
+        return state, JoinReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
     elif state.begun:
         assert door is not None
         number = state.workers + state.numbers
-        site = Site(request, now, number, number, door.size + request.workers)
-        state = msgspec.structs.replace(state, present={**state.present, request.home: site},
-                                        numbers=state.numbers + request.workers)
+        site = Site(request, now, number, number, door.size + request.world)
+        state = msgspec.structs.replace(state, present={**state.present, request.token: site},
+                                        numbers=state.numbers + request.world)
     else:
-        state = _met(msgspec.structs.replace(state, present={**state.present, request.home: Site(request, now)}))
-    site = state.present[request.home]
+        state = _met(msgspec.structs.replace(state, present={**state.present, request.token: Site(request, now)}))
+    site = state.present[request.token]
     world = site.world or (state.workers if state.ranks_assigned else 0)
-    return state, SiteReply(missing=missing(state), first=site.first, world=world, node=site.node, nodes=len(state.present),
+    return state, JoinReply(missing=missing(state), rank=site.first, world=world, node=site.node, nodes=len(state.present),
                            meeting=state.meeting, joins=site.world > 0)
 
 
@@ -147,12 +152,11 @@ def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
     if state.begun:
         one = state.present[site]
         reason = f"its home {one.who} {why}"
-        ranks = range(one.first, one.first + one.request.workers) if state.ranks_assigned else ()
         remaining = {token: h for token, h in state.present.items() if token != site}
         outlived = dict(state.retained)
         if of := one.request.certificate:
             outlived[of] = RetainedQuota(quota_workers(state, of), max(1, view))
-        return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(ranks, reason)},
+        return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(one.ranks, reason)},
                                        former=_kept({**state.former, site: reason}), retained=outlived)
     if not state.ranks_assigned:
         return msgspec.structs.replace(state, present={token: h for token, h in state.present.items() if token != site})
@@ -161,16 +165,16 @@ def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
     return msgspec.structs.replace(state, present={}, ranks_assigned=False, former=_kept(former))
 
 
-def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
+def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
     """Returns the token of the registered site that has been restarted and now sends `request`; "" if there is none. That site
     has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: maps a rank to the time of its last
     heartbeat."""
-    if not request.certificate or request.leave or request.home in state.present or request.home in state.former:
+    if not request.certificate or request.leave or request.token in state.present or request.token in state.former:
         return ""
     same = [token for token, site in state.present.items()
             if (site.request.certificate, site.request.name) == (request.certificate, request.name)]
     newest_s = {token: max([state.present[token].seen_s,
-                            *(seen_s[rank] for rank in _ranks(state.present[token]) if rank in seen_s)])
+                            *(seen_s[rank] for rank in state.present[token].ranks if rank in seen_s)])
                 for token in same}
     token = min(newest_s, key=lambda one: newest_s[one], default="")
     return token if token and now - newest_s[token] >= silence_s else ""
@@ -179,7 +183,7 @@ def predecessor(state: Sites, request: RegisterSite, now: float, silence_s: floa
 def quota_workers(state: Sites, certificate: str) -> int:
     """Returns the number of workers that determines the quota of this certificate: the workers of its present sites, or more if
     a departed site left values. A site that returns replaces a departed one and counts once."""
-    workers = sum(h.request.workers for h in state.present.values() if h.request.certificate == certificate)
+    workers = sum(h.request.world for h in state.present.values() if h.request.certificate == certificate)
     return max(workers, state.retained[certificate].workers if certificate in state.retained else 0)
 
 
@@ -198,7 +202,7 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
             continue
         if not state.begun:
             state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s before the job began")
-        elif _ranks(site) <= {*ended}:
+        elif site.ranks and {*site.ranks} <= {*ended}:
             state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s after its workers ended", view)
     return state
 
@@ -206,7 +210,7 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
     """Returns whether a site is still present: its scripts may continue after the job's end and use the key-value store. Sites
     whose workers are all `dead` do not count."""
-    return any(now - site.seen_s < silence_s and not _ranks(site) <= {*dead} for site in state.present.values())
+    return any(now - site.seen_s < silence_s and not (site.ranks and {*site.ranks} <= {*dead}) for site in state.present.values())
 
 
 def missing(state: Sites) -> str:
@@ -214,19 +218,15 @@ def missing(state: Sites) -> str:
     if state.ranks_assigned:
         return ""
     requests = [site.request for site in state.present.values()]
-    names = ", ".join((r.certificate or r.name) + (f" with {r.workers}" if r.workers > 1 else "") for r in requests)
+    names = ", ".join((r.certificate or r.name) + (f" with {r.world}" if r.world > 1 else "") for r in requests)
     return f"{_count(state)} of {state.workers} workers have joined ({names})"
-
-
-def _ranks(site: Site) -> set[int]:
-    return {*range(site.first, site.first + site.request.workers)}
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-MAX_FORMER:])
 
 
-def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -> str:
+def _problem(state: Sites, request: Join, door: AdmissionState | None) -> str:
     if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.workers:
@@ -237,28 +237,28 @@ def _problem(state: Sites, request: RegisterSite, door: AdmissionState | None) -
     if state.begun and door is not None:
         return _late(state, request, door)
     free_seats = state.workers - _count(state)
-    if not 1 <= request.workers <= free_seats:
+    if not 1 <= request.world <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
-                     f"has {request.workers} workers, but only {free_seats} of the job's {state.workers} are missing (present: "
+                     f"has {request.world} workers, but only {free_seats} of the job's {state.workers} are missing (present: "
                      f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
-    if request.place != ANY and not 0 <= request.place < state.workers:
-        return coded("E-RANK", f"requests --node-rank {request.place}, allowed: 0 to {state.workers - 1}")
-    other = next((h for h in state.present.values() if request.place not in (ANY,) and h.request.place == request.place), None)
+    if request.rank != ANY and not 0 <= request.rank < state.workers:
+        return coded("E-RANK", f"requests --node-rank {request.rank}, allowed: 0 to {state.workers - 1}")
+    other = next((h for h in state.present.values() if request.rank not in (ANY,) and h.request.rank == request.rank), None)
     if other is None:
         return ""
-    return coded("E-RANK", f"requests --node-rank {request.place}, which {other.who} already has: use a different --node-rank "
+    return coded("E-RANK", f"requests --node-rank {request.rank}, which {other.who} already has: use a different --node-rank "
                            "for each home")
 
 
-def _late(state: Sites, request: RegisterSite, door: AdmissionState) -> str:
+def _late(state: Sites, request: Join, door: AdmissionState) -> str:
     """Returns why a site that joins a running job is refused; "" if it is not."""
     if why := closed_reason(state, door):
         return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
-    if request.workers > state.workers - door.size:
-        return coded("E-WORKERS", f"has {request.workers} workers, but only {state.workers - door.size} of the job's "
+    if request.world > state.workers - door.size:
+        return coded("E-WORKERS", f"has {request.world} workers, but only {state.workers - door.size} of the job's "
                                   f"{state.workers} are missing: start this home with fewer")
-    if state.workers + state.numbers + request.workers > SERVER_BASE:
+    if state.workers + state.numbers + request.world > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
                                    "a new job")
     return ""
@@ -270,7 +270,7 @@ def closed_reason(state: Sites, door: AdmissionState) -> str:
 
 
 def _count(state: Sites) -> int:
-    return sum(h.request.workers for h in state.present.values())
+    return sum(h.request.world for h in state.present.values())
 
 
 def _met(state: Sites) -> Sites:
@@ -281,15 +281,15 @@ def _met(state: Sites) -> Sites:
     for node, token in enumerate(_in_order(state.present)):
         site = state.present[token]
         placed[token] = msgspec.structs.replace(site, first=first, node=node)
-        first += site.request.workers
+        first += site.request.world
     return msgspec.structs.replace(state, present=placed, ranks_assigned=True)
 
 
 def _in_order(present: Mapping[str, Site]) -> list[str]:
     """Returns the tokens of sites in order. Sites that request an index get it if there are enough sites; the others fill the
     gaps in order of arrival."""
-    wished = dict(sorted((h.request.place, token) for token, h in present.items() if h.request.place != ANY))
-    others = [token for token, h in present.items() if h.request.place == ANY]
+    wished = dict(sorted((h.request.rank, token) for token, h in present.items() if h.request.rank != ANY))
+    others = [token for token, h in present.items() if h.request.rank == ANY]
     order = []
     for place in range(len(present)):
         if place in wished:

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -546,18 +547,21 @@ class DataServer:
     def _on_drop(self, member: int, why: str) -> None:
         self._audit.note("dropped", peer=peer_name(member), why=why)
 
-    def dropped(self) -> tuple[messages.PeerExit, ...]:
-        """Returns members that were dropped for breaking the protocol, for the heartbeat."""
-        dropped = {} if self._server is None else self._server.dropped()
-        return tuple(messages.PeerExit(peer_name(member), why) for member, why in list(dropped.items())[:MAX_REPORTED])
+    def report(self) -> dict[str, Any]:
+        """Returns the fields of a heartbeat that a summation server fills in."""
+        fields: dict[str, Any] = {"missed": self._transport.missed()}
+        if self._server is not None:
+            dropped = list(self._server.dropped().items())[:MAX_REPORTED]
+            fields |= {"dropped": tuple(messages.PeerExit(peer_name(member), why) for member, why in dropped),
+                       "ended": self._server.ended(), "overdue": self._overdue(self._server)}
+        return fields
 
-    def overdue(self) -> messages.Overdue | None:
-        """Returns the report of sums that wait, for the heartbeat; None if no sum waits."""
-        if self._server is None or self._plan is None:
+    def _overdue(self, server: SumServer) -> messages.Overdue | None:
+        if self._plan is None:
             return None
         # With local steps, slow workers may contribute later.
         limit_s = self._config.deadline_s * self._plan.local_steps
-        overdue = self._server.overdue(limit_s)
+        overdue = server.overdue(limit_s)
         if overdue is None:
             return None
         step, missing = overdue
@@ -619,19 +623,10 @@ class DataServer:
         self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
 
-    def missed(self) -> tuple[str, ...]:
-        """Returns the workers that StreamTransport.missed() reports: their machine closed the connection without an orderly
-        end."""
-        return self._transport.missed()
-
-    def ended(self) -> tuple[str, ...]:
-        """Returns the names of workers that have closed their connections in order."""
-        return () if self._server is None else self._server.ended()
-
     @property
     def finished(self) -> bool:
         """Whether all workers have closed their connections in order."""
-        return self._server is not None and len(self.ended()) == len(self._members)
+        return self._server is not None and len(self._server.ended()) == len(self._members)
 
     @property
     def alone(self) -> bool:

@@ -92,7 +92,8 @@ class Uplink:
             transport.limit_kept(nbytes)
 
         self.limit_kept = limit_kept
-        self._missed = membership.missed = carrier.missed
+        self._missed = carrier.missed
+        membership.report = lambda: {"missed": carrier.missed()}
 
         def dial(deadline: float) -> None:
             for server in membership.view.servers:

@@ -7,6 +7,7 @@ only after that window, or if the peer refuses. See Transport for what the under
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -31,8 +32,8 @@ from commlayer.transport.protocol import (
     peer_name,
 )
 
-MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 3.0
-"""Shortest and longest pause between two attempts to reconnect, in seconds."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
+"""First and longest pause between two attempts, in seconds."""
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
@@ -42,6 +43,21 @@ DIAL_LIMIT_S = 10.0
 
 Dial = Callable[[float], None]
 """A function that connects to one peer before the given deadline, or raises CommError."""
+
+
+class Backoff:
+    """The pauses between attempts of anything that is repeated until it succeeds. They double, and are random by a factor of
+    two, so that the processes that lost one peer do not all return at once."""
+
+    def __init__(self, deadline: float = math.inf, stop: threading.Event | None = None) -> None:
+        """`deadline`: time.monotonic() after which there are no more attempts. `stop`: ends a pause."""
+        self.deadline, self._stop = deadline, stop or threading.Event()
+        self._pause_s = MIN_PAUSE_S
+
+    def wait(self) -> bool:
+        """Pauses before the next attempt. Returns False, at once, if the deadline is over or would be."""
+        pause_s, self._pause_s = self._pause_s * random.uniform(0.5, 1.0), min(2 * self._pause_s, MAX_PAUSE_S)
+        return time.monotonic() + pause_s < self.deadline and not self._stop.wait(pause_s)
 
 
 class Carrier(Protocol):
@@ -86,7 +102,8 @@ class _Link:
         """When the connection first broke since the last message arrived; None after a message."""
         self.restored_s = 0.0
         """When the connection was last re-established; 0 if never."""
-        self.pause_s = 0.0
+        self.backoff: Backoff | None = None
+        """Pauses between attempts to reconnect; None before the first attempt since the last message arrived."""
 
 
 class ReconnectingTransport(Wrapper):
@@ -119,14 +136,14 @@ class ReconnectingTransport(Wrapper):
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
         """Connects to `peer` for the first time. `dial` is also used for reconnects."""
         self._links[peer] = _Link(dial)
+        backoff = Backoff(deadline, self._closing)
         for attempts_left in reversed(range(CONNECT_TRIES)):
             try:
                 dial(deadline)
                 break
             except (PeerLost, Damaged, NotYet) as error:
-                if not attempts_left or is_refused(error):
+                if not attempts_left or is_refused(error) or not backoff.wait():
                     raise
-            self._closing.wait(MIN_PAUSE_S)
         self._listen(peer)
 
     # ---- sending
@@ -181,7 +198,7 @@ class ReconnectingTransport(Wrapper):
         link = self._links[message.peer]
         if link.broken_since_s is not None:
             with link.state:
-                link.broken_since_s, link.pause_s = None, 0.0
+                link.broken_since_s = link.backoff = None
         if not is_answer(message.header):
             self._deliver(message)
             return
@@ -249,19 +266,17 @@ class ReconnectingTransport(Wrapper):
         begin, last = time.monotonic(), error
         with link.state:
             if link.broken_since_s is None or begin - link.restored_s > STABLE_S:
-                link.broken_since_s, link.pause_s = begin, 0.0
+                link.broken_since_s, link.backoff = begin, None
             until = link.broken_since_s + self._waits.window_s
-        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error),
-                  self._waits.window_s)
+        self._warn("%s: reconnecting for up to %.0f s; training then continues", without_code(error), self._waits.window_s)
         while self._is_wanted(peer):
-            if time.monotonic() + link.pause_s >= until:
+            backoff = link.backoff
+            if backoff is None:
+                link.backoff = Backoff(until, self._closing)
+            elif not backoff.wait() and self._is_wanted(peer):
                 self._give_up(peer, PeerLost(f"{error.what}, and reconnecting failed for "
                                              f"{self._waits.window_s:g} s (reconnect_s): {last.what}", peer=peer_name(peer)))
                 return
-            if link.pause_s:
-                # spreads the workers of a server, which all reconnect at once
-                self._closing.wait(link.pause_s * random.uniform(0.5, 1.0))
-            link.pause_s = min(max(MIN_PAUSE_S, 2 * link.pause_s), MAX_PAUSE_S)  # reset when a message arrives
             try:
                 link.dial(min(until, time.monotonic() + DIAL_LIMIT_S))
             except CommError as failure:

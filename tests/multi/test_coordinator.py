@@ -53,7 +53,7 @@ def test_many_workers_join_and_see_one_view(opened: list[Any]) -> None:
 
 @pytest.mark.parametrize("who", ["worker", "home"])
 def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "RESOLVE_S", 0.3)
+    monkeypatch.setattr(client, "NAME_S", 0.3)
     address, config = "no-such-host.invalid:7000", quick(insecure=True, join_deadline_s=60.0)
     attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),

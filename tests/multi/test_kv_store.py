@@ -161,10 +161,10 @@ class Certified:
 
     def come(self, certificate: str, name: str = "", leave: str = "") -> str:
         asked = messages.site_request(1)
-        one = messages.RegisterSite(name or asked.home, "host", 1, messages.PROTOCOL, messages.version(), 1, leave=leave,
+        one = messages.Join("site", name or asked.token, "host", 1, messages.PROTOCOL, messages.version(), world=1, leave=leave,
                               certificate=certificate)
         assert self.made.register(one).error == ""
-        return one.home
+        return one.token
 
     def put(self, home: str, *numbers: int) -> None:
         for number in numbers:

@@ -86,19 +86,16 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 # ---- what cannot be met, again and again
 
 
-@pytest.mark.parametrize("kind", ["Join", "RegisterSite"])
+@pytest.mark.parametrize("request_", [messages.worker_request("job", 5, 1), messages.site_request(2)], ids=["worker", "site"])
 def test_a_flood_of_requests_that_are_refused_fills_neither_log(
-    kind: str, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    request_: messages.Join, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("commlayer.cluster.audit.MOST_REFUSED", 5)
     made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
     mine = channel(made)
     with caplog.at_level(logging.WARNING, "commlayer"):
         for _ in range(20):
-            if kind == "Join":
-                assert mine.call(kind, messages.worker_request("job", 5, 1), messages.JoinReply, WAIT_S).error
-            else:
-                assert mine.call(kind, messages.site_request(2), messages.SiteReply, WAIT_S).error
+            assert mine.call("Join", request_, messages.JoinReply, WAIT_S).error
     assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
     assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
     mine.close()
@@ -118,7 +115,7 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
             mine.call("Join", msgspec.structs.replace(messages.worker_request("job", 9, 2), name=forged), messages.JoinReply,
                       WAIT_S).error,
             mine.call("Join", msgspec.structs.replace(requests[0], version=forged, rank=9), messages.JoinReply, WAIT_S).error,
-            mine.call("RegisterSite", messages.site_request(9, name=forged), messages.SiteReply, WAIT_S).error,
+            mine.call("Join", messages.site_request(9, name=forged), messages.JoinReply, WAIT_S).error,
         ]
         mine.send_plan(b"a plan", WAIT_S)
         for request in requests:

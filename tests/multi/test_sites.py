@@ -25,7 +25,7 @@ from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, R
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
 
 
-def come(state: sites.Sites, *all_: messages.RegisterSite, now: float = 0.0) -> tuple[sites.Sites, list[messages.SiteReply]]:
+def come(state: sites.Sites, *all_: messages.Join, now: float = 0.0) -> tuple[sites.Sites, list[messages.JoinReply]]:
     replies = []
     for one in all_:
         state, reply = sites.register(state, one, now)
@@ -39,11 +39,11 @@ def come(state: sites.Sites, *all_: messages.RegisterSite, now: float = 0.0) -> 
 def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
     state, replies = come(sites.Sites(4), a, b)
-    assert [r.first for r in replies] == [messages.ANY] * 2
+    assert [r.rank for r in replies] == [messages.ANY] * 2
     assert replies[1].missing == "3 of 4 workers have joined (a, b with 2)"
     state, _ = come(state, c)
     _, (of_a, of_b, of_c) = come(state, a, b, c)
-    assert [(r.node, r.first, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
+    assert [(r.node, r.rank, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
 
 
 @pytest.mark.parametrize(("one", "pattern"), [
@@ -52,7 +52,7 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     (asked("d", place=3), r"node-rank 3\b.* 0 to 2 \[E-RANK\]"),
     (msgspec.structs.replace(asked("d"), version="0.0"), r"0\.0\b.*E-VERSION"),
 ])
-def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.RegisterSite, pattern: str) -> None:
+def test_who_does_not_fit_is_told_why_and_nothing_changes(one: messages.Join, pattern: str) -> None:
     state, _ = come(sites.Sites(3), asked("a", place=1))
     after, (reply,) = come(state, one)
     assert re.search(pattern, reply.error)
@@ -74,19 +74,19 @@ def test_a_home_that_goes_before_the_job_begins_ends_the_meeting_for_all_and_the
     _, (told,) = come(state, a)
     assert re.search(r"^home b \(pid .*: exit code 1; .*E-RENDEZVOUS-ENDED", told.error)
     state, _ = come(state, asked("a"), again := asked("b"))
-    assert come(state, again)[1][0].first == 1
+    assert come(state, again)[1][0].rank == 1
 
 
 def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     a, b = asked("a"), asked("b")
     state, _ = come(sites.Sites(2), a, b)
-    state = sites.mark_seen(state, a.home, 40.0)
+    state = sites.mark_seen(state, a.token, 40.0)
     assert "home b" in come(sites.tick(state, 45.0, 10.0), a)[1][0].error
     begun = msgspec.structs.replace(state, begun=True)
     assert sites.tick(begun, 45.0, 10.0) == begun
     assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
     left = sites.tick(begun, 45.0, 10.0, {0, 1})
-    assert list(left.present) == [a.home], "it may have left while nobody was there to hear it"
+    assert list(left.present) == [a.token], "it may have left while nobody was there to hear it"
     assert "after its workers ended" in left.left[1]
 
 
@@ -98,7 +98,7 @@ def test_who_leaves_a_running_job_is_gone_with_its_ranks_and_nobody_else_is() ->
     assert [sites.staying(state, now, 10.0) for now in (9.0, 11.0)] == [True, False]
     ranks = range(state.workers)
     assert [sites.staying(state, 9.0, 10.0, ranks[n:]) for n in (0, 1)] == [False, True], "all of whose workers are dead"
-    assert come(state, a)[1][0].first == 0
+    assert come(state, a)[1][0].rank == 0
     assert "has left: finished" in come(state, b)[1][0].error
     assert not sites.staying(come(state, msgspec.structs.replace(a, leave="finished"))[0], 0.0, 10.0)
 
@@ -116,10 +116,10 @@ def test_who_comes_to_a_running_job_takes_numbers_that_nobody_had_or_is_told_why
         assert re.search(pattern, reply.error)
         assert after == state
     state, seat = sites.register(state, again, 1.0, sites.AdmissionState("", 1))
-    assert (seat.joins, seat.first, seat.world) == (True, 3, 2)
+    assert (seat.joins, seat.rank, seat.world) == (True, 3, 2)
     state, seat = sites.register(state, asked("c"), 2.0, sites.AdmissionState("", 2))
-    assert (seat.joins, seat.first, seat.world) == (True, 4, 3)
-    assert sites.register(state, a, 2.0, sites.AdmissionState("", 3))[1].first == 0, "who is here is answered as ever"
+    assert (seat.joins, seat.rank, seat.world) == (True, 4, 3)
+    assert sites.register(state, a, 2.0, sites.AdmissionState("", 3))[1].rank == 0, "who is here is answered as ever"
 
 
 def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
@@ -130,7 +130,7 @@ def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
                                   (sites.AdmissionState("full", 1, all_present=True), 3.0, False),
                                   (sites.AdmissionState("over"), 0.0, False)):
         after, reply = sites.register(state, msgspec.structs.replace(asked("b"), waited_s=waited_s), 1.0, door, 3.0)
-        assert (after, bool(reply.missing), bool(reply.error), reply.first) == (state, waits, not waits, messages.ANY)
+        assert (after, bool(reply.missing), bool(reply.error), reply.rank) == (state, waits, not waits, messages.ANY)
 
 
 @pytest.mark.parametrize(("certificates", "again", "now", "found"), [
@@ -145,7 +145,7 @@ def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_sile
     state, _ = come(sites.Sites(2), *every)
     one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
     token = sites.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
-    assert token == ("" if found is None else every[found].home)
+    assert token == ("" if found is None else every[found].token)
 
 
 # ---- what the store takes
@@ -335,7 +335,7 @@ def test_keys_that_do_not_fit_are_a_line(
         refused.close("it was refused")
     assert "ssl" not in capfd.readouterr().err, "gRPC writes of TLS what no user can read"
     good = SiteLease(coordinator.address, quick(keys=str(folders.dials)), asked("a"), lambda _: None)
-    assert good.meet(5.0).first == 0
+    assert good.meet(5.0).rank == 0
     good.close("the test is over")
 
 
@@ -350,7 +350,7 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
     coordinator = Coordinator(quick(), workers=1)
     config = quick(port=int(coordinator.address.rpartition(":")[2]))
     attendance = SiteLease(coordinator.address, config, asked("a"), lambda _: None)
-    desk = KvClient(coordinator.address, config, attendance.request.home)
+    desk = KvClient(coordinator.address, config, attendance.request.token)
     try:
         attendance.meet(10.0)
         desk.request(time.monotonic() + 10.0, put=[("key", b"value")])

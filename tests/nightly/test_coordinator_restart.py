@@ -71,12 +71,12 @@ class Site:
     def __init__(self, address: str, opened: list[Any], config: Any, name: str) -> None:
         self._lease = SiteLease(address, config, messages.site_request(1, name=name), lambda _: None)
         self.seat = self._lease.meet(WAIT_S)
-        self._kv = KvClient(address, config, self._lease.request.home)
+        self._kv = KvClient(address, config, self._lease.request.token)
         self._address, self._config, self._opened = address, config, opened
         opened.append(self)
 
     def join(self) -> client.Membership:
-        request = messages.worker_request("job", self.seat.first, self.seat.world, plan=b"a plan", elastic=True)
+        request = messages.worker_request("job", self.seat.rank, self.seat.world, plan=b"a plan", elastic=True)
         member = client.join(self._address, request, self._config, Failures())
         self._opened.append(member)
         return member
@@ -103,7 +103,7 @@ def test_requests_in_flight_are_answered_after_the_restart_and_a_new_site_joins(
     served = Restarted(tmp_path, opened, monkeypatch, min_workers=2, **server)
     address = served.coordinator.address
     with ThreadPoolExecutor(3) as pool:
-        sites = sorted(pool.map(lambda name: Site(address, opened, config, name), "abc"), key=lambda site: site.seat.first)
+        sites = sorted(pool.map(lambda name: Site(address, opened, config, name), "abc"), key=lambda site: site.seat.rank)
         members = list(pool.map(Site.join, sites))
         assert served.files[0] == NAME
         sites[0].request(put=[("group/0/0", bytes(160 << 10))], add=("count", 1))
@@ -119,7 +119,7 @@ def test_requests_in_flight_are_answered_after_the_restart_and_a_new_site_joins(
     members[2].leave("an error")
     sites[2].close()
     newcomer = Site(address, opened, config, "d")
-    assert (newcomer.seat.first, newcomer.seat.world, newcomer.seat.joins) == (3, 3, True)
+    assert (newcomer.seat.rank, newcomer.seat.world, newcomer.seat.joins) == (3, 3, True)
     served.kill()
     served.start()
     members.append(newcomer.join())

@@ -155,7 +155,7 @@ class Served:
         end.send(SERVER_BASE, Header(Kind.PUSH, generation, 0, 0, codec=99, sender=1, weight=1.0), b"")
         with pytest.raises(PeerLost):
             end.wait(end.recv(SERVER_BASE), soon())
-        return [(gone.peer, gone.reason) for gone in self.serving.dropped()]
+        return [(gone.peer, gone.reason) for gone in self.serving.report()["dropped"]]
 
 
 def test_a_drop_is_told_and_in_the_audit_log_at_once(opened: list[Any], tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: P
     assert made.dropped() != []
     made.next = msgspec.structs.replace(made.next, members=(made.view.members[0], made.view.members[2]))
     made.regrouped()
-    assert made.serving.dropped() == ()
+    assert made.serving.report()["dropped"] == ()
 
 
 # ---- whom the coordinator believes

@@ -204,12 +204,12 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         opened.append(serving)
         data = records.encode(msgspec.structs.replace(PLAN, local_steps=steps))
         serving.start(view_of(data, serving, 3), data, 0)
-        assert serving.overdue() is None
+        assert serving.report().get("overdue") is None
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
         serving._server._core.cells[0].next = 2
         serving._server._check_stalls()
-        assert serving.overdue() == Overdue(5, (2,), 0.001 * steps)
+        assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 
 
 def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
@@ -221,7 +221,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     with ThreadPoolExecutor(3) as pool:
         seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
     opened.extend(seats)
-    seats[0].overdue = lambda: Overdue(3, (1,), 5.0)
+    seats[0].report = lambda: {"overdue": Overdue(3, (1,), 5.0)}
     until(lambda: seats[0].newest.generation > 1, "there is another view")
     assert [m.rank for m in seats[0].newest.members] == [0]
     dead = coordinator._state.registrations[requests[2].token].dead

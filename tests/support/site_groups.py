@@ -15,7 +15,7 @@ from support.coordinators import WAIT_S, Failures, quick
 HOMES = 3
 
 
-def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.RegisterSite:
+def asked(name: str, workers: int = 1, place: int = messages.ANY) -> messages.Join:
     return messages.site_request(workers, place, name=name)
 
 
@@ -39,9 +39,9 @@ def met(opened: list[Any], workers: int = HOMES, **settings: Any) -> tuple[Coord
 
     def one(name: str) -> tuple[int, KvClient]:
         attendance = SiteLease(coordinator.address, quick(), asked(name), lambda _: None)
-        seat, desk = attendance.meet(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.home)
+        seat, desk = attendance.meet(WAIT_S), KvClient(coordinator.address, quick(), attendance.request.token)
         opened.extend((_Leaving(attendance, desk), desk))
-        return seat.first, desk
+        return seat.rank, desk
 
     with ThreadPoolExecutor(workers) as pool:
         desks = dict(pool.map(one, "abcdefgh"[:workers]))

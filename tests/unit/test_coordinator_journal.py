@@ -174,8 +174,8 @@ class Meeting:
         return asyncio.run(self.service.handle(messages.KvRequest(home, **asked)))
 
 
-def home(name: str, workers: int = 1) -> messages.RegisterSite:
-    return messages.RegisterSite(name, name, 1, messages.PROTOCOL, "1.0", workers)
+def home(name: str, workers: int = 1) -> messages.Join:
+    return messages.Join("site", name, name, 1, messages.PROTOCOL, "1.0", world=workers)
 
 
 @pytest.fixture
@@ -230,15 +230,15 @@ def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_
     meeting.begin()
     meeting.service.register(msgspec.structs.replace(every[2], leave="it has had enough"))
     late = meeting.service.register(home("d"))
-    assert (late.first, late.joins) == (3, True)
+    assert (late.rank, late.joins) == (3, True)
     meeting.again()
     assert meeting.service.register(home("d")) == msgspec.structs.replace(late, nodes=late.nodes)
     assert "has left: it has had enough" in meeting.service.register(every[2]).error
     assert "has left: it has had enough" in meeting.ask("a", want=(("never", 2),)).error
     assert meeting.ask("a", want=(("never", 2),), without=True).over
-    assert meeting.service.register(home("e")).first == 4
+    assert meeting.service.register(home("e")).rank == 4
     meeting.again()
-    assert meeting.service.register(home("f")).first == 5
+    assert meeting.service.register(home("f")).rank == 5
     meeting.lost = {1: "died"}
     assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
 
