@@ -236,8 +236,8 @@ class CoordinatorChannel:
         off_s = time.time() - time_s
         if not time_s or abs(off_s) < CLOCK_S:
             return False
-        log.warning("this machine's clock is %.1f hours %s compared with %s, so valid certificates may be rejected: synchronize "
-                    "it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", self.peer)
+        log.warning("this machine's clock is %.1f hours %s compared with %s, so valid certificates may be rejected: "
+                    "synchronize it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", self.peer)
         return True
 
     def send_plan(self, plan: bytes, timeout_s: float) -> None:
@@ -426,7 +426,7 @@ def root_cause(lost: Sequence[CommError]) -> CommError:
 def join(address: str, request: Join, config: Config, on_failure: Callable[[CommError], None], *,
          deadline_s: float | None = None, ended: threading.Event | None = None, on_silence: OnSilence = lambda _: None,
          on_left: OnLeft = lambda *_: None, keep: bool = False) -> Membership:
-    """Registers this process and waits until all processes have joined: see CoordinatorChannel.register. `keep`: see Membership.
+    """Registers this process and waits until all processes have joined: see CoordinatorChannel.register and Membership.
 
     `deadline_s` (default: config.join_deadline_s) limits the wait for the other processes. The wait for the coordinator's
     answer is always limited by config.join_deadline_s. The event `ended` becomes Membership.over.

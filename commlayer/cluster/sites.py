@@ -210,7 +210,8 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
     """Returns whether a site is still present: its scripts may continue after the job's end and use the key-value store. Sites
     whose workers are all `dead` do not count."""
-    return any(now - site.seen_s < silence_s and not (site.ranks and {*site.ranks} <= {*dead}) for site in state.present.values())
+    return any(now - site.seen_s < silence_s and not (site.ranks and {*site.ranks} <= {*dead})
+               for site in state.present.values())
 
 
 def missing(state: Sites) -> str:
