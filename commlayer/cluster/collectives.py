@@ -157,8 +157,6 @@ class Groups:
 
 # ---- Subgroups of ranks. Staged paths have one group for every stage and scope. Calls of different groups need no common
 # order, so the stages of several buckets overlap.
-#
-# Calls of different groups need no common order, so the stages of several buckets overlap.
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's all-gather into one tensor, which newer versions of torch call all_gather_single."""

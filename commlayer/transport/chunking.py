@@ -110,11 +110,6 @@ def _breach(header: Header, what: str) -> CorruptFrame:
 # (u32), a bitmap with one bit per chunk (lowest bit first), and the nonzero chunks in order. The last chunk may be shorter. See
 # docs/reference/wire.md, "Zero chunks". numpy is imported at the first body that is large enough: the coordinator, which starts
 # during attach(), must not load it.
-#
-# The short form is the body's size (u32), a bitmap with one bit per chunk (lowest bit first), and the nonzero chunks in order.
-# The last chunk may be shorter. See docs/reference/wire.md, "Zero chunks".
-#
-# Imports numpy at the first body that is large enough: the coordinator, which starts during attach(), must not load it.
 
 CHUNK_NBYTES = 32
 """Size of a chunk: 16 float16 numbers, so an embedding row has several chunks. The bitmap has 1/256 of the body's size."""

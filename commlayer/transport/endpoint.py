@@ -452,8 +452,6 @@ def _remedy(error: OSError) -> str:
 
 # ---- A pool of receive buffers: a large new buffer costs a page fault every 4 KiB, so buffers are reused. The receiver of a
 # message may return its body with BufferPool.give; not returning it only costs speed.
-#
-# The owner of a message may return its body with Pool.give; not returning it only costs speed.
 
 MIN_NBYTES = 64 << 10
 """Smallest buffer that is pooled. For smaller ones the allocator is faster."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,33 +34,6 @@ _OTHER_PROTOCOLS = (
     (b"\x15\x03", "a TLS server", "E-TLS"),
     (b"", "not a commlayer peer", "E-ADDRESS"),
 )
-
-
-class ReaderState(enum.Enum):
-    HEADER = "reads a header"
-    BODY = "reads a body"
-    ERROR = "has failed"
-
-    __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
-
-
-class FrameEvent(enum.Enum):
-    EMPTY = "a whole header, without a body"
-    ANNOUNCED = "a whole header that announces a body"
-    WHOLE = "a whole body"
-    FAULT = "bytes that break the format"
-
-    __hash__ = object.__hash__  # faster than hashing the name, and each member is a singleton
-
-
-TRANSITIONS: dict[tuple[ReaderState, FrameEvent], ReaderState] = {
-    (ReaderState.HEADER, FrameEvent.EMPTY): ReaderState.HEADER,
-    (ReaderState.HEADER, FrameEvent.ANNOUNCED): ReaderState.BODY,
-    (ReaderState.HEADER, FrameEvent.FAULT): ReaderState.ERROR,
-    (ReaderState.BODY, FrameEvent.WHOLE): ReaderState.HEADER,
-    (ReaderState.BODY, FrameEvent.FAULT): ReaderState.ERROR,
-}
-"""All transitions of the reader's state; other combinations cannot occur. No transition leaves ERROR."""
 
 
 class Frame(NamedTuple):
@@ -140,18 +112,17 @@ class Reader:
     returns None.
 
     Large bodies are read directly into memory from `allocate`, except for their beginning. feed() does all three steps for
-    bytes in memory. After an error a Reader stays in ERROR and raises the same error again.
+    bytes in memory. After CorruptFrame every later call of next() raises the same error.
     """
 
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
         """Returns the memory for the body of a frame. May raise CorruptFrame before it allocates memory."""
-        self.state = ReaderState.HEADER
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # the filled and unused part of the staging buffer
         self._header, self._crc = Header(0), 0
-        self._body = memoryview(b"")
+        self._body: memoryview | None = None  # None between two frames, and while a header is incomplete
         self._got = self._running = 0  # bytes of the body so far, and their checksum
         self._error: CorruptFrame | None = None
         self._begun = False
@@ -159,31 +130,36 @@ class Reader:
     @property
     def between(self) -> bool:
         """Whether the bytes so far end with a complete frame, so the connection may be closed now."""
-        return self.state is ReaderState.HEADER and self._start == self._stop
+        return self._error is None and self._body is None and self._start == self._stop
 
     def wanted(self) -> memoryview:
         """Returns the memory to write the next bytes to. It is not empty if next() has returned None."""
-        if self.state is ReaderState.BODY:
-            return self._body[self._got :]
-        return self._staging[self._stop :]
+        return self._staging[self._stop :] if self._body is None else self._body[self._got :]
 
     def filled(self, nbytes: int) -> None:
         """Records that the transport wrote this many bytes at the beginning of wanted()."""
-        if self.state is ReaderState.BODY:
-            self._take(self._body[self._got : self._got + nbytes])
-        else:
+        if self._body is None:
             self._stop += nbytes
+        else:
+            self._take(self._body[self._got : self._got + nbytes])
 
     def next(self) -> Frame | None:
-        """Returns the next complete frame, or None if bytes are missing. After CorruptFrame every later call raises the same
-        error."""
+        """Returns the next complete frame, or None if bytes are missing."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # otherwise each raise adds frames to the traceback, which keep buffers alive
         try:
-            return _STEPS[self.state](self)
+            if self._body is None:
+                self._read_header()
+            if self._body is None or self._got < len(self._body):
+                return None
+            if self._running != self._crc:
+                raise Damaged(f"the checksum of a body of {len(self._body)} bytes does not match",
+                              step=self._header.step, bucket=self._header.bucket)
         except CorruptFrame as error:
-            if self.state is not ReaderState.ERROR:
-                self._error = error
-                self._go(FrameEvent.FAULT)
+            self._error = error
             raise
+        body, self._body = self._body, None
+        return Frame(self._header, body)
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
         """Adds these bytes and returns all frames that they complete."""
@@ -199,10 +175,8 @@ class Reader:
             self.filled(n)
             rest = rest[n:]
 
-    def _go(self, event: FrameEvent) -> None:
-        self.state = TRANSITIONS[self.state, event]
-
-    def _in_header(self) -> Frame | None:
+    def _read_header(self) -> None:
+        """Decodes a header, if it is complete, and moves the beginning of the body to the body's memory."""
         have = self._stop - self._start
         if have < HEADER_NBYTES:
             if have >= len(MAGIC):  # another protocol may send less than a header and close
@@ -210,47 +184,19 @@ class Reader:
             if self._start:  # moves the rest to the front, so the buffer has space for a complete header
                 self._staging[:have] = bytes(self._staging[self._start : self._stop])
                 self._start, self._stop = 0, have
-            return None
+            return
         raw = self._staging[self._start : self._start + HEADER_NBYTES]
         self._header, nbytes, self._crc = decode(raw, self.max_nbytes, begun=self._begun)
         self._begun = True
         self._start += HEADER_NBYTES
-        self._body = self.place(self._header, nbytes)
+        body = self._body = self.place(self._header, nbytes)
         n = min(nbytes, self._stop - self._start)
-        self._body[:n] = self._staging[self._start : self._start + n]
+        body[:n] = self._staging[self._start : self._start + n]
         self._start += n
         self._got = self._running = 0
-        self._take(self._body[:n])
-        if nbytes == 0:
-            self._check()
-            self._go(FrameEvent.EMPTY)
-            return Frame(self._header, self._body)
-        self._go(FrameEvent.ANNOUNCED)
-        return self._in_body()
-
-    def _in_body(self) -> Frame | None:
-        if self._got < len(self._body):
-            return None
-        self._check()
-        self._go(FrameEvent.WHOLE)
-        body, self._body = self._body, memoryview(b"")
-        return Frame(self._header, body)
+        self._take(body[:n])
 
     def _take(self, piece: memoryview) -> None:
         """Adds bytes of the body to its checksum now, while they are in the cache and the next bytes are in transit."""
         self._got += len(piece)
         self._running = crc32c(piece, self._running)
-
-    def _check(self) -> None:
-        if self._running != self._crc:
-            raise Damaged(f"the checksum of a body of {len(self._body)} bytes does not match",
-                          step=self._header.step, bucket=self._header.bucket)
-
-    def _in_error(self) -> Frame | None:
-        assert self._error is not None
-        raise self._error.with_traceback(None)  # otherwise each raise adds frames to the traceback, which keep buffers alive
-
-
-_STEPS: dict[ReaderState, Callable[[Reader], Frame | None]] = {
-    ReaderState.HEADER: Reader._in_header, ReaderState.BODY: Reader._in_body, ReaderState.ERROR: Reader._in_error,
-}

@@ -405,8 +405,6 @@ os.register_at_fork(after_in_child=_close_copies)
 
 # ---- The process's event loop for gRPC servers and streams, on a separate thread. There is a single loop, because grpc.aio
 # wakes all loops for the events of each.
-#
-# There is a single loop: grpc.aio wakes every loop it knows for the events of each.
 
 _lock = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []

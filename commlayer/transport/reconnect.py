@@ -353,9 +353,6 @@ class ReconnectingTransport(Wrapper):
 # ---- In-flight requests of one end to one peer, kept so that they can be replayed after a reconnect. Bodies are not copied:
 # the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the same bytes, and keeping
 # it costs no extra memory.
-#
-# Bodies are not copied: the caller leaves a body unchanged until the answer arrives. A payload is therefore replayed with the
-# same bytes, and keeping it costs no extra memory.
 
 REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 """Kinds of messages that are sent again after a reconnect."""

@@ -48,10 +48,6 @@ def wrong_secret(secret: str) -> str:
 # derives its challenge from the connection's name, so unauthenticated clients use none of its memory. The proof of a call
 # covers the challenge, the method, the body and the caller's certificate, if any. A relay has another certificate, so it cannot
 # use the proof. The proof of the reply covers the call's proof.
-#
-# The coordinator derives its challenge from the connection's name, so unauthenticated clients cost it no memory. The proof of a
-# call covers the challenge, the method, the body and the caller's certificate, if any: a relay has another certificate, so it
-# cannot use the proof. The proof of the reply covers the call's proof.
 
 CHALLENGE = "Challenge"
 CHALLENGE_RETRIES = 3
