@@ -11,7 +11,7 @@ import struct
 from collections import Counter
 
 from commlayer.cluster.summation import Reply, Summation
-from commlayer.transport.protocol import Flag, Header, Kind, Message
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message
 from commlayer.transport.reconnect import InFlightRequests
 
 WORLD, BUCKETS, STEPS = 3, 2, 3
@@ -123,7 +123,7 @@ class World:
         self.ops: dict[int, Sums] = {}
         self._kept: dict[int, tuple[bytes, bytes]] = {}
         self.server = self._started()
-        self.inflight: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(WORLD)]
+        self.inflight = [InFlightRequests(SERVER_BASE) for _ in range(WORLD)]
         self.buckets = [[Bucket(rank, b, self.rounds) for b in range(BUCKETS)] for rank in range(WORLD)]
         self.up: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
         self.down: list[list[tuple[Header, bytes]]] = [[] for _ in range(WORLD)]
@@ -173,7 +173,7 @@ class World:
 
     def ask(self, bucket: Bucket) -> None:
         self._open += 1
-        request = self.inflight[bucket.rank].add(*bucket.request(), None)
+        request = self.inflight[bucket.rank].add(*bucket.request())
         self.up[bucket.rank].append((request.header, bytes(request.body)))
 
     def run(self) -> list[str]:

@@ -89,7 +89,7 @@ class Member:
         """Why the worker has ended; empty while it runs."""
         self.committed: list[dict[tuple[int, int], int]] = []
         """By step, the sum of each bucket and round."""
-        self.inflight: list[InFlightRequests[None]] = [InFlightRequests() for _ in range(servers)]
+        self.inflight = [InFlightRequests(SERVER_BASE + s) for s in range(servers)]
         self.error: Exception | None = None
         self._results: dict[tuple[int, int], int] = {}
         self._tries = dict.fromkeys(job.buckets, 0)
@@ -217,7 +217,7 @@ class Member:
         self._asks(self._job.server_of(bucket), header, body)
 
     def _asks(self, server: int, header: Header, body: bytes) -> None:
-        request = self.inflight[server].add(header, body, None)
+        request = self.inflight[server].add(header, body)
         self._job.send(self.rank, server, request.header, body)
 
     def _here(self) -> bool:

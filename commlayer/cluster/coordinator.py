@@ -22,14 +22,12 @@ from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
 from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, RateLimited, RpcServer, check_free
-from commlayer.cluster.membership import State
 from commlayer.cluster.messages import (
     MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
     PROTOCOL,
     PlanPart,
     StatusReply,
-    StatusRequest,
     digest_of,
     sanitize,
     version,
@@ -41,7 +39,7 @@ from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
 from commlayer.records import Record, ServerInfo
 from commlayer.transport import framing, grpc_stream
 from commlayer.transport.grpc_stream import AcceptStream, GrpcStream
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.secret import CHALLENGE, AuthenticationFailed, CallVerifier
 
@@ -121,9 +119,9 @@ class Coordinator:
             self._rendezvous.begin()
         self._port.start(RpcServer({
             CHALLENGE: self._challenge,
-            "KvRequest": self._awaited("KvRequest", messages.KvRequest, self._rendezvous.handle),
+            "KvRequest": self._method("KvRequest", messages.KvRequest, self._rendezvous.handle),
             "PlanPart": self._method("PlanPart", messages.PlanPart, self._part),
-            "Join": self._method("Join", messages.Join, self._join, certified=self._certified),
+            "Join": self._method("Join", messages.Join, self._join),
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
@@ -183,11 +181,6 @@ class Coordinator:
         """Adapts limits on connections and calls to this number of workers. All workers may share one certificate."""
         self._port.allow(EACH_WORKER * workers)
         self._quota.expect(workers)
-
-    def _certified(self, request: messages.Join, caller: PeerCertificate | None) -> messages.Join:
-        name, serial = (caller.name, f"{caller.serial:x}") if caller else ("", "")
-        return msgspec.structs.replace(request, certificate=name, serial=serial,
-                                       dials_only=caller is not None and caller.dials_only)
 
     def _lost(self) -> dict[int, str]:
         """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
@@ -305,13 +298,17 @@ class Coordinator:
 
     def _about(self, request: messages.StatusRequest) -> Record:
         with self._lock:
-            state = self._state
-        reply = told(state, request, time.time())
-        if not reply.begun:
-            return reply
+            state, view = self._state, self._state.view
+        present = [place for place in state.registrations.values() if place.present]
+        servers = tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
+                        for p in present if p.join.kind == "server")
+        reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.workers,
+                            sum(p.join.kind == "worker" for p in present), servers)
+        if view is None:
+            return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
         door, shut = self._door(), self._rendezvous.closed_reason()
-        return msgspec.structs.replace(reply, free_seats=0 if shut else state.workers - door.size, closed_reason=shut,
-                                       full=door.full)
+        return msgspec.structs.replace(reply, begun=True, plan=view.plan, free_seats=0 if shut else state.workers - door.size,
+                                       closed_reason=shut, full=door.full)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -406,28 +403,17 @@ class Coordinator:
         if membership.empty(self._state):
             self._empty.set()
 
-    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record],
-                certified: Callable[[Q, PeerCertificate | None], Q] = lambda request, _: request) -> Answer:
-        """Wraps a handler of calls: verifies, decodes, handles, encodes. `certified` adds the caller's certificate to the
-        request."""
-
-        def answer(data: bytes, peer: str) -> bytes:
-            request, caller = self._opened(name, kind, data, peer)
-            return self._judge.sealed(data, messages.pack(act(certified(request, caller))))
-
-        return answer
-
-    def _awaited(self, name: str, kind: type[Q], act: Callable[[Q], Awaitable[Record]]) -> Answer:
-        """Wraps a handler that may wait before it replies; otherwise like `_method`."""
+    def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
+        """Wraps a handler of calls: verifies, decodes, handles, encodes."""
 
         async def answer(data: bytes, peer: str) -> bytes:
-            request, _ = self._opened(name, kind, data, peer)
-            return self._judge.sealed(data, messages.pack(await act(request)))
+            reply = act(self._opened(name, kind, data, peer))
+            return self._judge.sealed(data, messages.pack(reply if isinstance(reply, Record) else await reply))
 
         return answer
 
-    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> tuple[Q, PeerCertificate | None]:
-        """Verifies, decodes and sanitizes a call. Returns the request and the caller's certificate."""
+    def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> Q:
+        """Verifies, decodes and sanitizes a call, and adds the caller's certificate to a registration."""
         caller = self._port.caller(peer)
         self._count(caller.name if caller else peer, peer)
         try:
@@ -438,7 +424,12 @@ class Coordinator:
                 grpc_stream.event_loop().call_later(PROVE_S, self._refuse, peer)
             raise
         self._suspects.pop(peer, None)
-        return sanitize(messages.unpack(body, kind, peer)), caller
+        request = sanitize(messages.unpack(body, kind, peer))
+        if isinstance(request, messages.Join):
+            certified = {"certificate": caller.name, "serial": f"{caller.serial:x}"} if caller else {}
+            return msgspec.structs.replace(request, **{"certificate": "", "serial": "", **certified},
+                                           dials_only=caller is not None and caller.dials_only)
+        return request
 
     def _refuse(self, peer: str) -> None:
         """Logs that a connection was refused, if it has made no call that proves the job's secret since. The first calls of a
@@ -465,58 +456,34 @@ MOST = 2
 """Maximum number of uploaded plans that are kept, although a job uses only one. The oldest plan is dropped first."""
 
 
-class _Coming:
-    def __init__(self, nbytes: int) -> None:
-        self.data, self.begins = bytearray(nbytes), set[int]()
-        self.left = nbytes
-
-
 class Plans:
     """Uploaded plans, keyed by digest. Plans arrive in chunks."""
 
     def __init__(self) -> None:
-        self._coming: dict[str, _Coming] = {}
+        self._chunks: dict[str, dict[int, bytes]] = {}
+        """Maps the digest of an incomplete plan to its chunks, by their first byte."""
         self._whole: dict[str, bytes] = {}
 
     def take(self, part: PlanPart) -> None:
-        """Stores a chunk of a plan. Raises CorruptFrame, and stores nothing, if the chunk does not fit its plan."""
+        """Stores a chunk of a plan. Raises CorruptFrame if the chunk does not fit its plan."""
         end = part.begin + len(part.data)
-        if part.plan_digest in self._whole:
-            return
-        coming = self._coming.get(part.plan_digest)
-        nbytes = len(coming.data) if coming is not None else part.nbytes
-        if not 0 < part.nbytes <= MAX_PLAN_NBYTES or part.nbytes != nbytes or not 0 <= part.begin < end <= nbytes:
+        if not 0 < part.nbytes <= MAX_PLAN_NBYTES or not 0 <= part.begin < end <= part.nbytes:
             raise CorruptFrame(f"sent bytes {part.begin} to {end} of a plan of {part.nbytes} bytes; the chunk must lie inside "
                                f"the plan, and a plan has at most {MAX_PLAN_NBYTES} bytes")
-        if coming is None:
-            coming = self._coming[part.plan_digest] = _Coming(nbytes)
-            while len(self._coming) > MOST:
-                del self._coming[next(iter(self._coming))]
-        if part.begin in coming.begins:
+        if part.plan_digest in self._whole:
             return
-        coming.begins.add(part.begin)
-        coming.data[part.begin : end] = part.data
-        coming.left -= len(part.data)
-        if coming.left <= 0:
-            del self._coming[part.plan_digest]
-            data = bytes(coming.data)
+        chunks = self._chunks.setdefault(part.plan_digest, {})
+        chunks[part.begin] = part.data
+        if sum(map(len, chunks.values())) >= part.nbytes:
+            del self._chunks[part.plan_digest]
+            data = b"".join(data for _, data in sorted(chunks.items()))
             if digest_of(data) != part.plan_digest:
                 raise CorruptFrame("sent a plan that does not match its digest")
             self._whole[part.plan_digest] = data
-            while len(self._whole) > MOST:
-                del self._whole[next(iter(self._whole))]
+        for plans in (self._chunks, self._whole):
+            while len(plans) > MOST:
+                del plans[next(iter(plans))]
 
     def whole(self, digest: str) -> bytes:
         """Returns the plan with this digest; b"" if chunks are missing."""
         return self._whole.get(digest, b"")
-
-
-def told(state: State, request: StatusRequest, time_s: float) -> StatusReply:
-    """Builds the reply to a status request. `time_s`: wall-clock time in seconds since 1970."""
-    present = [place for place in state.registrations.values() if place.present]
-    filler = b"" if state.view is not None else bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES)))
-    return StatusReply(version(), PROTOCOL, framing.VERSION, time_s, state.workers,
-                       sum(p.join.kind == "worker" for p in present),
-                tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
-                      for p in present if p.join.kind == "server"), state.view is not None,
-                state.view.plan if state.view is not None else "", filler)

@@ -146,7 +146,8 @@ class Reader:
     def next(self) -> Frame | None:
         """Returns the next complete frame, or None if bytes are missing."""
         if self._error is not None:
-            raise self._error.with_traceback(None)  # otherwise each raise adds frames to the traceback, which keep buffers alive
+            # Without the traceback, to which each raise would add frames, which keep buffers alive.
+            raise self._error.with_traceback(None)
         try:
             if self._body is None:
                 self._read_header()

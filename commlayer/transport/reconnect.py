@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
@@ -80,22 +80,14 @@ def is_refused(error: BaseException | None) -> bool:
     return error is not None
 
 
-class _InFlight:
-    """State of a request in flight: the operation that its caller waits for, and the most recent send."""
-
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self.sending: Handle | None = None
-
-
 class _Link:
     """State of the connection to one peer. `order` is locked while requests are sent, so new requests do not overtake replayed
     ones."""
 
-    def __init__(self, dial: Dial) -> None:
+    def __init__(self, peer: int, dial: Dial) -> None:
         self.dial = dial
         self.order = threading.RLock()
-        self.inflight: InFlightRequests[_InFlight] = InFlightRequests()
+        self.inflight = InFlightRequests(peer)
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
         self.broken_since_s: float | None = None
@@ -135,7 +127,7 @@ class ReconnectingTransport(Wrapper):
 
     def connect(self, peer: int, dial: Dial, deadline: float) -> None:
         """Connects to `peer` for the first time. `dial` is also used for reconnects."""
-        self._links[peer] = _Link(dial)
+        self._links[peer] = _Link(peer, dial)
         backoff = Backoff(deadline, self._closing)
         for attempts_left in reversed(range(CONNECT_TRIES)):
             try:
@@ -152,24 +144,25 @@ class ReconnectingTransport(Wrapper):
         link = self._links.get(peer)
         if link is None or header.kind not in REPLAYED:
             return self._inner.send(peer, header, body)
-        tracked = _InFlight(mailbox.sending(peer, header))
         with link.order:
             if (error := self._mailbox.failure(peer)) is None:
-                request = link.inflight.add(header, body, tracked)
+                request = link.inflight.add(header, body)
                 try:
-                    tracked.sending = self._inner.send(peer, request.header, body) if link.up else None
+                    request.sending = self._inner.send(peer, request.header, body) if link.up else None
                 except ValueError:  # the caller's mistake
                     link.inflight.forget(request)
                     raise
         if error is not None:
-            tracked.operation.fail(error)
-        elif tracked.sending is not None:
-            tracked.sending.on_done(lambda handle: self._sent(request, handle))
-        return tracked.operation
+            operation = mailbox.sending(peer, header)
+            operation.fail(error)
+            return operation
+        if request.sending is not None:
+            request.sending.on_done(lambda handle: self._sent(request, handle))
+        return request.operation
 
-    def _sent(self, request: Request[_InFlight], handle: Handle) -> None:
+    def _sent(self, request: Request, handle: Handle) -> None:
         if handle.error() is None:  # otherwise it is sent again, or fails with the peer
-            mailbox.sent(request.tag.operation, request.header)
+            mailbox.sent(request.operation, request.header)
 
     # ---- receiving
 
@@ -178,14 +171,10 @@ class ReconnectingTransport(Wrapper):
         while True:
             handle = self._inner.recv(peer)
             if not handle.done():
-                handle.on_done(lambda handle: self._on_arrival(peer, handle))
+                handle.on_done(lambda handle: self._listen(peer) if self._on_handle(peer, handle) else None)
                 return
             if not self._on_handle(peer, handle):
                 return
-
-    def _on_arrival(self, peer: int, handle: Handle) -> None:
-        if self._on_handle(peer, handle):
-            self._listen(peer)
 
     def _on_handle(self, peer: int, handle: Handle) -> bool:
         if (error := handle.error()) is not None:
@@ -213,8 +202,8 @@ class ReconnectingTransport(Wrapper):
         if request is None:
             self._deliver(message)  # it counts against the limit on unrequested messages
             return
-        mailbox.sent(request.tag.operation, request.header)
-        if (sending := request.tag.sending) is not None and not sending.done():
+        mailbox.sent(request.operation, request.header)
+        if (sending := request.sending) is not None and not sending.done():
             # The caller may write to the body after the answer, but the replayed send still reads it.
             sending.on_done(lambda _: self._deliver(message))
         else:
@@ -233,7 +222,7 @@ class ReconnectingTransport(Wrapper):
         with link.order:
             requests = link.inflight.clear()
         for request in requests:
-            request.tag.operation.fail(error)
+            request.operation.fail(error)
 
     def end(self, generation: int) -> None:
         """Drops the requests of generations before `generation`: they fail and are not sent again."""
@@ -242,7 +231,7 @@ class ReconnectingTransport(Wrapper):
             with link.order:
                 requests = link.inflight.end(generation)
             for request in requests:
-                request.tag.operation.fail(reason)
+                request.operation.fail(reason)
         self._mailbox.end_generations(reason, generation)
 
     # ---- reconnecting
@@ -304,11 +293,11 @@ class ReconnectingTransport(Wrapper):
         with link.order:
             requests = link.inflight.pending()
             for request in requests:
-                request.tag.sending = self._inner.send(peer, request.header, request.body)
+                request.sending = self._inner.send(peer, request.header, request.body)
             with link.state:
                 link.up = not link.broke_again
         for request in requests:
-            if (sending := request.tag.sending) is not None:
+            if (sending := request.sending) is not None:
                 sending.on_done(lambda handle, request=request: self._sent(request, handle))  # type: ignore[misc]
         nbytes = sum(len(request.body) for request in requests)
         with self._count:
@@ -359,26 +348,24 @@ REPLAYED = frozenset((*ANSWERED_BY, Kind.UNDO, Kind.PACE))
 _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in ANSWERED_BY)
 _ANSWERS = frozenset(ANSWERED_BY.values())
 
-T = TypeVar("T")
+class Request:
+    """A request in flight, with the operation that its caller waits for, and the most recent send."""
 
-
-class Request(NamedTuple, Generic[T]):
-    """A request in flight. `tag`: data of the caller."""
-
-    header: Header
-    body: memoryview | bytes
-    tag: T
+    def __init__(self, header: Header, body: memoryview | bytes, operation: Operation) -> None:
+        self.header, self.body, self.operation = header, body, operation
+        self.sending: Handle | None = None
 
 
 def is_answer(header: Header) -> bool:
     return header.kind in _ANSWERS
 
 
-class InFlightRequests(Generic[T]):
+class InFlightRequests:
     """The in-flight requests of one end to one peer. At most one of them at a time expects an answer with a given key."""
 
-    def __init__(self) -> None:
-        self._kept: dict[Key | int, Request[T]] = {}  # in the order of sending
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+        self._kept: dict[Key | int, Request] = {}  # in the order of sending
         self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step, by _place()
         self._number = 0
 
@@ -389,12 +376,12 @@ class InFlightRequests(Generic[T]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, header: Header, body: memoryview | bytes, tag: T) -> Request[T]:
+    def add(self, header: Header, body: memoryview | bytes) -> Request:
         """Records a request. Returns the request as it must be sent: with a sequence number if its kind has one."""
         if header.kind in NUMBERED:
             self._number += 1
             header = header._replace(used=self._number)
-        request = Request(header, body, tag)
+        request = Request(header, body, mailbox.sending(self._peer, header))
         place: Key | int
         if header.kind in ANSWERED_BY:
             place = key(header._replace(kind=ANSWERED_BY[header.kind]))
@@ -404,11 +391,11 @@ class InFlightRequests(Generic[T]):
         self._kept[place] = request
         return request
 
-    def forget(self, request: Request[T]) -> None:
+    def forget(self, request: Request) -> None:
         """Drops a request that will not be sent."""
         self._kept = {place: kept for place, kept in self._kept.items() if kept is not request}
 
-    def answer(self, header: Header) -> Request[T] | None:
+    def answer(self, header: Header) -> Request | None:
         """Removes and returns the request that this header answers; None if no such request is in flight."""
         request = self._kept.get(place := key(header))
         if request is None:
@@ -434,17 +421,17 @@ class InFlightRequests(Generic[T]):
             if request.header.kind == Kind.UNDO and request.header.used < number:
                 del self._kept[place]
 
-    def pending(self) -> list[Request[T]]:
+    def pending(self) -> list[Request]:
         """Returns all requests in flight, in the order of sending."""
         return list(self._kept.values())
 
-    def end(self, generation: int) -> list[Request[T]]:
+    def end(self, generation: int) -> list[Request]:
         """Drops and returns the requests of generations before `generation`."""
         dropped = [request for request in self.pending() if request.header.generation < generation]
         self._kept = {place: kept for place, kept in self._kept.items() if kept.header.generation >= generation}
         return dropped
 
-    def clear(self) -> list[Request[T]]:
+    def clear(self) -> list[Request]:
         """Drops and returns all requests, because no answers will arrive."""
         kept = self.pending()
         self._kept.clear()

@@ -187,11 +187,11 @@ def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders
 
 
 @pytest.mark.parametrize("kind", ["foreign", "revoked"])
-def test_what_grpc_thinks_of_it_stands_nowhere(kind: str, folders: Folders, capfd: pytest.CaptureFixture[str]) -> None:
-    """A member that is revoked while a job runs is connected by gRPC itself, again and again."""
+def test_the_first_call_says_what_is_wrong_with_a_certificate(kind: str, folders: Folders,
+                                                              capfd: pytest.CaptureFixture[str]) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
-    with pytest.raises(PeerLost, match=f"{coordinator.address}: .*E-PEER-LOST"):
+    with pytest.raises(Refused, match=f"{coordinator.address}: .*E-CERTIFICATE"):
         channel.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
     channel.close()
     coordinator.close()
