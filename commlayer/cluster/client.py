@@ -29,7 +29,6 @@ from commlayer.cluster.messages import (
     JoinReply,
     PeerExit,
 )
-from commlayer.cluster.tls_terminator import MOST_NBYTES, reason_of
 from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused, without_code
 from commlayer.records import Record, View
@@ -483,10 +482,7 @@ def diagnose(address: str, keys: Keys | None, deadline: float, who: str = "") ->
         sock = track(tls)
         good = tls.handshake(deadline)  # checks their certificate; what follows shows whether they accept ours
         tls.settimeout(max(0.001, deadline - time.monotonic()))
-        first = bytearray(2 * MOST_NBYTES)
-        n = tls.recv_into(first)  # the other end decides last: either gRPC sends its settings, or it refuses
-        if why := reason_of(bytes(first[:n])):
-            raise Refused(why)
+        tls.recv_into(bytearray(1))  # the other end decides last: either gRPC sends its settings, or it refuses
     except Refused as error:
         raise error.located(peer=where) from None
     except (CommError, OSError):

@@ -21,7 +21,7 @@ from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
-from commlayer.cluster.grpc_server import Answer, CallQuota, GrpcPort, RateLimited, RpcServer, check_free
+from commlayer.cluster.grpc_server import Answer, GrpcPort, RpcServer, check_free
 from commlayer.cluster.messages import (
     MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
@@ -49,9 +49,6 @@ TICK_S = 0.25
 PROVE_S = 2.0
 """Seconds in which a connection whose call was refused may still make a call that proves the job's secret. After that the
 refusal is logged."""
-EACH_WORKER = 8
-"""Maximum number of control connections per worker: its own, its heartbeat sidecar's, its site's key-value client and a gRPC
-stream. Doubled for broken connections that the kernel has not detected yet."""
 TOLD_HEARTBEATS = 3
 """Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
 ended runs for this long, so it can report the parent's death."""
@@ -108,8 +105,6 @@ class Coordinator:
         self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
         self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
         self._take: AcceptStream | None = None
-        self._quota = CallQuota()
-        self._expect(self._state.workers)
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
                                             door=self._door,
@@ -177,11 +172,6 @@ class Coordinator:
             self._note_deaths(before)
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
-    def _expect(self, workers: int) -> None:
-        """Adapts limits on connections and calls to this number of workers. All workers may share one certificate."""
-        self._port.allow(EACH_WORKER * workers)
-        self._quota.expect(workers)
-
     def _lost(self) -> dict[int, str]:
         """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
         they may still use the key-value store."""
@@ -215,20 +205,8 @@ class Coordinator:
         return self._rendezvous.register(request)
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
-        caller = self._port.caller(peer)
-        self._count(caller.name if caller else peer, peer)
+        self._port.caller(peer)  # raises if TLS is required
         return self._judge.challenge(peer)
-
-    def _count(self, who: str, peer: str) -> None:
-        """Limits the call rate of a client. Above the limit, closes the connection and raises RateLimited. Only the first
-        refused call in a row is logged."""
-        if not (over := self._quota.excess_calls(who, self._clock())):
-            return
-        why = f"makes more than {self._quota.rate:g} calls a second"
-        if over == 1:
-            self._audit.refused(who, why)
-        self._port.end(peer)
-        raise RateLimited(f"{who} {why}")
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:
@@ -254,7 +232,6 @@ class Coordinator:
             if self._state.view is not None and not began:
                 self._rendezvous.begin()  # before seats are journaled: a journal with seats also holds what sites stored
             self._write_down(before)
-            self._expect(self._state.workers)
             view = self._state.view
             place = None if is_registered else self._state.registrations.get(request.token)
         reply = msgspec.structs.replace(reply, time_s=time.time())
@@ -415,7 +392,6 @@ class Coordinator:
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> Q:
         """Verifies, decodes and sanitizes a call, and adds the caller's certificate to a registration."""
         caller = self._port.caller(peer)
-        self._count(caller.name if caller else peer, peer)
         try:
             body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
         except AuthenticationFailed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import inspect
 import socket
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +14,6 @@ from commlayer.cluster.tls_terminator import TlsTerminator
 from commlayer.config import join_host
 from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
-from commlayer.transport.endpoint import MAX_CONNECTIONS_EACH
 from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import AuthenticationFailed
@@ -55,11 +53,6 @@ class GrpcPort:
         if caller is None:
             raise AuthenticationFailed
         return caller
-
-    def allow(self, most: int) -> None:
-        """Raises the limit of connections per certificate to `most`; never lowers the limit."""
-        if self._terminator is not None:
-            self._terminator.allow(most)
 
     def streams(self, take: AcceptStream) -> Any:
         """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
@@ -107,7 +100,6 @@ def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream
     """Opens a port for data streams only. Raises InvalidInput if the port cannot be opened."""
     check_free(bind, port)
     stream_port = GrpcPort(keys, bind, port, refused)
-    stream_port.allow(MAX_CONNECTIONS_EACH)
     stream_port.start(RpcServer({}, [stream_port.streams(take)]))
     return stream_port
 
@@ -188,46 +180,8 @@ class RpcServer:
             except AuthenticationFailed:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not prove that its sender knows the job's "
                                                                      "secret")
-            except RateLimited as error:
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
             except CorruptFrame as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, self._broke(peer, error))
             raise AssertionError("abort raises")
 
         return grpc.unary_unary_rpc_method_handler(call)
-
-
-RATE, BURST = 1000.0, 8000.0
-"""Calls per second and burst size that one client is allowed, at least. A worker makes a few calls per second, and some
-hundreds at once to upload a large plan. Several machines may share one certificate, and then count as one client."""
-EACH_RATE, EACH_BURST = 16.0, 128.0
-"""Calls per second and burst size per worker of the job, if that is more, since all workers may share one certificate. A
-waiting process calls 4 times per second, and each heartbeat sender once per second."""
-MOST_KNOWN = 4096
-"""Maximum number of clients that are remembered. The clients that have been idle for longest are forgotten."""
-
-
-class RateLimited(Exception):
-    """Raised when a client exceeds its call rate."""
-
-
-class CallQuota:
-    """Limits the call rate of each client of one coordinator, with a token bucket per client. Not thread-safe."""
-
-    def __init__(self, rate: float = RATE, burst: float = BURST) -> None:
-        self.rate, self._burst = rate, burst
-        self._left: OrderedDict[str, tuple[float, float, int]] = OrderedDict()  # tokens, time, refusals in a row
-
-    def expect(self, workers: int) -> None:
-        """Raises the limits, since one client name may stand for all of this many workers."""
-        self.rate, self._burst = max(self.rate, EACH_RATE * workers), max(self._burst, EACH_BURST * workers)
-
-    def excess_calls(self, who: str, now: float) -> int:
-        """Counts a call of client `who`. Returns 0 if the call is allowed, else the number of its calls refused in a row."""
-        left, since, refused = self._left.pop(who, (self._burst, now, 0))
-        left = min(self._burst, left + self.rate * (now - since))
-        refused = 0 if left >= 1.0 else refused + 1
-        self._left[who] = left if refused else left - 1.0, now, refused
-        while len(self._left) > MOST_KNOWN:
-            self._left.popitem(last=False)
-        return refused

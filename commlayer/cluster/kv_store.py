@@ -1,6 +1,6 @@
 """Key-value store at the coordinator, through which sites exchange bytes; readers may wait for keys. Runs on one event loop.
 
-The size of each value counts against its writer's quota. Each value belongs to the newest epoch at the time of writing; after
+The size of all values together is limited. Each value belongs to the newest epoch at the time of writing; after
 all workers have switched to a later epoch, no worker reads it again.
 """
 
@@ -10,17 +10,15 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from commlayer.cluster.messages import MAX_REPLY_NBYTES
 from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 
-MAX_KEPT_NBYTES = 512 << 20
-"""Maximum size of all values together. Process groups drop values that all members have read, so a larger total is a leak."""
-LEAST_EACH_NBYTES = 32 << 20
-"""Smallest quota of one worker, however many workers there are. A joining worker needs a window of chunks (10 MB), and a large
-collective keeps 2.5 MB in each process group."""
+MAX_KEPT_NBYTES, EACH_NBYTES = 512 << 20, 32 << 20
+"""Maximum size of all values together, and per worker if that is more. Process groups drop values that all members have read,
+so a larger total is a leak. A joining worker needs a window of chunks (10 MB), and a large collective keeps 2.5 MB in each
+process group."""
 MAX_NAME_NBYTES = 256
 KEY_NBYTES = 256
 """Bytes that each key, and each remembered addition, costs in addition to its name and value."""
@@ -29,17 +27,6 @@ MAX_TOKENS = 1024
 forgotten."""
 MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
 """Maximum size of the values in one reply. The rest of the reply's limit is for its other fields."""
-
-
-class QuotaOwner(NamedTuple):
-    """A writer (certificate or site) whose stored values are counted, with its quota in bytes."""
-
-    name: str
-    most_nbytes: int = MAX_KEPT_NBYTES
-    all_nbytes: int = MAX_KEPT_NBYTES
-    """Quota of all writers together, in bytes."""
-    view: int = 1
-    """Generation of the newest epoch at the time of writing."""
 
 
 class Row(Record, frozen=True):
@@ -54,31 +41,27 @@ class Row(Record, frozen=True):
 
 
 class KvStore:
-    """Values and numbers by key, with quotas per writer. Call all methods in the event loop's thread. `save` is called after
-    each change of a row, None if it was dropped, and before any reader sees the change."""
+    """Values and numbers by key. Call all methods in the event loop's thread. `save` is called after each change of a row, None
+    if it was dropped, and before any reader sees the change."""
 
-    def __init__(self, rows: Iterable[tuple[str, Row]] = ()) -> None:
+    def __init__(self, workers: int = 0, rows: Iterable[tuple[str, Row]] = ()) -> None:
+        """`workers`: of the job, for the limit on the size of all values."""
         self.save: Callable[[str, Row | None], None] = lambda *_: None
-        self.rows: dict[str, Row] = {}
-        self._charged = Counter[str]()
+        self.rows: dict[str, Row] = dict(rows)
+        self.nbytes = sum(_charge(name, row) for name, row in self.rows.items())
+        self._most_nbytes = max(MAX_KEPT_NBYTES, EACH_NBYTES * workers)
         self._changed = asyncio.Event()
-        for name, row in rows:
-            self._set(name, row)
 
-    @property
-    def nbytes(self) -> int:
-        return self._charged.total()
-
-    def put(self, pairs: Iterable[tuple[str, bytes]], by: QuotaOwner) -> None:
-        """Sets or replaces values. Raises CorruptFrame if a quota is exceeded; pairs before the one that exceeds it stay
+    def put(self, pairs: Iterable[tuple[str, bytes]], writer: str, view: int = 1) -> None:
+        """Sets or replaces values. Raises CorruptFrame if the limit is exceeded; pairs before the one that exceeds it stay
         set."""
         for name, value in pairs:
-            self._change(name, Row(value, by.name, by.view), by)
+            self._change(name, Row(value, writer, view))
 
-    def add(self, name: str, amount: int, once: str, by: QuotaOwner) -> int:
+    def add(self, name: str, amount: int, once: str, writer: str, view: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
         token `once` changes nothing."""
-        row = self.rows.get(name, Row(b"0", by.name, by.view))
+        row = self.rows.get(name, Row(b"0", writer, view))
         try:
             total = int(row.value)
         except ValueError:
@@ -86,13 +69,13 @@ class KvStore:
         if once in row.tokens:
             return total
         _check_name(once)
-        self._change(name, Row(str(total + amount).encode(), by.name, by.view, (*row.tokens, once)[-MAX_TOKENS:]), by)
+        self._change(name, Row(str(total + amount).encode(), writer, view, (*row.tokens, once)[-MAX_TOKENS:]))
         return total + amount
 
     def drop(self, names: Iterable[str]) -> None:
         for name in names:
-            if name in self.rows:
-                self._set(name, None)
+            if (row := self.rows.pop(name, None)) is not None:
+                self.nbytes -= _charge(name, row)
                 self.save(name, None)
 
     def forget(self, view: int) -> None:
@@ -116,31 +99,23 @@ class KvStore:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout_s)
 
-    def _change(self, name: str, row: Row, by: QuotaOwner) -> None:
-        """Sets a row, if quotas allow it, and wakes the readers."""
+    def _change(self, name: str, row: Row) -> None:
+        """Sets a row, if the limit allows it, and wakes the readers."""
         _check_name(name)
         former = self.rows.get(name)
-        nbytes, freed = _charge(name, row), 0 if former is None else _charge(name, former)
-        mine = self._charged[by.name] - (freed if former is not None and former.writer == by.name else 0)
-        if mine + nbytes > by.most_nbytes:
-            raise CorruptFrame(f"{by.name} already stores {mine} bytes at the coordinator, and its quota is {by.most_nbytes}: "
-                               "store less in torch's store, or use fewer process groups that span homes", code="E-QUOTA")
-        if self.nbytes - freed + nbytes > by.all_nbytes:
-            raise CorruptFrame(f"the coordinator already stores {self.nbytes} bytes for all homes together, allowed "
-                               f"{by.all_nbytes}", code="E-QUOTA")
-        self._set(name, row)
+        nbytes = self.nbytes + _charge(name, row) - (0 if former is None else _charge(name, former))
+        if nbytes > self._most_nbytes:
+            by_writer = Counter[str]()
+            for key, each in self.rows.items():
+                by_writer[each.writer] += _charge(key, each)
+            (writer, most_nbytes), *_ = (by_writer or Counter({row.writer: 0})).most_common(1)
+            raise CorruptFrame(f"homes would store {nbytes} bytes at the coordinator, allowed {self._most_nbytes}; {writer} "
+                               f"stores most ({most_nbytes}): store less in torch's store, or use fewer process groups that "
+                               "span homes", code="E-QUOTA")
+        self.rows[name], self.nbytes = row, nbytes
         self.save(name, row)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    def _set(self, name: str, row: Row | None) -> None:
-        if (former := self.rows.pop(name, None)) is not None:
-            self._charged[former.writer] -= _charge(name, former)
-            if not self._charged[former.writer]:
-                del self._charged[former.writer]
-        if row is not None:
-            self.rows[name] = row
-            self._charged[row.writer] += _charge(name, row)
 
 
 def _check_name(name: str) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
-from commlayer.cluster import kv_store, sites
+from commlayer.cluster import sites
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.kv_store import KvStore, QuotaOwner
+from commlayer.cluster.kv_store import KvStore
 from commlayer.cluster.messages import Join, JoinReply, KvReply, KvRequest, version
 from commlayer.cluster.sites import PendingWait, WaitTracker
 from commlayer.errors import coded
@@ -41,26 +41,26 @@ class RendezvousService:
         """`silence_s`: a site counts as gone after this many seconds without a call. `door`: returns whether the running job
         admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
         begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds."""
-        self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore()
+        self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore(workers)
         self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
         self._settled, self._waits = 1, WaitTracker()
         self._journal = journal
         if journal is not None and journal.sites is not None:
-            self._state, self._store = sites.reset_silence(journal.sites, clock()), KvStore(journal.rows.items())
+            self._state = sites.reset_silence(journal.sites, clock())
+            self._store = KvStore(self._state.workers, journal.rows.items())
 
     def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
         frees, and the reason. `still_s`: how long this process was stopped until now, so it could not receive heartbeats."""
-        view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock() - still_s
             token = sites.predecessor(before, request, now, self._noticed_s if before.begun else self._silence_s, seen_s)
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {request.pid})"
-            self._state = sites.remove(before, token, why, max(1, view))
+            self._state = sites.remove(before, token, why)
             self._note(before)
             self._write_down(before)
         site = before.present[token]
@@ -84,13 +84,14 @@ class RendezvousService:
         store, newest = self._store, 1
         if request.put or request.add:
             newest = max(1, (self._door() or sites.AdmissionState()).generation)
-        by = self._writer(request.home, newest)
+        one = self._state.present.get(request.home)
+        writer = "a home that has left" if one is None else one.request.certificate or f"home {one.who}"
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.view or request.view >= newest else ()
-        store.put(put, by)
+        store.put(put, writer, newest)
         self._waits.written(name for name, _ in put)
         store.drop(request.drop)
-        total = 0 if request.add is None else store.add(*request.add, by)
+        total = 0 if request.add is None else store.add(*request.add, writer, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         names = [name for name, _ in request.want]
         while None in (values := store.values(names)):
@@ -129,8 +130,6 @@ class RendezvousService:
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
-            with self._lock:
-                self._state = sites.forget(self._state, view)
 
     def pending_waits(self) -> list[PendingWait]:
         """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a
@@ -155,10 +154,9 @@ class RendezvousService:
         until now."""
         if self._journal is not None:
             self._journal.wait()
-        view = (self._door() or sites.AdmissionState()).generation
         with self._lock:
             before, now = self._state, self._clock()
-            self._state = sites.tick(sites.reset_silence(before, now) if still_s else before, now, self._silence_s, ended, view)
+            self._state = sites.tick(sites.reset_silence(before, now) if still_s else before, now, self._silence_s, ended)
             self._note(before)
             self._write_down(before)
 
@@ -182,19 +180,6 @@ class RendezvousService:
             one = self._state.present.get(site)
         return one is not None and rank in one.ranks
 
-    def _writer(self, site: str, view: int) -> QuotaOwner:
-        """Returns the owner of the quota that the site's writes count against: its certificate, which several sites may share,
-        or else the site."""
-        with self._lock:
-            state = self._state
-        mine, workers = state.present.get(site), max(1, state.workers)
-        if mine is None:  # it left after `_record_contact`, and its rendezvous has ended
-            return QuotaOwner(f"home {site}", kv_store.LEAST_EACH_NBYTES)
-        certificate = mine.request.certificate
-        each = max(kv_store.MAX_KEPT_NBYTES // workers, kv_store.LEAST_EACH_NBYTES)
-        most = each * min(workers, sites.quota_workers(state, certificate) if certificate else mine.request.world)
-        return QuotaOwner(certificate or f"home {mine.who}", most, each * workers, view)
-
     def _excluded_reason(self, site: str) -> str:
         """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
         continued without that rank. A late value would be read only by some of them."""
@@ -217,4 +202,4 @@ class RendezvousService:
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
-            self._store = KvStore()  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S
+            self._store = KvStore(state.workers)  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S

@@ -66,15 +66,6 @@ class AdmissionState(Record, frozen=True):
     """Whether no worker is known to be gone."""
 
 
-class RetainedQuota(Record, frozen=True):
-    """Quota of a certificate in the key-value store after one of its sites has left. It is kept as long as values of that site
-    remain."""
-
-    workers: int
-    view: int
-    """Generation of the newest epoch when the last of the workers left. None of their values belongs to a later epoch."""
-
-
 class Sites(Record, frozen=True):
     """State of all sites. `workers`: number of workers of the job; 0 if not known, and then sites cannot register."""
 
@@ -92,8 +83,6 @@ class Sites(Record, frozen=True):
     began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Maps a rank whose site has left since the job began to the reason."""
-    retained: Mapping[str, RetainedQuota] = msgspec.field(default_factory=dict)
-    """Retained quotas, by certificate name."""
     version: str = ""
     """Version that sites must have: the coordinator's; "": that of the first site."""
 
@@ -109,7 +98,7 @@ def register(state: Sites, request: Join, now: float, door: AdmissionState | Non
         return state, JoinReply(error=why)
     if request.leave:
         why = f"has left: {request.leave}" if state.begun else f"left before the job began: {request.leave}"
-        return remove(state, request.token, why, door.generation if door else 1), JoinReply()
+        return remove(state, request.token, why), JoinReply()
     if request.meeting not in ("", state.meeting):
         return state, JoinReply(error=RESTARTED)
     if request.token in state.present:
@@ -144,23 +133,19 @@ def reset_silence(state: Sites, now: float) -> Sites:
     return msgspec.structs.replace(state, present=present)
 
 
-def remove(state: Sites, site: str, why: str, view: int = 1) -> Sites:
+def remove(state: Sites, site: str, why: str) -> Sites:
     """Removes a site. Before the job begins, removal after the assignment of ranks ends the rendezvous. After that, it affects
-    only the site's own ranks. `view`: generation of the newest epoch."""
+    only the site's own ranks."""
     if site not in state.present:
         return state
+    one, remaining = state.present[site], {token: h for token, h in state.present.items() if token != site}
     if state.begun:
-        one = state.present[site]
         reason = f"its home {one.who} {why}"
-        remaining = {token: h for token, h in state.present.items() if token != site}
-        outlived = dict(state.retained)
-        if of := one.request.certificate:
-            outlived[of] = RetainedQuota(quota_workers(state, of), max(1, view))
         return msgspec.structs.replace(state, present=remaining, left={**state.left, **dict.fromkeys(one.ranks, reason)},
-                                       former=_kept({**state.former, site: reason}), retained=outlived)
+                                       former=_kept({**state.former, site: reason}))
     if not state.ranks_assigned:
-        return msgspec.structs.replace(state, present={token: h for token, h in state.present.items() if token != site})
-    reason = coded("E-RENDEZVOUS-ENDED", f"home {state.present[site].who} {why}; start all homes again")
+        return msgspec.structs.replace(state, present=remaining)
+    reason = coded("E-RENDEZVOUS-ENDED", f"home {one.who} {why}; start all homes again")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
     return msgspec.structs.replace(state, present={}, ranks_assigned=False, former=_kept(former))
 
@@ -180,30 +165,16 @@ def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_
     return token if token and now - newest_s[token] >= silence_s else ""
 
 
-def quota_workers(state: Sites, certificate: str) -> int:
-    """Returns the number of workers that determines the quota of this certificate: the workers of its present sites, or more if
-    a departed site left values. A site that returns replaces a departed one and counts once."""
-    workers = sum(h.request.world for h in state.present.values() if h.request.certificate == certificate)
-    return max(workers, state.retained[certificate].workers if certificate in state.retained else 0)
-
-
-def forget(state: Sites, view: int) -> Sites:
-    """Drops the retained quotas of sites whose values are all older than the epoch with generation `view`."""
-    stay = {of: outlived for of, outlived in state.retained.items() if outlived.view >= view}
-    return state if len(stay) == len(state.retained) else msgspec.structs.replace(state, retained=stay)
-
-
-def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = (), view: int = 1) -> Sites:
+def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()) -> Sites:
     """Removes silent sites. After the job has begun, only sites whose workers have all `ended` are removed, since the
-    heartbeats of workers detect failures better. Such a site may have left while no coordinator was running. `view`: generation
-    of the newest epoch."""
+    heartbeats of workers detect failures better. Such a site may have left while no coordinator was running."""
     for token, site in state.present.items():
         if now - site.seen_s < max(silence_s, SILENCE_S):
             continue
         if not state.begun:
             state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s before the job began")
         elif site.ranks and {*site.ranks} <= {*ended}:
-            state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s after its workers ended", view)
+            state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s after its workers ended")
     return state
 
 

@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from commlayer.config import join_host
-from commlayer.errors import CommError, RecordError, coded
+from commlayer.errors import CommError, RecordError
 from commlayer.transport.connection import close_channel, track, tune_socket
 from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
-from commlayer.transport.tls import CONTROL, LINGER_S, TlsSocket
+from commlayer.transport.tls import CONTROL, TlsSocket
 
 HANDSHAKE_S = 5.0
-MOST_EACH = 256
-"""Maximum number of connections per certificate, unless allow() raises it. A machine with one certificate may run many
-workers."""
 PIECE_NBYTES = 64 << 10
 KEEPALIVE_S, SILENT_S = 10, 60.0
 """Seconds between keepalive probes, and of silence until a connection is closed. A machine that vanished must not occupy a
@@ -53,8 +48,6 @@ class TlsTerminator:
         self._lock = threading.Lock()
         self._known: dict[str, TlsConnection] = {}  # by gRPC's name of the connection
         self._distrusted: set[str] = set()
-        self._counts: Counter[str] = Counter()
-        self._most = MOST_EACH
         self._target = ("127.0.0.1", 0)
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -65,10 +58,6 @@ class TlsTerminator:
         """Starts to forward. `target`: the loopback port to which plaintext is forwarded."""
         self._target = ("127.0.0.1", target)
         threading.Thread(target=self._accept, name="commlayer-control-accept", daemon=True).start()
-
-    def allow(self, most: int) -> None:
-        """Raises the limit of connections per certificate to `most`; never lowers the limit."""
-        self._most = max(self._most, most)
 
     def caller(self, peer: str) -> PeerCertificate | None:
         """Returns the certificate of the connection that gRPC calls `peer`. None if the connection is unknown or distrusted."""
@@ -134,20 +123,9 @@ class TlsTerminator:
             threading.Thread(target=self._handshake, args=(tls, where), name=f"control {where}", daemon=True).start()
 
     def _handshake(self, sock: TlsSocket, where: str) -> None:
-        certified = None
         try:
             certified = sock.handshake(time.monotonic() + HANDSHAKE_S)
             where = f"{certified.name} at {where}"
-            with self._lock:
-                self._counts[certified.name] += 1
-                most = self._most
-                over = self._counts[certified.name] > most
-            if over:
-                reason = coded("E-CONNECTIONS", f"its certificate ({certified.name}) already has {most} control connections, "
-                                                "the maximum")
-                self._refused(where, reason)
-                _send_reason(sock, reason)
-                return
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
             self._handshakes.remove(sock)
@@ -157,9 +135,6 @@ class TlsTerminator:
         except OSError:
             pass  # either end closed the connection
         finally:
-            if certified is not None:
-                with self._lock:
-                    self._counts[certified.name] -= 1
             self._handshakes.remove(sock)
             close_channel(sock)
 
@@ -201,58 +176,8 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
     _shut_down(sink)
 
 
-def _send_reason(sock: TlsSocket, reason: str) -> None:
-    """Sends the reason, then drains input for LINGER_S seconds. Closing a socket with unread bytes would reset the connection
-    and lose the reason."""
-    until, unread = time.monotonic() + LINGER_S, bytearray(1024)
-    with contextlib.suppress(OSError, CommError):
-        sock.settimeout(LINGER_S)
-        sock.sendall(goaway(reason))
-        sock.shutdown(socket.SHUT_WR)
-        while time.monotonic() < until and sock.recv_into(unread):
-            pass
-
-
 def _shut_down(sock: socket.socket) -> None:
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:
         pass  # already closed
-
-
-# ---- HTTP/2 GOAWAY frames give a gRPC client the reason why its connection is closed.
-
-_HEAD = struct.Struct(">3sBBI")
-_SETTINGS, _GOAWAY = 4, 7
-_ENHANCE_YOUR_CALM = 11
-MOST_NBYTES = 1024
-
-
-def goaway(reason: str) -> bytes:
-    """Returns all bytes that a server sends before it closes a connection: SETTINGS, which HTTP/2 requires as the first frame,
-    and GOAWAY with the reason."""
-    body = struct.pack(">II", 0, _ENHANCE_YOUR_CALM) + reason.encode()[:MOST_NBYTES]
-    return _frame(_SETTINGS, b"") + _frame(_GOAWAY, body)
-
-
-def reason_of(data: bytes) -> str:
-    """Returns the reason for refusing the connection from the first bytes that an HTTP/2 server sent. "" if the bytes are
-    something else or incomplete.
-
-    >>> reason_of(goaway("come again later"))
-    'come again later'
-    """
-    at = 0
-    while at + _HEAD.size <= len(data):
-        size, kind, _, _ = _HEAD.unpack_from(data, at)
-        nbytes, at = int.from_bytes(size, "big"), at + _HEAD.size
-        if kind == _GOAWAY and at + nbytes <= len(data) and nbytes >= 8:
-            return bytes(data[at + 8 : at + nbytes]).decode("utf-8", "replace")
-        if kind != _SETTINGS:
-            return ""
-        at += nbytes
-    return ""
-
-
-def _frame(kind: int, body: bytes) -> bytes:
-    return _HEAD.pack(len(body).to_bytes(3, "big"), kind, 0, 0) + body

@@ -35,9 +35,6 @@ Address = tuple[str, int]
 FORMER_END_S = 0.5
 """Seconds for which a new connection waits until the peer's previous connection has ended. The end of that connection may still
 be in transit."""
-MAX_CONNECTIONS_EACH = 1024
-"""Maximum number of connections per certificate, each of a different worker. All machines of a cluster may share one
-certificate."""
 KEEPALIVE_S = 10
 """Seconds of silence after which the kernel probes the peer's machine. Three unanswered probes end the connection."""
 HANDSHAKE_S = 10.0
@@ -230,7 +227,7 @@ class StreamTransport:
             hello, proof = greeting.accept_handshake(
                 sock, reader, self.rank, self._settings.secret, who, hello_deadline, binding_of(sock))
             self._handshakes.remove(sock)
-            reason = self._too_many(sock) or self._refusal(hello, certified.name if certified else "")
+            reason = self._refusal(hello, certified.name if certified else "")
             if not reason:
                 peer = hello.rank
             greeting.send_welcome(sock, self.rank, reason, proof, where, deadline)
@@ -250,15 +247,6 @@ class StreamTransport:
                     self._lock.notify_all()
         finally:
             self._handshakes.remove(sock)
-
-    def _too_many(self, sock: ByteChannel) -> str:
-        certified = peer_certificate(sock)
-        with self._lock:
-            full = sum(c.certified == certified for c in self._connections.values()) >= MAX_CONNECTIONS_EACH
-        if certified is None or not full:
-            return ""
-        return coded("E-CONNECTIONS", f"its certificate ({certified.name}) already has {MAX_CONNECTIONS_EACH} data "
-                                      "connections, the maximum")
 
     def _refusal(self, hello: Hello, name: str) -> str:
         reason = (self._admit or same_job(self.hello))(hello)

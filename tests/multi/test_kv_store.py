@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
@@ -14,14 +13,14 @@ import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from support.site_groups import joined, met
 
-from commlayer.cluster import kv_store, messages, sites
+from commlayer.cluster import kv_store, messages
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.site_client import KvClient
 from commlayer.cluster.site_process_group import PART_NBYTES
-from commlayer.errors import CommError, CorruptFrame, PeerLost
+from commlayer.errors import CommError, PeerLost
 
 PART = bytes(PART_NBYTES)
 
@@ -129,90 +128,19 @@ def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
     assert "no new members" in told(coordinator).closed_reason
 
 
-# ---- its part for each
+# ---- how much
 
 
-def test_a_home_that_leaves_too_much_is_named_and_the_others_have_room(opened: list[Any],
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 8 * PART_NBYTES)
-    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 0)
+def test_homes_that_store_too_much_are_named(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
     _, desks = met(opened, 2)
     soon = time.monotonic() + WAIT_S
-    for number in range(3):
+    desks[1].request(soon, put=[("mine", PART)])
+    for number in range(2):
         desks[0].request(soon, put=[(f"{number}", PART)])
-    with pytest.raises(CommError, match=r"home [ab] \(pid \d+\).*E-QUOTA"):
-        desks[0].request(soon, put=[("3", PART)])
-    for number in range(3):
-        desks[1].request(soon, put=[(f"mine/{number}", PART)])
-    assert there(desks[0], "2", "mine/2") == [True, True]
-
-
-class Certified:
-    """Homes of a running job of `workers`, by their certificates; for each worker three values and their keys have room."""
-
-    def __init__(self, workers: int, *certificates: str) -> None:
-        self.view = 1
-        self.made = RendezvousService(workers, 10.0, dict, Audit(""), 1,
-                                      door=lambda: sites.AdmissionState(size=1, generation=self.view),
-                              clock=lambda: self.now)
-        self.now = 0.0
-        self.homes = [self.come(certificate) for certificate in certificates]
-        self.made.begin()
-
-    def come(self, certificate: str, name: str = "", leave: str = "") -> str:
-        asked = messages.site_request(1)
-        one = messages.Join("site", name or asked.token, "host", 1, messages.PROTOCOL, messages.version(), world=1, leave=leave,
-                              certificate=certificate)
-        assert self.made.register(one).error == ""
-        return one.token
-
-    def put(self, home: str, *numbers: int) -> None:
-        for number in numbers:
-            asked = messages.KvRequest(home, ((f"{home}/{self.view}/{number}", PART),))
-            assert asyncio.run(self.made.handle(asked)).error == ""
-
-    def go(self, how: str, home: str) -> None:
-        if how == "leaves":
-            self.come("", home, leave="goes")
-            return
-        self.now += 100.0
-        self.made.tick({self.homes.index(home)})
-
-
-@pytest.fixture(name="narrow")
-def made_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "LEAST_EACH_NBYTES", 4 * PART_NBYTES)
-    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 0)
-
-
-def test_whose_certificate_it_is_counts_and_not_how_often_it_comes(narrow: None) -> None:
-    job = Certified(2, "gpu-1", "gpu-2")
-    first, second = job.homes
-    job.put(first, 0, 1, 2)
-    job.go("leaves", first)
-    again = job.come("gpu-1")
-    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
-        job.put(again, 3)
-    job.put(second, 0, 1, 2)
-
-
-@pytest.mark.parametrize("how", ["leaves", "falls silent"])
-def test_what_a_home_has_left_takes_nothing_from_another_of_its_certificate(narrow: None, how: str) -> None:
-    """Until it is forgotten, and then that one's own part is what it has."""
-    job = Certified(3, "gpu-1", "gpu-1", "gpu-2")
-    gone, stays, other = job.homes
-    job.put(gone, 0, 1, 2)
-    job.put(stays, 0, 1)
-    job.go(how, gone)
-    job.put(stays, 2)
-    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
-        job.put(stays, 3, 4)
-    job.put(other, 0, 1, 2)
-    job.view = 2
-    job.made.forget(2)
-    job.put(stays, 0, 1, 2)
-    with pytest.raises(CorruptFrame, match="gpu-1.*E-QUOTA"):
-        job.put(stays, 3)
+    with pytest.raises(CommError, match=r"home [ab] \(pid \d+\) stores most \(328.*E-QUOTA"):
+        desks[1].request(soon, put=[("one more", PART)])
 
 
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:

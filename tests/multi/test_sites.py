@@ -19,7 +19,6 @@ from support.site_groups import HOMES, asked, leave, met, options, together
 
 from commlayer.cluster import client, kv_store, messages, site_client, sites
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.kv_store import QuotaOwner
 from commlayer.cluster.site_client import KvClient, SiteLease
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, PeerLost, Refused
@@ -150,44 +149,45 @@ def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_sile
 
 # ---- what the store takes
 
-NAME, BY = "n" * kv_store.MAX_NAME_NBYTES, QuotaOwner("a", 1 << 20)
+NAME = "n" * kv_store.MAX_NAME_NBYTES
 
 
 @pytest.mark.parametrize(("act", "values"), [
-    (lambda store: store.put([(NAME + "n", b"")], BY), "257.*256"),
-    (lambda store: store.add(NAME + "n", 1, "once", BY), "257.*256"),
-    (lambda store: store.add("n", 1, NAME + "n", BY), "257.*256"), (lambda store: store.values(["n", "n"]), "2 keys.* 1 "),
+    (lambda store: store.put([(NAME + "n", b"")], "a"), "257.*256"),
+    (lambda store: store.add(NAME + "n", 1, "once", "a"), "257.*256"),
+    (lambda store: store.add("n", 1, NAME + "n", "a"), "257.*256"), (lambda store: store.values(["n", "n"]), "2 keys.* 1 "),
 ])
 def test_long_names_and_wishes_for_one_key_twice_are_refused(act: Any, values: str) -> None:
     with pytest.raises(CorruptFrame, match=f"{values}.*E-FRAME"):
         act(kv_store.KvStore())
 
 
-def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key() -> None:
-    store, by = kv_store.KvStore(), QuotaOwner("a", 1 << 18)
-    store.put([(NAME, b"12"), (NAME, b"1")], by)
+def test_all_that_the_store_keeps_is_charged_and_dropped_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 1 << 18)
+    store = kv_store.KvStore()
+    store.put([(NAME, b"12"), (NAME, b"1")], "a")
     assert store.nbytes == len(NAME) + 1 + kv_store.KEY_NBYTES
     for number in range(kv_store.MAX_TOKENS):
         with contextlib.suppress(CorruptFrame):
-            store.add("sum", 1, str(number), by)
+            store.add("sum", 1, str(number), "a")
     assert (1 << 18) - 1024 < store.nbytes <= 1 << 18
-    assert store.add("sum", 1, "0", by) == int(store.values(["sum"])[0] or b"") > 400, "what was refused is not added"
+    assert store.add("sum", 1, "0", "a") == int(store.values(["sum"])[0] or b"") > 400, "what was refused is not added"
     store.drop([NAME, "sum"])
     assert store.nbytes == 0
 
 
 def test_additions_start_from_the_value_that_was_set() -> None:
     store = kv_store.KvStore()
-    store.put([("sum", b"5"), ("text", b"five")], BY)
-    assert [store.add("sum", 2, once, BY) for once in ("a", "a", "b")] == [7, 7, 9]
+    store.put([("sum", b"5"), ("text", b"five")], "a")
+    assert [store.add("sum", 2, once, "a") for once in ("a", "a", "b")] == [7, 7, 9]
     with pytest.raises(CorruptFrame, match="text.*not a number.*E-FRAME"):
-        store.add("text", 1, "c", BY)
+        store.add("text", 1, "c", "a")
 
 
 def test_an_answer_is_refused_before_it_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_FOUND_NBYTES", 10)
     store = kv_store.KvStore()
-    store.put([("a", bytes(6)), ("b", bytes(6))], BY)
+    store.put([("a", bytes(6)), ("b", bytes(6))], "a")
     assert store.values(["a"]) == (bytes(6),)
     with pytest.raises(CorruptFrame, match=r"\b12 bytes.*\b10 \[E-FRAME"):
         store.values(["a", "b"])

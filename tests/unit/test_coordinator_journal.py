@@ -19,11 +19,11 @@ import pytest
 from commlayer.cluster import messages, sites
 from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, CoordinatorRecord
-from commlayer.cluster.kv_store import KvStore, QuotaOwner, Row
+from commlayer.cluster.kv_store import KvStore, Row
 from commlayer.cluster.membership import State
 from commlayer.cluster.rendezvous_service import RendezvousService
 
-BY = QuotaOwner("home a (pid 1)"), QuotaOwner("gpu-1", view=3)
+BY = ("home a (pid 1)", 1), ("gpu-1", 3)
 RECORD, SITES = CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)), sites.Sites(2, meeting="m")
 
 
@@ -49,16 +49,16 @@ def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> 
             name, by = chance.choice("abcde"), chance.choice(BY)
             how = chance.choice(("put", "put", "add", "add", "drop", "forget"))
             if how == "put":
-                store.put([(name, chance.randbytes(chance.choice((0, 1, 1000))))], by)
+                store.put([(name, chance.randbytes(chance.choice((0, 1, 1000))))], *by)
             elif how == "add":
-                store.add(f"{name}/sum", chance.randrange(9), str(chance.randrange(40)), by)
+                store.add(f"{name}/sum", chance.randrange(9), str(chance.randrange(40)), *by)
             elif how == "drop":
                 store.drop([name, f"{name}/sum", "never there"])
             elif chance.random() < 0.2:
                 store.forget(2)
         journal = restarted(tmp_path, journal)
         assert (journal.recovered, journal.sites, journal.rows) == (RECORD, SITES, store.rows)
-        again = KvStore(journal.rows.items())
+        again = KvStore(2, journal.rows.items())
         assert again.nbytes == store.nbytes
         journal.begin(SITES, again.rows)
         store = again
@@ -123,9 +123,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_journal_with_a_gap(
     journal.begin(SITES, {"a": Row(b"", "w", 1)})
     journal.write(RECORD)
     for number in range(20):
-        store.put([(f"{number}", bytes(30))], BY[0])
+        store.put([(f"{number}", bytes(30))], *BY[0])
     full(1 << 30)
-    store.put([("behind", b"")], BY[0])
+    store.put([("behind", b"")], *BY[0])
     assert list(tmp_path.iterdir()) == []
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("the job continues without a journal, so a crash of the coordinator will end the job")
