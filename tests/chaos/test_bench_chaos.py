@@ -28,14 +28,14 @@ from commlayer.errors import CommError
 
 @pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
 def test_pieces_are_those_of_the_whole(members: bool, agreement: bool, tmp_path: Path) -> None:
-    whole = schedules.run(Options(30, 5, 0.0, None, members, agreement))["summary"]
+    result = schedules.run(Options(30, 5, 0.0, None, members, agreement))["summary"]
     file = tmp_path / "schedules.json"
     for schedules_so_far in (10, 20, 30):
         pieces = schedules.run(Options(schedules_so_far, 5, 0.0, file, members, agreement))["summary"]
     timed = {"seconds", "schedules_per_s"}
-    assert {name: whole[name] for name in whole.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
-    assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < whole.keys()
-    assert (whole["left"], whole["wrong_schedules"], whole["seeds"]) == (0, 0, "5 to 34")
+    assert {name: result[name] for name in result.keys() - timed} == {name: pieces[name] for name in pieces.keys() - timed}
+    assert {"events", "views" if members else "rounds_together" if agreement else "contributions"} < result.keys()
+    assert (result["left"], result["wrong_schedules"], result["seeds"]) == (0, 0, "5 to 34")
     assert schedules.run(Options(60, 5, 1e-9, file, members, agreement))["summary"]["left"] == 30
     with pytest.raises(Unmeasurable, match="begins with seed 5, asked for: --seed 6"):
         schedules.run(Options(60, 6, 0.0, file, members, agreement))
@@ -57,14 +57,14 @@ def test_a_finding_has_a_line_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_damaged_bytes_end_their_own_connection_and_nothing_else() -> None:
-    found = fuzzed.run(2000, 3)
-    summary = found["summary"]
-    assert found["code"] == 0, found
+    result = fuzzed.run(2000, 3)
+    summary = result["summary"]
+    assert result["code"] == 0, result
     assert (summary["sockets.inputs"], summary["sockets.findings"], summary["sockets.tracebacks"]) == (fuzzed.LEAST, 0, 0)
     assert summary["sockets.sums_of_others"] >= 2
-    told = {row["socket"]: row["inputs"] for row in found["rows"] if "socket" in row}
-    assert len(told) == 4
-    assert all(told.values())
+    report = {row["socket"]: row["inputs"] for row in result["rows"] if "socket" in row}
+    assert len(report) == 4
+    assert all(report.values())
 
 
 def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,22 +82,23 @@ def test_a_server_that_goes_wrong_under_damage_is_found(monkeypatch: pytest.Monk
 
 
 def test_a_short_soak_finishes_and_its_accounts_balance() -> None:
-    found = soak.run(400, 1)["summary"]
-    assert (found["finished"], found["other_digests"], found["wrong_on_the_wire"], found["accounts_balance"]) == (
-        True, 0, 0, True), found
-    assert found["connections_cut"] >= 3
-    assert found["servers_killed"] >= 4
+    result = soak.run(400, 1)["summary"]
+    assert (result["finished"], result["other_digests"], result["wrong_on_the_wire"], result["accounts_balance"]) == (
+        True, 0, 0, True), result
+    assert result["connections_cut"] >= 3
+    assert result["servers_killed"] >= 4
 
 
 def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_time() -> None:
     for steps in (1200, 2400, 4800):  # how many go by while a process starts is the machine's affair
-        found = soak_homes.run(steps, 1)["summary"]
-        assert (found["finished"], found["other_digests"], found["idle_homes"], found["stuck_homes"]) == (True, 0, 0, 0), found
-        if found["homes_left"]:
+        result = soak_homes.run(steps, 1)["summary"]
+        state = [result[name] for name in ("finished", "other_digests", "idle_homes", "stuck_homes")]
+        assert state == [True, 0, 0, 0], result
+        if result["homes_left"]:
             break
-    assert found["homes_killed"] >= 1
-    assert found["homes_left"] >= 1
-    assert found["homes_joined"] == found["homes_killed"] + found["homes_left"]
+    assert result["homes_killed"] >= 1
+    assert result["homes_left"] >= 1
+    assert result["homes_joined"] == result["homes_killed"] + result["homes_left"]
 
 
 @pytest.mark.parametrize(("options", "line"), [
@@ -113,34 +114,34 @@ def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_
 def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", *(option.format(tmp_path) for option in options)]) == 2
-    said = capsys.readouterr().err
-    assert line in said
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert line in errors
+    assert errors.count("\n") == 1
 
 
 def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main(["chaos", "--schedules", "3"]) == 0
-    made = schedules.one
+    one = schedules.one
 
-    def broken_off(asked: Options, seed: int, done: Done) -> None:
+    def broken_off(options: Options, seed: int, done: Done) -> None:
         if seed == 2:
             raise KeyboardInterrupt
-        made(asked, seed, done)
+        one(options, seed, done)
 
     monkeypatch.setattr(schedules, "one", broken_off)
     assert main(["chaos", "--schedules", "5", "--resume", str(tmp_path / "kept.json")]) == 130
     assert msgspec.json.decode((tmp_path / "kept.json").read_bytes(), type=Done).schedules == 2
-    monkeypatch.setattr(schedules, "one", made)
+    monkeypatch.setattr(schedules, "one", one)
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
 
 
 def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def exits(error: BaseException | None, *wrong: str) -> tuple[int, dict[str, Any]]:
-        found = Evidence([[], []], [None, None], 1, 0.0, 1.0, (), None, None, (), (), 0.0, "a line")
-        said = Verdict("goes on", tuple(Finding("left", line) for line in wrong), 0.1, 1, 0)
-        row = Row(Trial(7, "cut", Setting("identity()")), said, found)
+        evidence = Evidence([[], []], [None, None], 1, 0.0, 1.0, (), None, None, (), (), 0.0, "a line")
+        verdict = Verdict("goes on", tuple(Finding("left", line) for line in wrong), 0.1, 1, 0)
+        row = Row(Trial(7, "cut", Setting("identity()")), verdict, evidence)
 
         def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
             yield row
@@ -155,12 +156,12 @@ def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pyte
     monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
     monkeypatch.setattr("bench.chaos.command.QUICK_SCHEDULES", 2)
     assert exits(None)[0] == 0
-    code, told = exits(None, "something was left")
-    assert (code, told["rows"][0]["wrong"], told["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
-    assert told["rows"][0]["again"] == "python -m bench chaos --faults cut --seed 7 --runs 1"
+    code, report = exits(None, "something was left")
+    assert (code, report["rows"][0]["wrong"], report["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
+    assert report["rows"][0]["again"] == "python -m bench chaos --faults cut --seed 7 --runs 1"
     for error, expected in ((KeyboardInterrupt(), 130), (CommError("no ports", peer="chaos"), 2)):
-        code, told = exits(error)
-        assert (code, len(told["rows"]), told["summary"]["asked"], told["summary"]["runs"]) == (expected, 1, 3, 1)
+        code, report = exits(error)
+        assert (code, len(report["rows"]), report["summary"]["asked"], report["summary"]["runs"]) == (expected, 1, 3, 1)
 
 
 @needs_lab

@@ -39,10 +39,10 @@ from commlayer.transport.protocol import Header, Kind
 def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
     assert STRIKES.keys() == FAULTS.keys()
     for seed in range(3 * len(dealt())):
-        made = trial(seed, dealt())
-        assert made == trial(seed, dealt()) == trial(seed, [made.fault])
-        assert FAULTS[made.fault].fits(made.setting)
-        assert f"--faults {made.fault} --seed {seed} --runs 1" in made.again
+        result = trial(seed, dealt())
+        assert result == trial(seed, dealt()) == trial(seed, [result.fault])
+        assert FAULTS[result.fault].fits(result.setting)
+        assert f"--faults {result.fault} --seed {seed} --runs 1" in result.again
     assert {trial(seed, dealt()).fault for seed in range(len(dealt()))} == set(dealt())
 
 
@@ -58,18 +58,18 @@ def test_who_is_lost_for_good_is_named_and_everything_else_heals() -> None:
 PLAIN = "undisturbed"
 
 
-def judged(fault: str, found: Evidence) -> verdict.Verdict:
-    return verdict.judge(Trial(7, fault, SETTING, "worker", 1, 5), found, evidence())
+def judged(fault: str, result: Evidence) -> verdict.Verdict:
+    return verdict.judge(Trial(7, fault, SETTING, "worker", 1, 5), result, evidence())
 
 
 def test_a_run_that_went_on_with_all_bits_is_right() -> None:
-    said = judged("cut", evidence())
-    assert (said.outcome, said.wrong) == ("goes on", ())
-    assert said.recovery_s == pytest.approx(1.5)
+    text = judged("cut", evidence())
+    assert (text.outcome, text.wrong) == ("goes on", ())
+    assert text.recovery_s == pytest.approx(1.5)
 
 
-def short(found: Evidence, steps: int, ends: list[Ended | None]) -> Evidence:
-    return found._replace(stepped=[row[:steps] for row in found.stepped], ended=ends, off=math.nan, contributions=100)
+def short(result: Evidence, steps: int, ends: list[Ended | None]) -> Evidence:
+    return result._replace(stepped=[row[:steps] for row in result.stepped], ended=ends, off=math.nan, contributions=100)
 
 
 def test_a_worker_that_was_killed_has_to_be_named_by_the_others() -> None:
@@ -93,24 +93,24 @@ def test_what_is_wrong_is_said(change: dict[str, Any], line: str) -> None:
 
 
 def test_a_bit_a_sample_a_hang_and_an_end_are_found() -> None:
-    found = evidence()
-    found.stepped[1][20] = found.stepped[1][20]._replace(digest="another")
-    assert judged("cut", found).wrong == ("worker 1 has other weights than in the undisturbed run from step 21 on",)
-    found = evidence()
-    found.stepped[0][3] = found.stepped[0][3]._replace(samples=(0,))
-    said = judged("cut", found)
-    assert (said.lost_samples, said.wrong) == (2, ("2 samples were lost or used twice",))
-    said = judged("cut", short(evidence(), 9, [None, Ended(9, 9.0)]))
-    assert said.wrong[:2] == ("worker 0 did not end within 42.0 s", "the job hangs; allowed: goes on")
-    said = judged("cut", short(evidence(), 9, [Ended(9, 9.0, "worker 1", "gone"), Ended(9, 9.0, "worker 1", "gone")]))
-    assert said.wrong[0] == "the job stops, naming worker 1; allowed: goes on"
+    result = evidence()
+    result.stepped[1][20] = result.stepped[1][20]._replace(digest="another")
+    assert judged("cut", result).wrong == ("worker 1 has other weights than in the undisturbed run from step 21 on",)
+    result = evidence()
+    result.stepped[0][3] = result.stepped[0][3]._replace(samples=(0,))
+    text = judged("cut", result)
+    assert (text.lost_samples, text.wrong) == (2, ("2 samples were lost or used twice",))
+    text = judged("cut", short(evidence(), 9, [None, Ended(9, 9.0)]))
+    assert text.wrong[:2] == ("worker 0 did not end within 42.0 s", "the job hangs; allowed: goes on")
+    text = judged("cut", short(evidence(), 9, [Ended(9, 9.0, "worker 1", "gone"), Ended(9, 9.0, "worker 1", "gone")]))
+    assert text.wrong[0] == "the job stops, naming worker 1; allowed: goes on"
 
 
 def test_who_is_cut_off_is_named_by_the_others_and_has_to_end_by_itself() -> None:
     named, gone = Ended(9, 9.0, "worker 1", "worker 1: no heartbeat"), Ended(9, 9.0, "server 0", "server 0: closed its end")
     assert judged("isolate-worker", short(evidence(), 9, [named, gone])).wrong == ()
-    asked = Ended(9, 9.0, "coordinator 127.0.1.2:1", "coordinator 127.0.1.2:1: no heartbeat")
-    assert judged("isolate-worker", short(evidence(), 9, [named, asked])).wrong == ()
+    ended = Ended(9, 9.0, "coordinator 127.0.1.2:1", "coordinator 127.0.1.2:1: no heartbeat")
+    assert judged("isolate-worker", short(evidence(), 9, [named, ended])).wrong == ()
     assert judged("isolate-worker", short(evidence(), 9, [gone, gone])).wrong == (
         "the job stops, naming server 0; allowed: stops, naming worker 1",)
     assert judged("isolate-worker", short(evidence(), 9, [named, None])).wrong == (
@@ -128,15 +128,15 @@ def test_an_undisturbed_run_has_a_sum_for_each_step_where_sums_are_seen() -> Non
 
 
 def test_what_is_shown_of_runs() -> None:
-    rows = [Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", found), found)
-            for seed, found in enumerate([evidence(), evidence(shots=0)])]
+    rows = [Row(Trial(seed, "cut", SETTING, "worker", 1, 5), judged("cut", result), result)
+            for seed, result in enumerate([evidence(), evidence(shots=0)])]
     assert table(rows).row_count == 1
     assert "cut, seed 1 (identity, 2 workers, 1 server; struck: worker 1):\n  the fault cut never fired" in problems(rows)
     assert "again: python -m bench chaos --faults cut --seed 1 --runs 1" in problems(rows)
-    told = summary(rows, 3)
-    assert {name: told[name] for name in ("asked", "runs", "violations", "never_fired", "contributions", "went_on")} == {
+    report = summary(rows, 3)
+    assert {name: report[name] for name in ("asked", "runs", "violations", "never_fired", "contributions", "went_on")} == {
         "asked": 3, "runs": 2, "violations": 1, "never_fired": 1, "contributions": 800, "went_on": 1}
-    assert closing(told).startswith("2 of 3 runs, 1 wrong.\n1 went on with")
+    assert closing(report).startswith("2 of 3 runs, 1 wrong.\n1 went on with")
     assert "again" not in rows[0].told()
     assert (rows[1].told()["again"], rows[1].told()["lines"]) == (rows[1].trial.again, ["a line"])
 
@@ -147,10 +147,10 @@ def test_a_run_counts_once_for_each_kind_of_finding_and_what_was_not_seen_counts
     trials = [Trial(seed, fault, SETTING, "worker", 1, 5) for seed, fault in enumerate(("cut", "slow-link"))]
     rows = [Row(trials[0], verdict.judge(trials[0], twice, evidence()), twice),
             Row(trials[1], verdict.judge(trials[1], unseen, unseen), unseen)]
-    told = summary(rows, 2)
-    assert {name: told[name] for name in ("lost_or_doubled", "watched_runs", "contributions", "went_on", "violations")} == {
+    report = summary(rows, 2)
+    assert {name: report[name] for name in ("lost_or_doubled", "watched_runs", "contributions", "went_on", "violations")} == {
         "lost_or_doubled": 1, "watched_runs": 1, "contributions": 7, "went_on": 1, "violations": 1}
-    assert told["recovery_p95_s"] == pytest.approx(rows[0].verdict.recovery_s)
+    assert report["recovery_p95_s"] == pytest.approx(rows[0].verdict.recovery_s)
     assert rows[1].told()["contributions"] is None
 
 
@@ -191,7 +191,7 @@ class Echo:
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.ended = threading.Event()
-        """Of the server's end, by whatever it was told."""
+        """The end of the server, and its reason."""
         threading.Thread(target=self._serve, daemon=True).start()
         self.link = Link(random.Random(3))
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -227,9 +227,9 @@ class Echo:
 
 @pytest.fixture
 def echo() -> Iterator[Echo]:
-    made = Echo()
-    yield made
-    made.close()
+    result = Echo()
+    yield result
+    result.close()
 
 
 def test_bytes_pass_are_flipped_and_held(echo: Echo) -> None:

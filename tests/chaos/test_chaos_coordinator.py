@@ -17,12 +17,12 @@ from bench.chaos.trials import Setting, Trial
 APART = Setting("identity()", servers=2, apart=True)
 
 
-def kill_until_the_end(made: Cluster, trial: Trial, chance: random.Random) -> int:
-    """The coordinator, which is started again behind the last step of its job."""
-    struck, until = made.coordinator.signal(signal.SIGKILL), time.monotonic() + 20.0
-    while not all((made.folder / f"applied-{rank}").exists() for rank in range(2)) and time.monotonic() < until:
+def kill_until_the_end(result: Cluster, trial: Trial, chance: random.Random) -> int:
+    """The coordinator, which is started again after the last step of its job."""
+    struck, until = result.coordinator.signal(signal.SIGKILL), time.monotonic() + 20.0
+    while not all((result.folder / f"applied-{rank}").exists() for rank in range(2)) and time.monotonic() < until:
         time.sleep(0.01)
-    made.restart_coordinator()
+    result.restart_coordinator()
     return struck
 
 

@@ -24,7 +24,7 @@ from bench.chaos.trials import STEPS, Setting, Trial
 
 
 def left(**changes: Any) -> Evidence:
-    """Of three homes, of which the last is killed in step 4; 21 samples a step, whoever there is."""
+    """Three sites; the last is killed in step 4. Each step has 21 samples."""
     every, steps, began = iter(range(1000)), list[list[Stepped]]([[], [], []]), list[list[Began]]([[], [], []])
     for n in range(STEPS):
         if n % verdict.STEPS_PER_EPOCH == 0:
@@ -39,9 +39,9 @@ def left(**changes: Any) -> Evidence:
         more = (*began[0][n].samples, 900 + n)
         began[0][n], steps[0][n] = began[0][n]._replace(samples=more), steps[0][n]._replace(samples=more)
     ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS), None]
-    made = evidence(stepped=steps, ended=ended, off=math.nan, contributions=None, began=began,
+    result = evidence(stepped=steps, ended=ended, off=math.nan, contributions=None, began=began,
                     replayed=[f"digest {n}" for n in range(STEPS)])
-    return made._replace(**changes)
+    return result._replace(**changes)
 
 
 HOMES = Setting("identity()", workers=3, least=2)
@@ -52,11 +52,11 @@ GONE_WITHOUT = "freeze-home", "isolate-home"
 def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> None:
     killed = Trial(7, "kill-home", HOMES, "worker", 2, 3)
 
-    def wrong(found: Evidence) -> tuple[str, ...]:
-        return verdict.judge(killed, found, found).wrong
+    def wrong(result: Evidence) -> tuple[str, ...]:
+        return verdict.judge(killed, result, result).wrong
 
-    said = verdict.judge(killed, left(), left())
-    assert (said.outcome, said.wrong, said.steps) == ("goes on without worker 2", (), STEPS)
+    text = verdict.judge(killed, left(), left())
+    assert (text.outcome, text.wrong, text.steps) == ("goes on without worker 2", (), STEPS)
     other = left()
     other.stepped[1][20] = other.stepped[1][20]._replace(digest="another")
     assert wrong(other) == ("worker 1 has other weights than plain means give, from step 21 on",)
@@ -75,24 +75,24 @@ def test_a_home_that_is_killed_is_done_without_and_nothing_else_may_differ() -> 
 
 def test_a_home_that_comes_again_is_one_of_all_who_end_alike_and_has_samples() -> None:
     came = Trial(7, "rejoin-home", HOMES, "worker", 2, 3)
-    there = left()
-    began, stepped = [*there.began, there.began[1]], [*there.stepped, there.stepped[1]]
-    there = there._replace(began=began, stepped=stepped, ended=[*there.ended, Ended(STEPS, STEPS)])
+    present = left()
+    began, stepped = [*present.began, present.began[1]], [*present.stepped, present.stepped[1]]
+    present = present._replace(began=began, stepped=stepped, ended=[*present.ended, Ended(STEPS, STEPS)])
 
-    def wrong(found: Evidence) -> tuple[str, ...]:
-        return verdict.judge(came, found, found).wrong
+    def wrong(result: Evidence) -> tuple[str, ...]:
+        return verdict.judge(came, result, result).wrong
 
-    said = verdict.judge(came, there, there)
-    assert (said.outcome, said.wrong) == ("goes on with worker 3", ())
-    short = there._replace(stepped=[*stepped[:3], stepped[3][:-1]])
+    text = verdict.judge(came, present, present)
+    assert (text.outcome, text.wrong) == ("goes on with worker 3", ())
+    short = present._replace(stepped=[*stepped[:3], stepped[3][:-1]])
     assert wrong(short) == ("worker 3 ended after step 39, worker 0 after 40",)
-    idle = there._replace(stepped=[*stepped[:3], [step._replace(samples=()) for step in stepped[3]]])
+    idle = present._replace(stepped=[*stepped[:3], [step._replace(samples=()) for step in stepped[3]]])
     assert wrong(idle) == ("worker 3 came again and was given none",)
-    never = there._replace(stepped=[*stepped[:3], []])
+    never = present._replace(stepped=[*stepped[:3], []])
     assert wrong(never)[0] == "the job goes on without worker 2; allowed: goes on with worker 3"
-    other = there._replace(stepped=[*stepped[:3], [stepped[3][0]._replace(digest="another"), *stepped[3][1:]]])
+    other = present._replace(stepped=[*stepped[:3], [stepped[3][0]._replace(digest="another"), *stepped[3][1:]]])
     assert wrong(other) == ("worker 3 has other weights than plain means give, from step 1 on",)
-    failed = there._replace(ended=[*there.ended[:3], Ended(9, 9.0, "worker 0", "worker 0: silent")])
+    failed = present._replace(ended=[*present.ended[:3], Ended(9, 9.0, "worker 0", "worker 0: silent")])
     assert wrong(failed)[0] == "the job stops, naming worker 0; allowed: goes on with worker 3"
 
 
@@ -100,12 +100,12 @@ def test_a_home_that_wakes_or_is_cut_off_when_it_counts_as_dead_has_to_end_and_s
     woken = Trial(7, "freeze-home", HOMES, "worker", 2, 3)
 
     def said(end: Ended | None, trial: Trial = woken) -> verdict.Verdict:
-        found = left()
-        return verdict.judge(trial, found._replace(ended=[*found.ended[:2], end]), found)
+        result = left()
+        return verdict.judge(trial, result._replace(ended=[*result.ended[:2], end]), result)
 
-    told = Ended(3, 9.0, "coordinator 127.0.1.3:1", "coordinator 127.0.1.3:1: declared this worker 2 dead: no heartbeat")
+    ended = Ended(3, 9.0, "coordinator 127.0.1.3:1", "coordinator 127.0.1.3:1: declared this worker 2 dead: no heartbeat")
     dropped = Ended(3, 9.0, "server 0", "server 0: no result before the deadline")
-    for fault, end in itertools.product(GONE_WITHOUT, (told, dropped)):
+    for fault, end in itertools.product(GONE_WITHOUT, (ended, dropped)):
         one = said(end, woken._replace(fault=fault))
         assert (one.outcome, one.wrong) == ("goes on without worker 2", ())
     assert said(None).wrong == ("worker 2, which is cut off, did not end within 42.0 s",)
@@ -120,18 +120,18 @@ def test_a_home_that_is_not_missed_has_not_been_frozen(monkeypatch: pytest.Monke
     lines = tmp_path / "coordinator.lines"
     lines.write_text("worker 1: no heartbeat for 0.9 s\n")
     coordinator, worker = SimpleNamespace(lines=lines), SimpleNamespace(signal=lambda number: signals.append(number) or 1)
-    made: Any = SimpleNamespace(workers=[worker] * 3, coordinator=coordinator)
+    namespace: Any = SimpleNamespace(workers=[worker] * 3, coordinator=coordinator)
     monkeypatch.setattr(strikes, "TOLD_S", 0.1)
     woken = Trial(0, "freeze-home", HOMES, "worker", 2, 5)
-    assert strikes.freeze_home(made, woken, random.Random(0)) == 0
-    assert strikes.freeze_home(made, woken._replace(number=1), random.Random(0)) == 1
+    assert strikes.freeze_home(namespace, woken, random.Random(0)) == 0
+    assert strikes.freeze_home(namespace, woken._replace(number=1), random.Random(0)) == 1
     assert signals == [signal.SIGSTOP, signal.SIGCONT] * 2, "it wakes, missed or not"
 
 
 @pytest.fixture(scope="module")
 def campaign() -> Iterator[Campaign]:
-    with Campaign() as made:
-        yield made
+    with Campaign() as result:
+        yield result
 
 
 @pytest.mark.parametrize("fault", [*MENDED, *GONE_WITHOUT])
@@ -144,11 +144,11 @@ def test_homes_bear_what_heals_and_do_without_the_one_that_does_not(fault: str, 
 
 
 def test_a_share_of_the_seeds_has_keys_and_no_other_run_is_another_for_it() -> None:
-    made = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
-    keyed = [one for one in made if one.setting.keys]
-    assert 0.8 * KEYED < len(keyed) / len(made) < 1.2 * KEYED
-    assert {one.fault for one in made} - {one.fault for one in keyed} == {"clock-jump"}
-    assert {one.fault for one in made if one.setting.least} == {
+    results = [trial(seed, dealt()) for seed in range(30 * len(dealt()))]
+    keyed = [one for one in results if one.setting.keys]
+    assert 0.8 * KEYED < len(keyed) / len(results) < 1.2 * KEYED
+    assert {one.fault for one in results} - {one.fault for one in keyed} == {"clock-jump"}
+    assert {one.fault for one in results if one.setting.least} == {
         "kill-home", "kill-homes", "rejoin-home", *MENDED, *GONE_WITHOUT}
 
 
@@ -160,8 +160,8 @@ def test_homes_go_on_without_one_and_connections_over_tls_are_found_and_cut() ->
     assert [row.evidence.contributions for row in rows] == [None, None]
     assert (len(rows[0].evidence.replayed), rows[0].verdict.steps) == (STEPS, STEPS)
     assert rows[1].evidence.shots > 0
-    told = summary(rows, 2)
-    assert (told["went_on"], told["went_on_without"], told["over_tls"]) == (1, 1, 1)
+    report = summary(rows, 2)
+    assert (report["went_on"], report["went_on_without"], report["over_tls"]) == (1, 1, 1)
 
 
 def test_a_home_that_was_killed_comes_again_and_all_go_on() -> None:

@@ -20,35 +20,35 @@ from bench.chaos.verdict import Verdict
 
 
 def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[int] = []
+    results: list[int] = []
 
     def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
         for seed in seeds:
-            made.append(seed)
+            results.append(seed)
             wanted = trial(seed, faults)
-            said = Verdict("goes on", (Finding("left", "a file"),) * (seed % 2), 0.5 if seed % 2 else math.nan, 40, 0)
+            verdict = Verdict("goes on", (Finding("left", "a file"),) * (seed % 2), 0.5 if seed % 2 else math.nan, 40, 0)
             ended = [Ended(40, 1.0), None]
-            yield Row(wanted, said, Evidence([[], []], ended, 1, 0.0, 1.5, (), None, 3, (), (), math.nan, "a line"))
+            yield Row(wanted, verdict, Evidence([[], []], ended, 1, 0.0, 1.5, (), None, 3, (), (), math.nan, "a line"))
 
     monkeypatch.setattr(Campaign, "run", run)
     monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
     monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
-    file, told = tmp_path / "runs", tmp_path / "runs.json"
+    file, report = tmp_path / "runs", tmp_path / "runs.json"
 
     def piece(runs: int, *more: str) -> int:
         chosen = ["--faults", "cut,slow-link", "--seed", "4", "--runs", str(runs), "--resume", str(file), *more]
-        return main(["chaos", *chosen, "--json", str(told)])
+        return main(["chaos", *chosen, "--json", str(report)])
 
     for _ in range(3):
         piece(5, "--seconds", "1e-9")
-    assert made == [4, 5, 6]
+    assert results == [4, 5, 6]
     assert piece(5) == 1
-    assert made == [4, 5, 6, 7, 8]
-    pieces = json.loads(told.read_text())
+    assert results == [4, 5, 6, 7, 8]
+    pieces = json.loads(report.read_text())
     file.unlink()
     piece(5)
-    assert made[5:] == made[:5]
-    assert json.loads(told.read_text()) == pieces
+    assert results[5:] == results[:5]
+    assert json.loads(report.read_text()) == pieces
     assert [row["seed"] for row in pieces["rows"]] == [4, 5, 6, 7, 8]
     assert (pieces["summary"]["asked"], pieces["summary"]["violations"]) == (5, 2)
     with pytest.raises(ValueError, match=r"cut of seed 8\b.*E-CLI-OPTION"):

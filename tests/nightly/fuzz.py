@@ -43,12 +43,13 @@ def codecs(args: argparse.Namespace) -> int:
 
     print(f"codecs: the native core is {core and core.__file__}")
     keep: dict[str, str] = {}
-    made = fuzzing.run(args.seed, seconds=args.seconds, keep=keep)
-    print(f"codecs: {made} attacks on {len(fuzzing.targets())} readers, seed {args.seed}, {len(keep)} refusals, nothing found")
+    result = fuzzing.run(args.seed, seconds=args.seconds, keep=keep)
+    readers = len(fuzzing.targets())
+    print(f"codecs: {result} attacks on {readers} readers, seed {args.seed}, {len(keep)} refusals, nothing found")
     if args.write_corpus:
-        known = {} if args.write_corpus == "anew" else {line: line for line in fuzzing.CORPUS.read_text().splitlines()}
-        found = {line: line for line in keep.values() if len(line) <= LONGEST}
-        fuzzing.CORPUS.write_text("".join(f"{line}\n" for line in sorted(known | found)))
+        known = {} if args.write_corpus == "replace" else {line: line for line in fuzzing.CORPUS.read_text().splitlines()}
+        results = {line: line for line in keep.values() if len(line) <= LONGEST}
+        fuzzing.CORPUS.write_text("".join(f"{line}\n" for line in sorted(known | results)))
     return 0
 
 
@@ -84,7 +85,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--codecs", action="store_true", help="only the codecs, in this process")
     parser.add_argument("--core", type=Path, help="the native module to run with")
-    parser.add_argument("--write-corpus", choices=["more", "anew"], default="", help="keep the shortest of each refusal")
+    parser.add_argument("--write-corpus", choices=["more", "replace"], default="", help="keep the shortest of each refusal")
     args = parser.parse_args()
     return codecs(args) if args.codecs else both(args)
 

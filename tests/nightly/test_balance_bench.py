@@ -51,6 +51,6 @@ def test_without_matplotlib_one_line_says_so(tmp_path: Path, monkeypatch: pytest
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = balance.draw(tmp_path / "out.json")
-    assert re.fullmatch(r'no plot: .*\bmatplotlib\b.*: pip install "commlayer\[plot\]"', said)
+    text = balance.draw(tmp_path / "out.json")
+    assert re.fullmatch(r'no plot: .*\bmatplotlib\b.*: pip install "commlayer\[plot\]"', text)
     assert list(tmp_path.iterdir()) == []

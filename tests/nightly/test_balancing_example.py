@@ -24,7 +24,7 @@ def test_the_example_prints_shares_moving_and_learns() -> None:
     assert len(epochs) == 6
     assert set(epochs[:3]) == {("24",) * 4}
     assert all(sum(map(int, shares)) == 96 for shares in epochs)
-    equal, balanced = (float(found) for found in re.findall(r"accuracy ([\d.]+) after", done.stdout))
+    equal, balanced = (float(result) for result in re.findall(r"accuracy ([\d.]+) after", done.stdout))
     assert balanced > 0.85
     assert abs(balanced - equal) < 0.02
     assert re.search(r"^balanced +[\d.]+ s +[\d.]+x +[\d.]+$", done.stdout, re.MULTILINE)

@@ -46,11 +46,11 @@ def measurement(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
 
 
 def test_the_file_holds_name_machine_rows_and_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = []
-    measurement(monkeypatch, lambda quick: asked.append(quick) or RESULT)
+    results = []
+    measurement(monkeypatch, lambda quick: results.append(quick) or RESULT)
     file = tmp_path / "out.json"
     assert front.main(["trial", "--quick", "--json", str(file)]) == 0
-    assert asked == [True]
+    assert results == [True]
     written = json.loads(file.read_text())
     assert list(written) == ["name", "machine", "rows", "summary"]
     assert written["name"] == "trial"
@@ -63,8 +63,8 @@ def test_the_file_holds_name_machine_rows_and_summary(monkeypatch: pytest.Monkey
 
 def test_an_unknown_name_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert front.main(["speed"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"bench: no measurement is called 'speed'; there are: {', '.join(front.MEASUREMENTS)}\n"
+    errors = capsys.readouterr().err
+    assert errors == f"bench: no measurement is called 'speed'; there are: {', '.join(front.MEASUREMENTS)}\n"
 
 
 def test_what_cannot_be_measured_is_one_line_and_code_2(
@@ -93,8 +93,8 @@ STORED = json.loads(check.EXPECTED.read_text())
 
 
 def test_what_is_stored_passes() -> None:
-    found = {name: each["ratio"] for name, each in STORED.items()}
-    assert check.compared(found, STORED)["code"] == 0
+    results = {name: each["ratio"] for name, each in STORED.items()}
+    assert check.compared(results, STORED)["code"] == 0
 
 
 def test_one_that_is_worse_fails_and_is_named() -> None:
@@ -122,7 +122,7 @@ def test_one_threshold_keeps_more_than_sorting_each_bucket(model: str) -> None:
     assert max(down[SETTLED:]) <= 1.02 * down[0]
 
 
-# ---- What `bench transport` says of its rows, and that servers and Gloo add up the same there
+# ---- `bench transport`: its summary, and equal sums of servers and Gloo
 
 def row(where: str, *, body: str = transport.BODY, void: bool = False, **more: float) -> dict[str, object]:
     return {"where": where, "body": body, "void": void, "plain_gb_s": 0.01, "socket_gb_s": 0.0115, "vs_socket": 0.9} | more
@@ -159,27 +159,27 @@ def test_a_row_says_what_was_sent(backend: str) -> None:
 
 
 def test_figures_of_sparse_payloads() -> None:
-    found = codecs_figures.figures(quick=True)
-    assert found["bits_per_entry_1pct_int8"] <= 17.5
-    assert all(found[f"position_bits_over_entropy_{share}"] <= 1.15 for share in ("01pct", "1pct", "10pct"))
-    assert 0.9 < found["threshold_recall_1pct"] <= 1.0
-    assert 0.9 <= found["entries_over_k_1pct"] <= 1.1
+    result = codecs_figures.figures(quick=True)
+    assert result["bits_per_entry_1pct_int8"] <= 17.5
+    assert all(result[f"position_bits_over_entropy_{share}"] <= 1.15 for share in ("01pct", "1pct", "10pct"))
+    assert 0.9 < result["threshold_recall_1pct"] <= 1.0
+    assert 0.9 <= result["entries_over_k_1pct"] <= 1.1
 
 
 # ---- Whatever reads bytes of others refuses damaged ones by its own error
 
 def test_damage_is_refused_or_read_by_every_reader() -> None:
-    found = targets()
-    for target in found:
+    results = targets()
+    for target in results:
         for example in target.examples:
             try:
                 target.read(example, random.Random(1))
             except target.refusals:
                 assert "greeting" in target.name, f"{target.name}: a valid example is refused"
     result = fuzz.fuzz(targets(), 4000, seed=20261122)
-    told = result["rows"][: len(found)]
-    assert result["rows"][len(found) :] == []
-    assert all(row["refused"] for row in told)
+    reply = result["rows"][: len(results)]
+    assert result["rows"][len(results) :] == []
+    assert all(row["refused"] for row in reply)
 
 
 def test_every_codec_and_every_control_record_is_there() -> None:

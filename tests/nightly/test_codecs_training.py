@@ -36,7 +36,7 @@ def gradients(weights: list[torch.Tensor], batch: Batch) -> list[torch.Tensor]:
 
 
 def train(codec: Codec, rate: float, momentum: float, number: int) -> float:
-    """Test accuracy. The rate falls to nothing, so that what is owed at the end is small."""
+    """Test accuracy. The rate falls to zero, so residuals are small at the end."""
     data = digits(number)
     weights = [kit.noise(WIDTH * 64, number).view(WIDTH, 64) / 8, kit.noise(10 * WIDTH, number + 9).view(10, WIDTH) / 7]
     clusters = [kit.Cluster(codec, Spec(tuple(w.shape)), WORKERS) for w in weights]

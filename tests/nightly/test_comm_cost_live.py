@@ -1,4 +1,4 @@
-"""Plan and shares of one job: auto plans anew when work moves, and the balancer knows what its plan's communication costs."""
+"""Plan and shares of one job: auto plans again when work moves, and the balancer knows the plan's communication cost."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def balanced(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_auto_plans_anew_when_work_has_moved_and_says_what_communication_costs(how: str) -> None:
-    with coordinators(1, WORLD, 2) as made:
-        setting = Setting(how, (made[0].address,), servers=2, plan="auto")
+    with coordinators(1, WORLD, 2) as result:
+        setting = Setting(how, (result[0].address,), servers=2, plan="auto")
         results = pool(WORLD).call(play, WORLD, train, setting)
     assert results[0]["verdicts"] == [1, 1, 2]
     assert results[0]["price"][0] > 0
-    made = results[0]["decisions"]
-    assert made == results[1]["decisions"] != []
-    assert all(decision.after_s > COMM_S + longest_s(decision) / 2 for decision in made), "with what rank 0 says it costs"
+    result = results[0]["decisions"]
+    assert result == results[1]["decisions"] != []
+    assert all(decision.after_s > COMM_S + longest_s(decision) / 2 for decision in result), "with the cost that rank 0 has"
     assert results[0]["lines"] == results[1]["lines"]
     assert results[0]["shares"][0] > results[0]["shares"][1]

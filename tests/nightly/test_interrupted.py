@@ -53,16 +53,16 @@ def test_ctrl_c_under_torchrun_is_one_line_for_each_rank(tmp_path: Path, all_ran
     else:
         os.kill(ids[1], signal.SIGINT)
     try:
-        _, said = process.communicate(timeout=LIMIT_S)
+        _, text = process.communicate(timeout=LIMIT_S)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    lines = [line for line in said.splitlines() if line.startswith("commlayer: rank ")]
+    lines = [line for line in text.splitlines() if line.startswith("commlayer: rank ")]
     counts = [sum(line.startswith(f"commlayer: rank {rank}: ") for line in lines) for rank in range(WORLD)]
-    assert counts == [1, 1] or (not all_ranks and counts == [0, 1]), said  # torchrun may end rank 0 before it knows
+    assert counts == [1, 1] or (not all_ranks and counts == [0, 1]), text  # torchrun may end rank 0 before it knows
     rank = r"\d" if all_ranks else "1"  # where both are interrupted, one may learn of the other's end first
-    assert re.search(rf"commlayer: rank {rank}: interrupted in test_interrupted.py, line \d+", said), said
-    assert "[rank" not in said, "tracebacks of ranks"
+    assert re.search(rf"commlayer: rank {rank}: interrupted in test_interrupted.py, line \d+", text), text
+    assert "[rank" not in text, "tracebacks of ranks"
 
 
 def test_a_hook_of_the_script_and_tracebacks_of_other_errors_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,16 @@ SECRET = "correct-horse-battery"
 @pytest.mark.parametrize("when", ["while it was away", "behind the restart"])
 def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted(when: str, folders: Folders,
                                                                                 tmp_path: Path) -> None:
-    """Nobody joins again: whose seat is whose stands in the journal."""
+    """No worker registers again: the journal has the registrations."""
     gone = authority.add(folders.ca, f"gpu-{'away' if when.startswith('while') else 'behind'}")
     (tmp_path / "two").mkdir()
     first = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2, journal=CoordinatorJournal(str(tmp_path)))
-    told = [Failures(), Failures()]
+    lines = [Failures(), Failures()]
 
     def joined(rank: int) -> client.Membership:
-        # Silence is judged long behind the end of this test.
+        # Longer than this test.
         config = quick(token=SECRET, keys=str((folders.worker, gone)[rank]), reconnect_s=1000.0)
-        return client.join(first.address, messages.worker_request("job", rank, 2, plan=b"a plan"), config, told[rank])
+        return client.join(first.address, messages.worker_request("job", rank, 2, plan=b"a plan"), config, lines[rank])
 
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(joined, range(2)))
@@ -47,27 +47,27 @@ def test_whose_certificate_is_revoked_is_cut_by_a_coordinator_that_was_restarted
                          journal=CoordinatorJournal(str(tmp_path / "two")))
     authority.revoke(folders.ca, gone.name)
     try:
-        assert told[0].came.wait(WAIT_S), "nothing was heard of it"
-        assert f"worker 1: its certificate ({gone.name}) was revoked" in str(told[0].errors[0])
+        assert lines[0].came.wait(WAIT_S), "it sent nothing"
+        assert f"worker 1: its certificate ({gone.name}) was revoked" in str(lines[0].errors[0])
     finally:
         for each in (*both, second):
             each.close()
 
 
 def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
-    made = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
-    link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
-    asked = [messages.worker_request("job", 7, 1) for _ in range(20)]
-    for one in asked:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
+    results = [messages.worker_request("job", 7, 1) for _ in range(20)]
+    for one in results:
         assert "rank 7 is outside 0..0" in link.call("Join", one, messages.JoinReply, WAIT_S).error
-    kept = [name for name, value in vars(made).items() if any(one.token in repr(value) for one in asked)]
+    kept = [name for name, value in vars(coordinator).items() if any(one.token in repr(value) for one in results)]
     assert kept == []
     link.close()
-    made.close()
+    coordinator.close()
 
 
 def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
-    """As a server that was killed, and takes up its seat with a folder of keys that was made anew."""
+    """A server that was killed, and resumes its registration with a new folder of keys."""
     one = msgspec.structs.replace(messages.worker_request("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
     first = membership.join(membership.State(1, 0), one, 0.0).state
     then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0).state

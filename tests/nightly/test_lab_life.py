@@ -51,7 +51,7 @@ def test_sigterm_cleans_up_and_sigkill_is_cleaned_up_after() -> None:
         process.wait(20)
         process.stdout.close()
         if number == signal.SIGKILL:
-            assert set(names) <= set(present()), "nobody can clean up after SIGKILL at once"
+            assert set(names) <= set(present()), "nothing cleans up at once after SIGKILL"
             with Lab(hosts=2):
                 pass
         assert not set(names) & set(present())
@@ -67,6 +67,6 @@ def test_one_lab_at_a_time() -> None:
 def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert main(["--check"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "needs root" in said
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "needs root" in errors

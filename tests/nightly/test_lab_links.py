@@ -57,8 +57,8 @@ def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     lab.set(0, up_bps=20e6, down_bps=60e6, delay_s=0.004)
     lab.set(1, up_bps=40e6, down_bps=30e6, delay_s=0.010)
     lab.set(2, up_bps=30e6, down_bps=80e6, delay_s=0.020)
-    found = check(lab, window_s=0.2)
-    rows = {row["what"]: row for row in found.rows}
+    result = check(lab, window_s=0.2)
+    rows = {row["what"]: row for row in result.rows}
     expected = {
         "round trip 0 to 1": 14, "round trip 1 to 2": 30, "round trip 2 to 0": 24,
         "up 0": 20, "up 1": 40, "up 2": 30,
@@ -67,7 +67,7 @@ def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     }  # fmt: skip
     assert {what: row["set"] for what, row in rows.items()} == pytest.approx(expected)
     assert {what: row["got"] for what, row in rows.items()} == pytest.approx(expected, rel=0.25)
-    assert found.device_dropped == 0
+    assert result.device_dropped == 0
 
 
 def test_a_cut_link_stops_traffic_and_a_mended_one_resumes_it(lab: Lab) -> None:

@@ -1,4 +1,4 @@
-"""A worker whose network stays away, both ways and for good: all end within a bound, and each says of whom nothing is heard."""
+"""A worker is cut off for good in both directions: all processes end within a bound and name the peer that is silent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_partition_for_good_ends_all_and_names_who_is_cut_off() -> None:
         server.terminate()  # it waits for another job
         serving = server.communicate(timeout=2 * END_S)[1]
         assert time.monotonic() - begin < END_S
-        # Who is cut off cannot know whose fault it is: it says what it does not reach.
+        # The worker that is cut off names what it does not reach.
         assert last(cut_off).startswith(("commlayer.errors.PeerLost: server 0: ", "commlayer.errors.PeerLost: the coordinator"))
         assert last(other).startswith("commlayer.errors.PeerLost: worker 0: ")
         assert all(last(errors).endswith(" [E-PEER-LOST]") for errors in (cut_off, other))

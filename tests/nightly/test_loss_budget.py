@@ -28,11 +28,11 @@ SLOW = cluster_from_line(NODES)
 def lossiest(model: LossModel, max_loss: float) -> float:
     """The mean measured penalty of the plan that keeps to `max_loss`, by elements; each way has half of its codec's."""
     job = builtin("lstm", None)
-    asked = Policy(max_loss=max_loss, objective="step")
-    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), asked, model)
-    made = plan(job, SLOW, profile, policy)
-    both = [sum(loss_budget.penalty(model, codec) for codec in (b.codec, b.down or b.codec)) / 2 for b in made.buckets]
-    return sum(b.numel * penalty for b, penalty in zip(made.buckets, both, strict=True)) / job.numel
+    request = Policy(max_loss=max_loss, objective="step")
+    profile, policy = loss_budget.priced(loss_budget.tables(SLOW, model, max_loss), request, model)
+    result = plan(job, SLOW, profile, policy)
+    both = [sum(loss_budget.penalty(model, codec) for codec in (b.codec, b.down or b.codec)) / 2 for b in result.buckets]
+    return sum(b.numel * penalty for b, penalty in zip(result.buckets, both, strict=True)) / job.numel
 
 
 @pytest.mark.parametrize("max_loss", [0.02, 0.003, 0.0])
@@ -47,20 +47,20 @@ def test_what_nobody_measured_is_left_out() -> None:
     assert set(policy.codecs) == {"identity()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)"}
     assert {c.codec: c.task_loss for c in profile.codecs if c.codec in policy.codecs} == {
         "identity()": 0.0, "int8()": 0.001, "int4()": 0.002, "topk(ratio=0.1)": 0.004, "topk(ratio=0.01)": 0.03}
-    assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "plans in force have to be priced, too"
+    assert len(profile.codecs) == len(profile_from_tables(SLOW).codecs), "active plans are priced, too"
     with pytest.raises(ValueError, match=r"fp16\(\) .*int4 1:1, int8 1:1, mine 1:1, topk 0\.01:0\.1 .*E-LOSS-MODEL"):
         loss_budget.priced(profile_from_tables(SLOW), Policy(codecs=("fp16()",)), MODEL)
 
 
 def test_the_smallest_ratio_within_the_budget_is_priced_too() -> None:
-    found = loss_budget.names(MODEL, 0.01)
-    sparse = [name for name in found if name.startswith("topk") and name not in machines.DEFAULT_CODECS]
+    result = loss_budget.names(MODEL, 0.01)
+    sparse = [name for name in result if name.startswith("topk") and name not in machines.DEFAULT_CODECS]
     assert sparse == ["topk(ratio=0.059)"]
     assert 0.005 < loss_budget.penalty(MODEL, sparse[0]) <= 0.01
-    assert "int4()" in found
-    assert "mine()" not in found, "no table prices it"
+    assert "int4()" in result
+    assert "mine()" not in result, "no table prices it"
     assert loss_budget.names(None, 0.01) == list(machines.DEFAULT_CODECS)
-    assert profile_from_tables(Cluster(()), found).codecs
+    assert profile_from_tables(Cluster(()), result).codecs
 
 
 SPARSE_ONLY = LossModel((LossPoint("topk", 0.3, 0.001), LossPoint("topk", 0.1, 0.004), LossPoint("topk", 0.01, 0.03)))
@@ -73,7 +73,7 @@ SPARSE_ONLY = LossModel((LossPoint("topk", 0.3, 0.001), LossPoint("topk", 0.1, 0
     (SPARSE_ONLY, 0.05, "topk(ratio=0.1, values='int8')"), (SPARSE_ONLY, 0.001, "topk(ratio=0.3, values='int8')"),
 ])
 def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: float, codec: str) -> None:
-    """What a tuner measured counts: the first few steps bear least, and nobody knows the links yet."""
+    """The tuner's losses hold from the start: the first steps tolerate least, and links are not known yet."""
     assert loss_budget.first_codec(model, max_loss, FINE, SPARSE, LEAST_RATIO) == codec
 
 
@@ -87,9 +87,9 @@ def test_a_job_begins_fine_and_within_its_budget(model: LossModel, max_loss: flo
 def test_a_bad_file_is_one_line(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text(text)
-    with pytest.raises(ValueError, match=f"^loss model bad.json: .*{message}") as told:
+    with pytest.raises(ValueError, match=f"^loss model bad.json: .*{message}") as caught:
         loss_model.read(Path("bad.json"))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="none.json: No such file.*E-LOSS-MODEL"):
         loss_model.read(Path("none.json"))
 
@@ -104,8 +104,8 @@ def test_the_command_plans_with_measured_losses(
         monkeypatch.setattr("sys.argv", ["commlayer", "plan", *arguments])
         with pytest.raises(SystemExit) as end:
             run()
-        told = capsys.readouterr()
-        return int(end.value.code or 0), told.out + told.err
+        output = capsys.readouterr()
+        return int(end.value.code or 0), output.out + output.err
 
     wished = ("--loss", "loss.json", "--max-loss", "0.01")
     assert call("make", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0

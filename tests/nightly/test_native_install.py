@@ -58,7 +58,7 @@ def test_an_install_without_a_compiler_is_complete_and_says_so_once(tmp_path: Pa
     )
     assert install.returncode == 0, install.stderr[-3000:]
     assert not list(target.rglob("_core*.so"))
-    assert (target / "commlayer" / "py.typed").is_file(), "type checkers of whoever uses the package read its annotations"
+    assert (target / "commlayer" / "py.typed").is_file(), "users' type checkers read the package's annotations"
     assert (target / "commlayer" / "native.py").exists()
     # -S and an explicit path: an editable install in this environment must not answer for the one under test.
     packages = [p for p in sys.path if p.endswith("-packages")]

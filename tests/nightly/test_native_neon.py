@@ -23,8 +23,8 @@ def built(compiler: str, folder: Path, *flags: str) -> Path:
     def compiled(source: Path) -> Path:
         out = folder / f"{source.stem}.o"
         command = [compiler, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", f"-I{NATIVE / 'include'}"]
-        made = subprocess.run([*command, "-c", source, "-o", out], capture_output=True, text=True, timeout=100, check=False)
-        assert made.returncode == 0, made.stderr
+        result = subprocess.run([*command, "-c", source, "-o", out], capture_output=True, text=True, timeout=100, check=False)
+        assert result.returncode == 0, result.stderr
         return out
 
     folder.mkdir()
@@ -39,23 +39,23 @@ def digests(*command: str | Path) -> dict[str, dict[str, str]]:
     """{body: {kernel: digest}}."""
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ran.returncode == 0, ran.stderr
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for line in ran.stdout.splitlines():
         body, rest = line.split(": ")
         kernel, digest = rest.rsplit(" ", 1)
-        found.setdefault(body, {})[kernel] = digest
-    return found
+        results.setdefault(body, {})[kernel] = digest
+    return results
 
 
 @pytest.mark.timeout(200)
 def test_neon_gives_the_bytes_of_every_other_body(tmp_path: Path) -> None:
     if ARM is None or EMULATOR is None or HERE is None:
         pytest.skip("needs aarch64-linux-gnu-g++, qemu-aarch64 and a C++ compiler for this CPU")
-    here = digests(built(HERE, tmp_path / "here"))
+    local = digests(built(HERE, tmp_path / "here"))
     arm = digests(EMULATOR, built(ARM, tmp_path / "arm", "-static"))
     assert set(arm) == {"neon", "portable"}
-    for body, found in {**{f"{name} here": d for name, d in here.items()}, **arm}.items():
-        differ = [kernel for kernel, digest in here["portable"].items() if found.get(kernel) != digest]
+    for body, result in {**{f"{name} here": d for name, d in local.items()}, **arm}.items():
+        differ = [kernel for kernel, digest in local["portable"].items() if result.get(kernel) != digest]
         assert not differ, f"{body} differs from portable code on this CPU in {', '.join(differ)}"
 
 

@@ -19,8 +19,8 @@ def build(out: Path, *flags: str) -> Path:
     sources = [str(p) for p in sorted((NATIVE / "src").glob("*.cc")) if not p.name.startswith(("module", "arguments", "glue"))]
     command = [COMPILER, "-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *flags]
     command += [f"-I{NATIVE / 'include'}", *sources, str(NATIVE / "tests" / "driver.cc"), "-o", str(out)]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert made.returncode == 0, made.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
     return out
 
 

@@ -19,7 +19,7 @@ WAIT_S = 90.0
 
 
 def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp_path: Path) -> None:
-    """Each line by itself says how many nodes there are and which of them this one is, so one job shows both."""
+    """Each command finds the number of nodes and its own number, so one job tests both."""
     authority = pytest.importorskip("commlayer.cluster.authority", reason="cryptography is not installed")
     authority.init(tmp_path / "keys")
     keys = str(authority.add(tmp_path / "keys", "cluster"))
@@ -39,10 +39,10 @@ def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=clean | mine | {"COMMLAYER_KEYS": keys, "COMMLAYER_CONFIG": "", "OMP_NUM_THREADS": "1"}))
     try:
-        said = [child.communicate(timeout=WAIT_S) for child in children]
+        lines = [child.communicate(timeout=WAIT_S) for child in children]
     finally:
         for child in children:
             child.kill()
-    assert [child.returncode for child in children] == [0, 0], said
-    assert "step 200: loss" in said[0][0]
-    assert "step" not in said[1][0], "rank 0 alone prints"
+    assert [child.returncode for child in children] == [0, 0], lines
+    assert "step 200: loss" in lines[0][0]
+    assert "step" not in lines[1][0], "rank 0 alone prints"

@@ -59,8 +59,8 @@ class Paper:
 
 
 def tensors(seed: int, dtype: torch.dtype, device: str = "cpu", scale: float = 1.0) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return [(scale * torch.randn(shape, generator=made, dtype=torch.float64)).to(device, dtype) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(seed)
+    return [(scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(device, dtype) for shape in SHAPES]
 
 
 def flat(tensor: torch.Tensor) -> Vector:
@@ -230,8 +230,8 @@ def reached(codec: str, optimizer: type[LANS], lr: float, steps: int = 120) -> t
 
 @pytest.mark.parametrize("codec", ["onebit()", "topk(ratio=0.1)"])
 def test_clan_learns_as_lans_does_with_a_twentieth_of_the_bytes(codec: str) -> None:
-    (dense, whole), (coded, nbytes) = reached("identity()", LANS, 0.04), reached(codec, CLAN, 0.04)
-    assert whole > 20 * nbytes
+    (dense, full), (coded, nbytes) = reached("identity()", LANS, 0.04), reached(codec, CLAN, 0.04)
+    assert full > 20 * nbytes
     assert max(dense, coded) < 0.3, "of 2.3 at the start"
 
 

@@ -40,7 +40,7 @@ def test_passes_take_their_time_and_waiting_is_not_made_up_for() -> None:
     forward_s, backward_s = step()
     assert forward_s >= 0.5 * FORWARD_S
     assert backward_s >= 0.5 * BACKWARD_S
-    # As a system that comes late: its hook is ahead of all that are there.
+    # Like a system that is added last: its hook runs before all others.
     model[2].register_forward_pre_hook(late_weights, prepend=True)
     waited_s = 0.2
     assert step()[0] >= 0.5 * FORWARD_S + waited_s

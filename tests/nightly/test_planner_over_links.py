@@ -27,19 +27,19 @@ SLACK = 1.04
 """The search is not exhaustive."""
 
 
-def neighbours(made: Plan) -> Iterator[tuple[str, Plan]]:
+def neighbours(result: Plan) -> Iterator[tuple[str, Plan]]:
     """What is coded finer in one respect, or exchanged sooner."""
     for coarse, fine in pairwise(LADDER):
-        if any(coarse in (b.codec, b.down) for b in made.buckets):
-            finer = tuple(with_finer(b, coarse, fine) for b in made.buckets)
-            yield f"{fine} for {coarse}", structs.replace(made, buckets=finer)
-    if made.local_steps > 2:
-        half = made.local_steps // 2
-        yield "half the local steps", structs.replace(made, local_steps=half, fragments=math.gcd(half, made.fragments))
-    if made.overlap == "round":
-        yield "rounds that are waited for", structs.replace(made, overlap="", fragments=1)
-    if any(b.stale for b in made.buckets):
-        yield "nothing late", structs.replace(made, buckets=tuple(structs.replace(b, stale=False) for b in made.buckets))
+        if any(coarse in (b.codec, b.down) for b in result.buckets):
+            finer = tuple(with_finer(b, coarse, fine) for b in result.buckets)
+            yield f"{fine} for {coarse}", structs.replace(result, buckets=finer)
+    if result.local_steps > 2:
+        half = result.local_steps // 2
+        yield "half the local steps", structs.replace(result, local_steps=half, fragments=math.gcd(half, result.fragments))
+    if result.overlap == "round":
+        yield "rounds that are waited for", structs.replace(result, overlap="", fragments=1)
+    if any(b.stale for b in result.buckets):
+        yield "nothing late", structs.replace(result, buckets=tuple(structs.replace(b, stale=False) for b in result.buckets))
 
 
 def with_finer(bucket: Bucket, coarse: str, fine: str) -> Bucket:
@@ -47,28 +47,28 @@ def with_finer(bucket: Bucket, coarse: str, fine: str) -> Bucket:
     return structs.replace(bucket, codec=codec, down="" if down == codec else down)
 
 
-def priced(made: Plan, job: Job, machines: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
+def priced(result: Plan, job: Job, machines: Cluster, profile: Profile, policy: Policy) -> tuple[float, float]:
     """Seconds to a loss for each step of dense training, and how many times as many steps, cautiously."""
-    steps = 1 + plan_excess(made, job, machines, profile, policy).high
-    return exact_s(made, job, machines, profile, policy) * steps, steps
+    steps = 1 + plan_excess(result, job, machines, profile, policy).high
+    return exact_s(result, job, machines, profile, policy) * steps, steps
 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
 def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: str) -> None:
-    job, found = published(model), []
+    job, results = published(model), []
     for rate in RATES[model]:
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
         profile, policy, _ = checked_inputs(job, machines, None, Policy(exact=False, optimizer=optimizer))
-        made = plan(job, machines, profile, policy)
-        mine, steps = priced(made, job, machines, profile, policy)
-        assert mine == pytest.approx(made.step_s * made.steps_high, rel=1e-6)
-        for how, other in neighbours(made):
+        result = plan(job, machines, profile, policy)
+        mine, steps = priced(result, job, machines, profile, policy)
+        assert mine == pytest.approx(result.step_s * result.steps_high, rel=1e-6)
+        for how, other in neighbours(result):
             theirs, needed = priced(other, job, machines, profile, policy)
             assert needed >= steps or theirs > mine, f"{rate} Mb/s: {how} would take no longer"
-        besides = {row.name: row.to_loss_s for row in beside(made, job, machines, profile, policy)}
+        besides = {row.name: row.to_loss_s for row in beside(result, job, machines, profile, policy)}
         assert mine <= min(besides["DDP fp16"], besides["dense fp32"]) * SLACK, f"{rate} Mb/s"
-        found.append((mine, steps))
-    for (slow_s, slow), (fast_s, fast) in pairwise(found):
+        results.append((mine, steps))
+    for (slow_s, slow), (fast_s, fast) in pairwise(results):
         assert fast_s <= slow_s * SLACK, "a faster link is no later at a loss"
         assert fast <= slow * SLACK, "and asks for no coarser codec and no rarer exchange"
 

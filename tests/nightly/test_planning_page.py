@@ -23,9 +23,9 @@ def said(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         run()
     except SystemExit as end:
         code = end.code
-    told = capsys.readouterr()
-    assert code in (0, 1), told.err  # 1: plans that differ
-    return "".join(f"{line.rstrip()}\n" for line in told.out.splitlines()).strip("\n") + "\n"
+    output = capsys.readouterr()
+    assert code in (0, 1), output.err  # 1: plans that differ
+    return "".join(f"{line.rstrip()}\n" for line in output.out.splitlines()).strip("\n") + "\n"
 
 
 def test_the_worked_decision_prints_what_the_page_says(
@@ -41,10 +41,10 @@ def test_the_worked_decision_prints_what_the_page_says(
     commands = re.findall(r"^\$ (commlayer .*)\n((?:(?!\$ |```).*\n)*)", worked, re.MULTILINE)
     assert [command.split()[2] for command, _ in commands] == ["make", "explain", "whatif", "make", "diff"]
     for command, printed in commands:
-        found = said(command, monkeypatch, capsys)
-        shown = found
+        result = said(command, monkeypatch, capsys)
+        shown = result
         if printed.endswith(CUT):
-            shown = "".join(found.splitlines(keepends=True)[: printed.removesuffix(CUT).count("\n") + 1]) + CUT.lstrip("\n")
+            shown = "".join(result.splitlines(keepends=True)[: printed.removesuffix(CUT).count("\n") + 1]) + CUT.lstrip("\n")
         if os.environ.get("COMMLAYER_GOLDEN"):
             page = page.replace(f"$ {command}\n{printed}", f"$ {command}\n{shown}")
         else:

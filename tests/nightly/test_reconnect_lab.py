@@ -1,4 +1,4 @@
-"""A link that is cut for seconds, between hosts of the lab: nobody is told, only silence says so, and the exchange goes on."""
+"""A link between hosts of the lab is cut for seconds: only silence shows it, and the exchange continues."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
         lab.set(1, cut=True)
         time.sleep(CUT_S)
         lab.set(1, cut=False)
-        while isinstance(said := told(worker), int):
+        while isinstance(text := told(worker), int):
             pass
-        breaks, kept_nbytes = said
+        breaks, kept_nbytes = text
         assert breaks >= 1
         assert kept_nbytes == 0
         assert len(told(server)) == STEPS
@@ -108,9 +108,9 @@ def test_a_home_that_is_away_for_longer_than_the_dead_are_waited_for_trains_on()
         lab.set(1, cut=False)
         ends: list[Any] = []
         for worker in workers:
-            while isinstance(said := told(worker), int):
+            while isinstance(text := told(worker), int):
                 pass
-            ends.append(said)
+            ends.append(text)
         assert ends[0]["reconnects"] >= 1
         assert [worker.wait(30) for worker in workers] == [0, 0]
         assert server.wait(30) == 0

@@ -1,4 +1,4 @@
-"""The end of a job: whoever closes first waits until everybody has the last result, and nobody's orderly end raises.
+"""The end of a job: the first rank to close waits until all have the last result, and an orderly end raises on no rank.
 
 Run as a script, this file is a rank of a job whose results take longer to reach the second node than the first needs to end.
 """
@@ -41,11 +41,11 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
 
     model = One()
     rank = torch.distributed.get_rank()
-    made = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1,
+    plan = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
     # Little goes up and all of it comes down, so the one who hosts the server has its result long before the other.
-    buckets = tuple(msgspec.structs.replace(b, down="identity()", stale=stale) for b in made.buckets)
-    session = commlayer.attach(model, plan=msgspec.structs.replace(made, buckets=buckets), config=settings or None)
+    buckets = tuple(msgspec.structs.replace(b, down="identity()", stale=stale) for b in plan.buckets)
+    session = commlayer.attach(model, plan=msgspec.structs.replace(plan, buckets=buckets), config=settings or None)
     (model.w[:10].sum() * (rank + 1)).backward()
     return session, 0.0 if model.w.grad is None else float(model.w.grad[0])
 
@@ -69,12 +69,12 @@ def test_a_rank_that_ends_first_waits_for_the_last_result_of_one_on_a_slow_link(
     settings = {"shape": shape(tmp_path / "links"), "deadline_s": 40.0, "heartbeat_s": 0.5, "dead_after_s": 5.0,
                 "drift_steps": 0}  # comparing replicas behind the first step would have both wait
     with tree(__file__, WORLD, settings=settings) as run:
-        said = [json.loads(run.until(rank, "{")) for rank in range(WORLD)]
+        lines = [json.loads(run.until(rank, "{")) for rank in range(WORLD)]
         results = run.ended(30.0)
     assert [code for code, _ in results] == [0, 0], results
-    assert [line["got"] for line in said] == [1.5, 1.5]
-    assert said[1]["ended"] - said[0]["ended"] > 0.8 * SLOW_S, "the link was as slow as told"
-    assert all(gone(pid, 10.0) for line in said for pid in line["children"])
+    assert [line["got"] for line in lines] == [1.5, 1.5]
+    assert lines[1]["ended"] - lines[0]["ended"] > 0.8 * SLOW_S, "the link was as slow as told"
+    assert all(gone(pid, 10.0) for line in lines for pid in line["children"])
     assert "Traceback" not in results[0][1] + results[1][1]
 
 
@@ -102,7 +102,7 @@ def on_its_way(rank: int, settings: dict[str, Any]) -> float:
 
 
 def test_to_close_while_a_result_is_on_its_way_raises_nowhere(tmp_path: Path) -> None:
-    """Under a plan whose results are a step late, nobody waits for the last ones."""
+    """Under a plan whose results are one step late, no rank waits for the last ones."""
     assert pool(WORLD).call(on_its_way, quick(shape=shape(tmp_path / "links", 2.0))) == [0.0, 0.0]
 
 
@@ -114,7 +114,7 @@ def test_servers_of_their_own_stay_to_the_last(tmp_path: Path) -> None:
 
 
 def forked(rank: int, address: str) -> int:
-    """The exit status of a process that a rank forks behind the end of its session, as DataLoaders do, and that collects
+    """The exit status of a process that a rank forks after the end of its session, as DataLoaders do, and that collects
     garbage: a group of threads that only their maker has can only be ended there."""
     import msgspec
     from support.attached import data, mlp
@@ -129,11 +129,11 @@ def forked(rank: int, address: str) -> int:
     gc.disable()
     try:
         model = mlp()
-        made = default_plan(job_of(model), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+        result = default_plan(job_of(model), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
                             cut_nbytes=4096)
-        first, *others = made.buckets
+        first, *others = result.buckets
         staged = [msgspec.structs.replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in others]
-        plan = msgspec.structs.replace(made, buckets=(first, *staged))
+        plan = msgspec.structs.replace(result, buckets=(first, *staged))
         with commlayer.attach(model, plan=plan, config=quick(join=address)) as session:
             sampler = Sampler(24, 12, world=WORLD, rank=rank)
             loader = DataLoader(TensorDataset(*data(rank, 0, n=24)), batch_sampler=sampler)

@@ -23,6 +23,7 @@ from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.site_training import torchrun_digests
 from support.sites import WAIT_S, Process, Sites, all_ended, ended, next_row, switch_off
 
+pytestmark = pytest.mark.timeout(300)
 SCRIPT = site_training.__file__
 
 
@@ -218,7 +219,6 @@ def launcher(sites: Sites, folders: Folders) -> Callable[[int, str], Process]:
     return lambda site, how: sites.launch(__file__, "switched off", how, options=("--keys", str(keys[site])))
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("least", ["0", "1"])
 def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
     sites: Sites, folders: Folders, start: Callable[[int, str], Process], least: str,
@@ -235,7 +235,6 @@ def test_when_all_sites_were_switched_off_the_same_commands_begin_a_new_job(
     assert [end.errors.count("the job failed") for end in all_ended([other, server])] == [1, 1]
 
 
-@pytest.mark.timeout(300)
 def test_a_site_that_was_switched_off_takes_its_place_again_at_once(
     sites: Sites, folders: Folders, start: Callable[[int, str], Process],
 ) -> None:

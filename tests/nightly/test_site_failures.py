@@ -30,6 +30,7 @@ from support.site_job import (
 )
 from support.sites import KILLED, WAIT_S, Sites, all_ended, ended
 
+pytestmark = pytest.mark.timeout(300)
 ODD = 4
 WHY = {
     "backward": rf"sent nothing for {DEADLINE_S} s while others waited in step {ODD} \(reported by server 0\).* deadline_s",

@@ -17,6 +17,7 @@ from support.site_job import EXACT, Event, Faults, Script
 from support.sites import KILLED, Ended, Sites, all_ended, ended, joined
 from torch import nn
 
+pytestmark = pytest.mark.timeout(300)
 LENGTH, BATCH, SITES, VICTIM, NEW = 120, 12, 3, 1, 3
 STEPS = LENGTH // BATCH
 """Steps of an epoch while all sites are there."""
@@ -128,7 +129,6 @@ def test_samples_that_a_dead_site_did_not_share_are_trained_by_others(sites: Sit
     assert not marks[1].any()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", [
     Case(joins=True), Case(joins=True, workers=2),
     *(Case(every, overlap, joins=True, second_death=True) for every in (4, 5 * STEPS) for overlap in (False, True)),

@@ -24,25 +24,25 @@ def test_ratios_are_of_seconds_to_the_middle_target() -> None:
         row("DDP fp16", "100m-30ms", 48.0), row("DDP fp16", "1g-2ms", 20.0), row("DDP fp16", "10m-80ms", 600.0),
         row("torchft DiLoCo H=20", "10m-80ms", 45.0), row("int4", "100m-30ms", 30.0), row("int4 forward", "100m-30ms", 22.0),
     ]
-    told = summary(rows)
-    assert told["auto_vs_ideal_100m"] == pytest.approx(1.2)
-    assert told["auto_vs_ideal_10m"] == pytest.approx(1.5)
-    assert told["auto_vs_best_rival_100m"] == pytest.approx(2.0)
-    assert told["auto_vs_best_rival_10m"] == pytest.approx(1.5)
-    assert told["auto_vs_alone"] == pytest.approx(0.6)
-    assert told["auto_vs_ddp_fp16_1g"] == pytest.approx(1.05)
-    assert told["auto_vs_best_fixed_worst"] == pytest.approx(24 / 22)
-    assert told["ideal_vs_alone_steps"] == pytest.approx(0.4)
-    assert told["pace_kept"] is True
-    assert (told["void_rows"], told["failed_rows"]) == (0, 0)
+    ratios = summary(rows)
+    assert ratios["auto_vs_ideal_100m"] == pytest.approx(1.2)
+    assert ratios["auto_vs_ideal_10m"] == pytest.approx(1.5)
+    assert ratios["auto_vs_best_rival_100m"] == pytest.approx(2.0)
+    assert ratios["auto_vs_best_rival_10m"] == pytest.approx(1.5)
+    assert ratios["auto_vs_alone"] == pytest.approx(0.6)
+    assert ratios["auto_vs_ddp_fp16_1g"] == pytest.approx(1.05)
+    assert ratios["auto_vs_best_fixed_worst"] == pytest.approx(24 / 22)
+    assert ratios["ideal_vs_alone_steps"] == pytest.approx(0.4)
+    assert ratios["pace_kept"] is True
+    assert (ratios["void_rows"], ratios["failed_rows"]) == (0, 0)
 
 
 def test_who_does_not_get_there_is_never_there_or_counts_with_its_seconds() -> None:
     slow = row("auto", "10m-80ms", 100.0)
     assert summary([*BOUNDS, slow])["auto_vs_ideal_10m"] == "never"
     assert summary([*BOUNDS, slow, row("DDP fp16", "10m-80ms", 40.0)])["auto_vs_best_rival_10m"] == 0
-    told = summary([*BOUNDS, row("auto", "10m-80ms", 30.0), row("DDP fp16", "10m-80ms", 600.0)])
-    assert told["auto_vs_best_rival_10m"] == pytest.approx(2.0), "60 s had the rival: at least twice as long"
+    ratios = summary([*BOUNDS, row("auto", "10m-80ms", 30.0), row("DDP fp16", "10m-80ms", 600.0)])
+    assert ratios["auto_vs_best_rival_10m"] == pytest.approx(2.0), "60 s had the rival: at least twice as long"
 
 
 def test_losses_at_the_end_are_compared_at_equal_steps() -> None:
@@ -58,9 +58,9 @@ def test_void_and_failed_rows_count_for_nothing_and_are_counted() -> None:
     void = row("auto", "100m-30ms", 10.0) | {"void": "9 % of passes late", "late_pct": 9.0}
     measured = ("curve", "void", "late_pct")
     failed = {key: value for key, value in row("hivemind", "100m-30ms", 1.0).items() if key not in measured}
-    told = summary([*BOUNDS, void, failed | {"error": "boom"}])
-    assert "auto_vs_ideal_100m" not in told
-    assert (told["pace_kept"], told["void_rows"], told["failed_rows"]) == (False, 1, 1)
+    ratios = summary([*BOUNDS, void, failed | {"error": "boom"}])
+    assert "auto_vs_ideal_100m" not in ratios
+    assert (ratios["pace_kept"], ratios["void_rows"], ratios["failed_rows"]) == (False, 1, 1)
     assert shown(failed | {"error": "boom"})["void"] == "boom"
 
 
@@ -114,7 +114,7 @@ def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     assert draw(source) == "no picture: there is no row that stands"
 
 
-# ---- What the pages say of `bench tta` is what its kept rows have
+# ---- pages show the stored rows of `bench tta`
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.page.name}-{part.name}")
 def test_pages_show_the_kept_rows(part: Part) -> None:
@@ -129,12 +129,6 @@ def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[4:9] == ["2 (1 void)", "0.300", "0.000", "17.5", "35.0"]
     assert line.endswith("| 0.0 |")
-
-
-def told(rows: list[dict[str, object]]) -> dict[str, list[str]]:
-    """The cells behind the first of each line."""
-    lines = [line for line in figures(rows).splitlines()[2:] if line.startswith("|")]
-    return {cells[1]: cells[2:-1] for cells in ([cell.strip() for cell in line.split("|")] for line in lines)}
 
 
 def test_the_readme_shows_rows_of_the_overview() -> None:

@@ -26,8 +26,8 @@ FIRST_PLANNING = WARM_STEPS + MEASURED_STEPS + 1
 
 def plan_of(step_s: float, codec: str = "fp16()") -> Plan:
     """A plan with this predicted step time."""
-    made = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
-    return structs.replace(made, step_s=step_s)
+    plan = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20, cut_nbytes=1 << 21)
+    return structs.replace(plan, step_s=step_s)
 
 
 def local(step_s: float) -> Plan:
@@ -49,11 +49,11 @@ def candidate(
 ) -> Candidate:
     """That plan, at prices by which the active plan takes `current_s`. `local`, `plain`: its alternatives, with local steps and
     without compression."""
-    found = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), steps, current_steps,
+    result = Candidate(basis_of(plan), plan, START, current_s, 0.9 * current_s, (0.3, 0.1), (0.6, 0.1), steps, current_steps,
                       alone_s=alone_s, hint=hint)
-    others = [found._replace(basis=basis_of(each), runnable=each, steps=1.0, leaves="" if each is plain else LEAVING)
+    others = [result._replace(basis=basis_of(each), runnable=each, steps=1.0, leaves="" if each is plain else LEAVING)
               for each in (local, plain) if each is not None]
-    return found._replace(alternatives=tuple(others))
+    return result._replace(alternatives=tuple(others))
 
 
 def seen(step_s: float = 1.0, waited_s: float = 0.0, bps: float = 0.0, share: float = 0.0) -> SeenStep:
@@ -85,9 +85,9 @@ class Rank0:
     def search(self, step_s: float = 1.0, pace_s: float = 0.0, *, checks: bool = True) -> None:
         self.lead = plan_policy.begin_search(self.lead, self.active, self.links.links, step_s, pace_s, checks=checks)
 
-    def found(self, found: Candidate | None, why: str = "", *, keep: bool = False) -> list[Line]:
+    def found(self, result: Candidate | None, why: str = "", *, keep: bool = False) -> list[Line]:
         assert self.lead.order is not None
-        return self.set(*plan_policy.end_search(self.lead, self.lead.order, found, why, self.active, keep=keep))
+        return self.set(*plan_policy.end_search(self.lead, self.lead.order, result, why, self.active, keep=keep))
 
     def observe(self, row: SeenStep, times: int = 1) -> None:
         for _ in range(times):
@@ -114,16 +114,16 @@ def searching(step_s: float = 1.0, pace_s: float = 0.0) -> Rank0:
     return rank
 
 
-def proposing(found: Candidate, step_s: float = 1.0) -> Rank0:
+def proposing(result: Candidate, step_s: float = 1.0) -> Rank0:
     """Rank 0 that has found a plan."""
     rank = searching(step_s)
-    rank.found(found)
+    rank.found(result)
     return rank
 
 
-def trying(found: Candidate, step_s: float = 1.0) -> Rank0:
+def trying(result: Candidate, step_s: float = 1.0) -> Rank0:
     """Rank 0 after the switch to it."""
-    rank = proposing(found, step_s)
+    rank = proposing(result, step_s)
     rank.switch()
     return rank
 

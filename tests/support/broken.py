@@ -21,7 +21,7 @@ UP, DOWN = 0, 1
 
 
 class Cut(NamedTuple):
-    """When so many bytes in all have gone that way, the connection that brings the next one ends, or that byte is another."""
+    """After that many bytes in one direction, the connection that carries the next one ends, or that byte is changed."""
 
     way: int
     after: int
@@ -83,12 +83,12 @@ class Cutter:
                 end(sink, reset=True)
 
     def cut_next(self, cut: Cut) -> None:
-        """One more, so many bytes from now on."""
+        """Adds a cut after that many more bytes."""
         with self._lock:
             self._cuts[cut.way].append(cut._replace(after=self.passed[cut.way] + cut.after))
 
     def break_near(self) -> None:
-        """The dialler's ends alone; nobody tells the others."""
+        """Breaks the dialling ends only."""
         with self._lock:
             near, self._near = self._near, set()
         for one in near:
@@ -125,9 +125,9 @@ class Breakable:
     def transport(self, rank: int) -> Any:
         settings = Settings(resume=True, keys=self._keys.get(rank), refused=lambda *_: None)
         if rank >= SERVER_BASE:
-            made = self.servers[rank] = StreamTransport(Hello("job", rank), settings=settings)
-            self._targets[rank] = made.listen()
-            return made
+            stream_transport = self.servers[rank] = StreamTransport(Hello("job", rank), settings=settings)
+            self._targets[rank] = stream_transport.listen()
+            return stream_transport
         carrier = StreamTransport(Hello("job", rank, session=bytes([rank]) * 16), settings=settings)
         resumed = self.workers[rank] = ReconnectingTransport(carrier, carrier, ReconnectPolicy(self._window_s),
                                                              carrier.pool.give)
@@ -150,11 +150,11 @@ def random_cuts(
     chance: random.Random, up_nbytes: int, down_nbytes: int, kinds: tuple[str, ...] = ("reset", "close", "flip"),
 ) -> list[Cut]:
     """One to four, anywhere in what passes in a whole run."""
-    made = []
+    results = []
     for _ in range(chance.randint(1, 4)):
         way = chance.choice((UP, DOWN))
-        made.append(Cut(way, chance.randrange((up_nbytes, down_nbytes)[way]), chance.choice(kinds)))
-    return made
+        results.append(Cut(way, chance.randrange((up_nbytes, down_nbytes)[way]), chance.choice(kinds)))
+    return results
 
 
 class Counted:

@@ -20,5 +20,5 @@ def evidence(**changes: Any) -> Evidence:
 
     stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
     ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS)]
-    made = Evidence(stepped, ended, 1, 5.5, 42.0, (), 400, 0, (), (), 1e-7, "a line")
-    return made._replace(**changes)
+    result = Evidence(stepped, ended, 1, 5.5, 42.0, (), 400, 0, (), (), 1e-7, "a line")
+    return result._replace(**changes)

@@ -21,7 +21,7 @@ def commlayer_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             run()
         except SystemExit as end:
             code = int(end.code or 0)
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return call

@@ -37,7 +37,7 @@ def until(true: Callable[[], bool], what: str, deadline_s: float = WAIT_S) -> No
 
 
 def quick(**fields: Any) -> Any:
-    """Settings with short heartbeats, unmoved by the environment of whoever runs the tests."""
+    """Settings with short heartbeats, independent of the environment."""
     from commlayer.config import read_config
 
     short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S, "reconnect_s": 1.0}
@@ -49,7 +49,7 @@ HELD_S = 3.0
 
 
 class Failures:
-    """What on_failure was told, and an event to wait for it by."""
+    """The errors that on_failure received, and an event that is set by the first."""
 
     def __init__(self) -> None:
         self.errors: list[Any] = []
@@ -61,7 +61,7 @@ class Failures:
 
 
 class Process:
-    """This file as a script: a worker that tells what happens to it as lines of JSON."""
+    """This file as a script: a worker that reports what happens to it as lines of JSON."""
 
     def __init__(self, address: str, rank: int, world: int, *, how: str = "stay", **fields: Any) -> None:
         command = [sys.executable, __file__, address, str(rank), str(world), how, json.dumps(fields)]

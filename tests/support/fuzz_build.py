@@ -30,7 +30,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 class CannotBuild(RuntimeError):
-    """The reason in one line; where the compiler has said more, that below it."""
+    """The reason in one line; the compiler's output below it."""
 
 
 def sources() -> list[Path]:
@@ -40,9 +40,9 @@ def sources() -> list[Path]:
 
 def compile_to(out: Path, command: list[str], timeout_s: float) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
-    made = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True, timeout=timeout_s, check=False)
-    if made.returncode:
-        raise CannotBuild(f"{command[0]} cannot build {out.name}:\n{made.stderr[-4000:]}")
+    result = subprocess.run([*command, "-o", str(out)], capture_output=True, text=True, timeout=timeout_s, check=False)
+    if result.returncode:
+        raise CannotBuild(f"{command[0]} cannot build {out.name}:\n{result.stderr[-4000:]}")
     return out
 
 
@@ -79,7 +79,7 @@ def pack(target: Path, folder: Path, scratch: Path) -> int:
 
 
 def module(out: Path, timeout_s: float = 600.0) -> Path:
-    """The Python module under the address and undefined-behaviour sanitizers, to be loaded in place of the installed one."""
+    """The Python module under the address and undefined-behaviour sanitizers, which replaces the installed one."""
     import nanobind
 
     if GCC is None:
@@ -95,6 +95,6 @@ def module(out: Path, timeout_s: float = 600.0) -> Path:
 def preload() -> str:
     """What must be in LD_PRELOAD so that a Python without sanitizers can load the module."""
     assert GCC is not None
-    found = [subprocess.run([GCC, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    results = [subprocess.run([GCC, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
              for name in ("libasan.so", "libubsan.so")]
-    return " ".join(found)
+    return " ".join(results)

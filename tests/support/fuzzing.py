@@ -51,7 +51,7 @@ class Target(NamedTuple):
 
 def targets() -> list[Target]:
     """All codecs on all shapes that they take."""
-    found = []
+    results = []
     for text in dict.fromkeys(TEXTS):
         codec = wrap(parse(text))
         for shape in SHAPES:
@@ -59,9 +59,9 @@ def targets() -> list[Target]:
                 codec.bound(Spec(shape))
             except ValueError:  # shapes fit one bucket alone
                 continue
-            found += [Target(text, shape, r) for r in range(len(codec.rounds))]
-    found += [Target("powersgd(rank=1, shapes=((12, 9), (5,)))", (113,), r) for r in range(2)]
-    return found
+            results += [Target(text, shape, r) for r in range(len(codec.rounds))]
+    results += [Target("powersgd(rank=1, shapes=((12, 9), (5,)))", (113,), r) for r in range(2)]
+    return results
 
 
 class Stand(NamedTuple):
@@ -155,21 +155,21 @@ def following(s: Stand, bad: bytes, r: int) -> tuple[str, Any]:
 
 
 class Stands:
-    """The stands of one target, one for each backend, made anew after whatever was taken: a refusal must change nothing."""
+    """The stands of one target, one for each backend. They are replaced after accepted bytes: a refusal must change nothing."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.made: dict[str, Stand] = {}
+        self.stands: dict[str, Stand] = {}
 
     def attack(self, bad: bytes) -> list[str]:
-        """What each reader said. AssertionError, or anything but CorruptFrame, is a finding."""
+        """The verdict of each reader. AssertionError, or anything but CorruptFrame, is a finding."""
         r, seen = self.target.r, []
         for backend in kit.AVAILABLE:
             with kit.use(backend):
-                s = self.made.pop(backend, None) or stand(self.target)
+                s = self.stands.pop(backend, None) or stand(self.target)
                 seen.append([add(s, bad, r, first=False), add(s, bad, r, first=True), following(s, bad, r), decode(s, bad)])
             if all(words for words, _ in seen[-1]):
-                self.made[backend] = s
+                self.stands[backend] = s
         for other in seen[1:]:
             for ours, theirs in zip(seen[0], other, strict=True):
                 assert bool(ours[0]) == bool(theirs[0]), f"backends disagree: {ours[0]!r} and {theirs[0]!r}"
@@ -222,11 +222,12 @@ def line_of(target: Target, bad: bytes) -> str:
 
 
 def run(number: int, *, attacks: int = 0, seconds: float = 0.0, keep: dict[str, str] | None = None) -> int:
-    """So many attacks on each target, or as many as fit; how many. An assertion names the line that makes it again.
+    """Makes that many attacks on each target, or as many as fit in `seconds`; returns their number. An assertion names the line
+    that reproduces it.
 
-    `keep` collects the shortest line for each thing that a reader of a codec says.
+    `keep` collects the shortest line for each refusal of a reader.
     """
-    rng, made, until = random.Random(number), 0, time.monotonic() + seconds
+    rng, result, until = random.Random(number), 0, time.monotonic() + seconds
     stood = [(Stands(target), stand(target), stand(target, 1)) for target in targets()]
     everything = [good for _, *both in stood for s in both for good in (*s.payloads, s.result)]
     for _ in range(attacks) if attacks else iter(lambda: time.monotonic() < until, False):
@@ -235,12 +236,12 @@ def run(number: int, *, attacks: int = 0, seconds: float = 0.0, keep: dict[str, 
             own = [*s.payloads, s.result, *later.payloads, later.result]
             bad = mutate(rng, rng.choice(own), own if rng.random() < 0.8 else everything, s.spec.numel)
             try:
-                said = stands.attack(bad)
+                text = stands.attack(bad)
             except Exception as error:
                 raise AssertionError(f"{error!r} by {line_of(target, bad)}") from error
-            made += 1
+            result += 1
             if keep is not None:
-                for words in filter(None, said):
+                for words in filter(None, text):
                     key, line = f"{target.text.partition('(')[0]} {re.sub('[0-9]+', '#', words)}", line_of(target, bad)
                     keep[key] = min(keep.get(key, line), line, key=len)
-    return made
+    return result

@@ -22,7 +22,7 @@ DAY = datetime.timedelta(days=1)
 
 @contextmanager
 def another_day(days: int) -> Iterator[None]:
-    """What is made meanwhile is good for a day, so many days from now."""
+    """Certificates made inside are valid for one day, that many days from now."""
     start = datetime.datetime.now(datetime.UTC) + days * DAY
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(authority, "_times", lambda _: (start, start + DAY))
@@ -69,11 +69,11 @@ class Bare:
         return frozenset()
 
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        made.check_hostname = False
-        made.load_verify_locations(self.trust / "ca.pem")
-        made.maximum_version = self._newest
-        made.set_alpn_protocols([protocol])
+        result = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        result.check_hostname = False
+        result.load_verify_locations(self.trust / "ca.pem")
+        result.maximum_version = self._newest
+        result.set_alpn_protocols([protocol])
         if self.folder is not None:
-            made.load_cert_chain(self.folder / "node.pem", self.folder / "node.key")
-        return made
+            result.load_cert_chain(self.folder / "node.pem", self.folder / "node.key")
+        return result

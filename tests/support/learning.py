@@ -1,4 +1,4 @@
-"""A small table of what ways of training cost in steps, of round numbers, for the planner's tests."""
+"""A small table of convergence factors, in round numbers, for the planner's tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from commlayer.planner.tables import profile_from_tables
 
 CODECS = {"int8()": 0.002, "int4()": 0.01, "onebit()": 0.3, "topk(ratio=0.1)": 0.12, "topk(ratio=0.01)": 0.6,
           "topk(ratio=0.001)": 2.0}
-"""Steps that are needed besides, when each step's gradients are exchanged; cautiously half as much again."""
+"""Excess of the convergence factor when each step's gradients are exchanged; the cautious value is half as much again."""
 LOCAL = {1: 0.0, 2: 0.01, 4: 0.04, 8: 0.09, 16: 0.2}
 """The same of steps to an exchange."""
 

@@ -27,7 +27,7 @@ def server(number: int, **fields: Any) -> Join:
 
 
 def after(state: State, *requests: Join, now: float = 0.0) -> tuple[State, JoinReply]:
-    """Joins in turn; the state and the last answer."""
+    """Registers one after the other; the state and the last reply."""
     reply = JoinReply()
     for request in requests:
         state, reply = membership.join(state, request, now)

@@ -1,7 +1,7 @@
 """Homes behind address translation, and a server that has an address: namespaces, and a translator that is this process.
 
-It does what a home's router does: who is inside may dial out, answers come back, and whatever else comes from outside is
-dropped and counted. All homes have the same private address, so none of them could be dialled. Imports no commlayer.
+It does what a home's router does: hosts inside may dial out, and answers come back. Other packets from outside are dropped
+and counted. All homes have the same private address, so none can be dialled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def public(home: int) -> str:
 
 
 class Nat:
-    """Use it as a context. `dialled`: what each home has sent to; `dropped`: packets from outside that nobody asked for."""
+    """Use it as a context. `dialled`: what each home has sent to; `dropped`: packets from outside that answer nothing."""
 
     def __init__(self, homes: int) -> None:
         self.homes = homes
@@ -106,7 +106,7 @@ class Nat:
 
 def _tun(name: str) -> int:
     """A TUN device in that namespace. A thread of its own goes there, and is gone when it has the device."""
-    made: list[int] = []
+    results: list[int] = []
 
     def enter() -> None:
         with open(f"/run/netns/{name}") as namespace:
@@ -114,12 +114,12 @@ def _tun(name: str) -> int:
                 return
         device = os.open("/dev/net/tun", os.O_RDWR)
         fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", namespaces.INTERFACE.encode(), IFF_TUN | IFF_NO_PI))
-        made.append(device)
+        results.append(device)
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    return made[0]
+    return results[0]
 
 
 def _address(text: str) -> bytes:

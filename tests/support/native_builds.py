@@ -60,8 +60,8 @@ def positions(n: int, k: int, seed: int) -> np.ndarray:
 
 def unaligned(nbytes: int, shift: int, fill: int = 0xA5) -> tuple[memoryview, bytearray]:
     """A writable view `shift` bytes into memory with guard bytes on both sides."""
-    whole = bytearray([fill]) * (nbytes + shift + 16)
-    return memoryview(whole)[shift : shift + nbytes], whole
+    full = bytearray([fill]) * (nbytes + shift + 16)
+    return memoryview(full)[shift : shift + nbytes], full
 
 
 def bits(x: np.ndarray) -> bytes:

@@ -1,4 +1,4 @@
-"""Sparse gradients, and the dense optimizers that lazy ones are compared with. Knows no networks."""
+"""Sparse gradients, and the dense optimizers that lazy ones are compared with."""
 
 from __future__ import annotations
 

@@ -18,5 +18,5 @@ def toy_job(tensors: int = 12, numel: int = 500_000, step_s: float = 0.09) -> Jo
 def cluster(
     nodes: int, link: str, *, device: str = "rtx3060", ranks: int = 1, reachable: bool = True, servers: int | None = None,
 ) -> Cluster:
-    made = (tables.node(f"n{i}", device, link, ranks=ranks, server=servers is None or i < servers) for i in range(nodes))
-    return Cluster(tuple(made), reachable)
+    result = (tables.node(f"n{i}", device, link, ranks=ranks, server=servers is None or i < servers) for i in range(nodes))
+    return Cluster(tuple(result), reachable)

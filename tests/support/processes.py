@@ -49,7 +49,7 @@ def script(path: str, arguments: tuple[str, ...], out: Any, errors: str) -> None
     out.close()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.register(signal.SIGUSR1)  # where it stands, for who has waited too long
+    faulthandler.register(signal.SIGUSR1)  # writes the stacks of a process that does not end
     sys.argv = [path, *arguments]
     sys.path[0:0] = [str(Path(path).parent)]
     code = 0

@@ -1,4 +1,4 @@
-"""What samplers' and dealers' tests share. Knows no shares and no data."""
+"""Sessions for tests of samplers and dispatchers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from commlayer.records import Plan
 
 
 class Noted:
-    """A session's part in the loop: the weight in force."""
+    """A session as a sampler sees it; keeps the weight."""
 
     def __init__(self) -> None:
         self.n = 0.0

@@ -41,7 +41,7 @@ class Pair:
     """A coordinator, a server and two connected workers in this process."""
 
     def __init__(self, opened: list[Any], plan: Plan = PLAN, deadline_s: float = 0.1, host: str = "127.0.0.1") -> None:
-        config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # nobody dies here, however late a heartbeat is
+        config = quick(deadline_s=deadline_s, dead_after_s=WAIT_S)  # late heartbeats are no deaths here
         coordinator, self.serving, ended = Coordinator(config, servers=1), DataServer(host, 0, config), threading.Event()
         opened.extend((coordinator, self.serving))
         with ThreadPoolExecutor(3) as pool:
@@ -59,7 +59,7 @@ class Pair:
         until(lambda: len(self.serving._transport.peers) == len(self.ups), "both are connected")
         self.failures, self.stalled = Failures(), threading.Event()
         self.left: queue.Queue[tuple[str, int]] = queue.Queue()
-        self.ups[1].subscribe(self.failures, lambda *_: self.stalled.set(), lambda *told: self.left.put(told), 1)
+        self.ups[1].subscribe(self.failures, lambda *_: self.stalled.set(), lambda *report: self.left.put(report), 1)
 
     def failure(self) -> CommError:
         assert self.failures.came.wait(WAIT_S)

@@ -237,10 +237,10 @@ class Faults:
 
         def lossy_rows(channel: Any, what: str = "measured times") -> Any:
             """The exchange of norms in which another site seems to die."""
-            made = rows(channel, what)
+            result = rows(channel, what)
             if what == "lengths of changes" and self.at("lose row"):
-                made.read = lost(made.read)
-            return made
+                result.read = lost(result.read)
+            return result
 
         def lost(read: Callable[..., Any]) -> Callable[..., Any]:
             turns: list[Any] = []

@@ -51,7 +51,7 @@ class Rig:
         worker = Worker(self.job, self.plan, codecs, torch.device("cpu"), rank=rank, members=len(self.transports),
                         transport=transport)
         for s in range(self.plan.servers):
-            follow_stalls(transport, SERVER_BASE + s, 1, lambda said: worker.stalled(said.bucket, said.step, said.missing))
+            follow_stalls(transport, SERVER_BASE + s, 1, lambda text: worker.stalled(text.bucket, text.step, text.missing))
         return worker
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ def on_ranks(world: int, body: Callable[[int], Any], timeout_s: float = 60.0) ->
 
 
 class ToldRows:
-    """What ranks that are threads tell each other in turns, with a wait that ends."""
+    """Rows that ranks, as threads, exchange in rounds; with a deadline."""
 
     def __init__(self, world: int) -> None:
         self._world, self._told = world, [list[tuple[float, ...]]() for _ in range(world)]
@@ -105,8 +105,8 @@ class ToldRows:
     def hear(self, rank: int) -> list[tuple[float, ...]]:
         turn, self._heard[rank] = self._heard[rank], self._heard[rank] + 1
         with self._news:
-            assert self._news.wait_for(lambda: all(len(told) > turn for told in self._told), 20.0)
-            return [told[turn] for told in self._told]
+            assert self._news.wait_for(lambda: all(len(report) > turn for report in self._told), 20.0)
+            return [report[turn] for report in self._told]
 
 
 class _ToldBy:
