@@ -5,15 +5,32 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.tta import row
 
 from bench.tta import cells, shown
-from bench.tta.page import KEPT, PARTS, ROOT, Part, figures, overview, table
+from bench.tta.page import KEPT, PARTS, ROOT, Part, overview, table
 from bench.tta.plot import draw
 from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
+from bench.tta.systems import SYSTEMS
+
+STEP_S = 0.3
+
+
+def row(
+    system: str, link: str, goal_s: float, *, task: str = "chars", seed: int = 0, end_s: float = 60.0, **others: Any
+) -> dict[str, Any]:
+    """A line from 4.0 down that reaches the middle target, 2.0, at goal_s; the easy one, 3.0, in half that time."""
+    looks = [0.0, end_s / 2, end_s]
+    curve = [(round(s / STEP_S), s, 4.0 - 2.0 * s / goal_s) for s in looks]
+    return {
+        "task": task, "link": link, "system": system, "seed": seed, "seconds": end_s, "data": "d",
+        "group": SYSTEMS[system].group, "targets": (3.0, 2.0, 1.0), "curve": curve, "late_pct": 0.0, "void": "",
+        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "commit": "c", "day": "2026-01-01",
+    } | others
+
 
 BOUNDS = [row("ideal", "none", 20.0), row("alone", "none", 50.0)]
 

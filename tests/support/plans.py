@@ -20,3 +20,12 @@ def cluster(
 ) -> Cluster:
     result = (tables.node(f"n{i}", device, link, ranks=ranks, server=servers is None or i < servers) for i in range(nodes))
     return Cluster(tuple(result), reachable)
+
+
+def closed_form(n: int, k: int) -> tuple[float, float, float]:
+    """BytePS's split of a model among servers with equal links: the share of each of k other nodes, that of each of n training
+    nodes, and seconds per M/B."""
+    if not 0 <= k <= n or n < 2:
+        raise ValueError(f"closed form: got n={n}, k={k}, allowed: n of 2 or more, k from 0 to n")
+    d = n * n + k * n - 2 * k
+    return 2 * (n - 1) / d, (n - k) / d, 2 * n * (n - 1) / d

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import pytest
-from support.balancing import PAPER
+from support.balance import PAPER
 
 from commlayer.balance import Line
 from commlayer.balance.lbb import LbbBalancer

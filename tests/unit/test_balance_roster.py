@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.samplers import Noted
+from support.balance import Noted
 from torch.utils.data import DataLoader
 
 from commlayer.balance import Sampler

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.samplers import Left, Noted
+from support.balance import Left, Noted
 from torch.utils.data import DataLoader, Dataset
 
 from commlayer.balance import Sampler

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.samplers import Left, Noted
+from support.balance import Left, Noted
 
 from commlayer.autotune.shares.driver import Controller
 from commlayer.balance import Sampler

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.balancing import PAPER
+from support.balance import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, moves, run, slow_after
 from bench.reference.balance_default import Ours

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.balancing import PAPER
+from support.balance import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, run
 from commlayer.balance import Cubic, Joined, Measurement, Policy

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 from support.planner import DENSE, PROFILE
-from support.plans import toy_job
-from support.splits import closed_form
+from support.plans import closed_form, toy_job
 
 from commlayer.planner import buckets, tables
 from commlayer.planner.costs import Prices

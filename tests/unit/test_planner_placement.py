@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.splits import closed_form
+from support.plans import closed_form
 
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.planner.placement import assign, shares

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.balancing import PAPER
+from support.balance import PAPER
 
 from commlayer import balance
 from commlayer.balance import Communication, Line, Piecewise, shares, solve

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.balancing import PAPER
+from support.balance import PAPER
 
 from commlayer.balance.time_models import (
     Line,
