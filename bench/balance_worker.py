@@ -102,8 +102,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, result: dict[st
     dist.init_process_group("gloo", timeout=DEADLINE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = host_config(servers="each", fuse_nbytes=1 << 17, cut_nbytes=1 << 18)  # small: as many buckets as a large model has
-    plan = codec if codec == "auto" else commlayer.compressors.parse(codec)
-    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    session = commlayer.attach(model, optimizer, compression=None if codec == "auto" else codec, config=config)
     sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())
     x = torch.randn(SAMPLES, WIDTHS[0])
     controller = commlayer.Controller(session, sampler)
@@ -114,7 +113,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, result: dict[st
         optimizer.step()
         optimizer.zero_grad()
         yield [len(batch)]
-    result |= {"decisions": session.inspect.decisions(), "stats": session.stats(),
+    result |= {"decisions": session.inspect.decisions(), "stats": session.metrics(),
              "sums": [sum(e.shares) for e in controller.events if hasattr(e, "shares")]}
     session.close()
 

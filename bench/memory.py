@@ -20,13 +20,13 @@ from bench.report import Result
 
 RANKS = 2
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {}, "ddp": {}, "identity": {"plan": "identity()"}, "int4": {"plan": "int4()"},
-    "topk": {"plan": "topk(ratio=0.01)"},
-    "int4 under DDP": {"plan": "int4()"},
-    "every=16": {"plan": "int4()", "every": 16}, "auto": {"plan": "auto"}, "auto exact=False": {"plan": "auto"},
+    "plain": {}, "ddp": {}, "identity": {"compression": "identity"}, "int4": {"compression": "int4"},
+    "topk": {"compression": "topk(ratio=0.01)"}, "int4 under DDP": {"compression": "int4"},
+    "every=16": {"compression": "int4", "local": 16}, "step": {"sync": "step"},
+    "auto": {"sync": "auto"},
 }
 """Arguments of attach()."""
-STEPS = {"every=16": 18, "auto": 30, "auto exact=False": 60}
+STEPS = {"every=16": 18, "step": 30, "auto": 60}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +97,8 @@ def main(way: str, size: str, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     session, before, begin = None, peak(field="VmRSS"), time.perf_counter()
     if options := dict(WAYS[way]):
-        if "exact=False" in way or way == "int4 under DDP":
-            options |= {} if "exact" not in commlayer.attach.__annotations__ or "DDP" in way else {"exact": False}
+        if every := options.pop("local", 0):
+            options["sync"] = commlayer.LocalSteps(every, overlap=False)
         session = commlayer.attach(module, optimizer, config={"ranks_per_node": 1}, **options)
     attach_s, attached = time.perf_counter() - begin, peak(field="VmRSS") - before
     generator, times = torch.Generator().manual_seed(dist.get_rank()), []

@@ -146,7 +146,7 @@ def memory(mode: str, megabytes: int, steps: int) -> dict[str, Any]:
 
 def compressed(make: Callable[[], nn.Module]) -> Way:
     model = make()
-    session = commlayer.attach(model, plan=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
+    session = commlayer.attach(model, compression=commlayer.compressors.topk(ratio=0.01), config={"ranks_per_node": 1})
     return trained(model, model, session.close, 0, servers_of(session))
 
 

@@ -22,10 +22,10 @@ from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.entries_sent import allot_entries
-from commlayer.engine.local_steps import Lengths, LocalSteps, StepWeights
+from commlayer.engine.local_steps import Lengths, OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import InvalidInput
-from commlayer.optim import Outer, usual
+from commlayer.optim import OuterSGD, usual
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
@@ -34,7 +34,7 @@ STEPS, LOOKS = 240, 30
 WARMUP = 20
 """Warm-up steps of the learning rate. It then stays constant: factors are read from the second half of a curve."""
 CUT_NBYTES = 1 << 16
-OUTERS = {"plain": Outer(), "diloco": Outer(lr=0.7, momentum=0.9)}
+OUTERS = {"plain": OuterSGD(), "diloco": OuterSGD(lr=0.7, momentum=0.9)}
 """Plain averaging, and DiLoCo's outer optimizer with Nesterov momentum. Without a name: see `outer_of`."""
 
 
@@ -70,7 +70,7 @@ class Variant(Record, frozen=True):
         return self.codes == "updates" or self.every > 1 or self.overlap == "round" or bool(self.outer)
 
 
-def outer_of(way: Variant) -> Outer:
+def outer_of(way: Variant) -> OuterSGD:
     """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
     if not way.outer:
         return usual("adam" if way.optimizer == "adam" else "sgd")
@@ -205,7 +205,7 @@ class _Local:
         plan = plan_of(way, task.model)
         self._sums = _Sums(VirtualWorkers(job_of(task.model), plan, way.workers), plan, way.fragments)
         # Without overlap, an exchange is completed directly after its start.
-        self._locals = [LocalSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
+        self._locals = [OuterSteps(list(model.parameters()), way.every, outer_of(way), StepWeights(1.0, None),
                                    fragments=way.fragments, overlap=True, lengths=self._sums.lengths(rank))
                         for rank, model in enumerate(self._models)]
 
@@ -276,7 +276,7 @@ class _Sums:
 
 
 class _Told:
-    """The exchange of lengths between workers, as one worker's LocalSteps sees it."""
+    """The exchange of lengths between workers, as one worker's OuterSteps sees it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank = sums, rank
@@ -289,7 +289,7 @@ class _Told:
 
 
 class _Rank:
-    """One worker, as its LocalSteps sees it."""
+    """One worker, as its OuterSteps sees it."""
 
     def __init__(self, sums: _Sums, rank: int) -> None:
         self._sums, self._rank, self.turns = sums, rank, sums.turns

@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     model = Gradients(args.numel, args.tensors)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     config = host_config(**json.loads(args.config))
-    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(args.codec), config=config)
+    session = commlayer.attach(model, optimizer, compression=commlayer.compressors.parse(args.codec), config=config)
     steps = []
     for _ in range(args.steps):
         optimizer.zero_grad()

@@ -71,8 +71,8 @@ def ddp_fp16(model: nn.Module, _optimizer: torch.optim.Optimizer, _argument: str
 def commlayer_service(model: nn.Module, optimizer: torch.optim.Optimizer, argument: str) -> Trained:
     """Summation servers on all hosts. `argument` is the codec for every gradient, or "auto" for plan "auto"."""
     dist.init_process_group("gloo", timeout=DEADLINE)
-    plan = "auto" if argument == "auto" else commlayer.compressors.parse(argument)
-    session = commlayer.attach(model, optimizer, plan=plan, config=host_config(servers="each"))
+    codec = None if argument == "auto" else argument
+    session = commlayer.attach(model, optimizer, compression=codec, config=host_config(servers="each"))
     return Trained(model, session.close, session.inspect.decisions)
 
 

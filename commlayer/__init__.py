@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
+    from commlayer.engine.sync_modes import DiLoCo as DiLoCo
+    from commlayer.engine.sync_modes import LocalSteps as LocalSteps
     from commlayer.errors import CommError as CommError
     from commlayer.session import Session as Session
     from commlayer.session import attach as attach
-    from commlayer.session import switch as switch
 
     __version__: str
 
@@ -25,16 +26,17 @@ _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
     "Controller": "commlayer.autotune.shares.driver",
+    "DiLoCo": "commlayer.engine.sync_modes",
     "HookState": "commlayer.ddp",
+    "LocalSteps": "commlayer.engine.sync_modes",
     "Session": "commlayer.session",
     "attach": "commlayer.session",
     "comm_hook": "commlayer.ddp",
-    "switch": "commlayer.session",
 }
 _PACKAGES = ("balance", "compressors", "optim", "planner")
 
-__all__ = ["CommError", "Config", "Controller", "HookState", "Session", "attach", "balance", "comm_hook", "compressors",
-           "optim", "planner", "switch"]
+__all__ = ["CommError", "Config", "Controller", "DiLoCo", "HookState", "LocalSteps", "Session", "attach", "balance",
+           "comm_hook", "compressors", "optim", "planner"]
 
 
 def __getattr__(name: str) -> Any:

@@ -213,8 +213,8 @@ def check_arguments(family: str, every: Mapping[str, Mapping[str, _Rule]] = RULE
 
 @functools.lru_cache(4096)
 def parse_spec(text: str) -> CodecSpec:
-    """Parses a codec such as "error_feedback(topk(ratio=0.01, values='int8'))". Raises a ValueError of one line if the text is
-    malformed."""
+    """Parses a codec such as "int4" or "error_feedback(topk(ratio=0.01, values='int8'))". Raises a ValueError of one line if
+    the text is malformed."""
     return _read(_call(text), text)
 
 
@@ -247,8 +247,11 @@ def _call(text: str) -> ast.Call:
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
+    if isinstance(tree, ast.Name):
+        tree = ast.Call(tree, [], [])
     if not isinstance(tree, ast.Call):
-        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: expected name(argument=value, ...), such as topk(ratio=0.01)")
+        raise InvalidInput("E-CODEC-NAME", f"codec {text!r}: expected a name such as int4, with arguments in parentheses if it "
+                                           "needs them, such as topk(ratio=0.01)")
     return tree
 
 

@@ -138,8 +138,8 @@ class Config(Record, frozen=True):
     trace: Text = ""
     """Path of a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
     max_loss: Budget = 0.0
-    """Loss budget: allowed increase of the loss, relative to the loss of dense training. It limits plan="auto" and the quality
-    guard. 0: no limit."""
+    """Loss budget: allowed increase of the loss, relative to the loss of dense training. It limits an automatic plan and the
+    quality guard. 0: no limit."""
     guard: GuardMode = "auto"
     """What the quality guard does when the loss budget is exceeded. "auto": it changes automatic plans and warns about others,
     if there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
@@ -150,7 +150,7 @@ class Config(Record, frozen=True):
     """Number of steps in which every parameter is compared between ranks once. 0: never. -1: as often as costs at most 0.1 % of
     the time."""
     loss: Text = ""
-    """Path of a loss model written by `commlayer tune`: the loss penalty of each codec, for plan="auto". Empty: none."""
+    """Path of a loss model written by `commlayer tune`: the loss penalty of each codec, for an automatic plan. Empty: none."""
     learning: Text = ""
     """Path of a table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Empty: the
     built-in table."""

@@ -9,6 +9,7 @@ backward pass only collects buckets and exchanges them together after the last o
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,19 @@ from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import write_gradient
 from commlayer.engine.connection import JobContext
-from commlayer.engine.ddp_modes import DDPBuffers, DDPWays
+from commlayer.engine.ddp_modes import DDPBuffers, DDPModes
 from commlayer.engine.guards import WITH_DDP, AttachedModel, Claim, StepGuard, found_in, name_of, wrapper_of
 from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd
 from commlayer.engine.lanes import Lane
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import check_dense, settings_of
-from commlayer.engine.plan_choice import read_ways
+from commlayer.engine.plan_choice import requested_plan
 from commlayer.engine.start import Start, connect, group_of
 from commlayer.engine.step_loop import StepLoop
+from commlayer.engine.sync_modes import RequestedModes
 from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
 from commlayer.optim import family_of
+from commlayer.records import Plan
 
 CLOSING_S = 1.0
 """Seconds that closing a session waits for the lane's thread to end."""
@@ -54,24 +57,21 @@ class _Part(NamedTuple):
 
 
 class HookState:
-    """The state of `comm_hook`: `ddp.register_comm_hook(commlayer.HookState(plan=...), commlayer.comm_hook)`."""
+    """The state of `comm_hook`: `ddp.register_comm_hook(commlayer.HookState(optimizer), commlayer.comm_hook)`."""
 
     def __init__(
-        self, plan: Any = "auto", *, config: Config | dict[str, Any] | None = None, scaler: Any = None, optimizer: Any = None,
-        process_group: Any = None, exact: bool | None = None,
+        self, optimizer: Any = None, *, compression: Any = None, plan: str | Path | Plan | None = None, grad_scaler: Any = None,
+        process_group: Any = None, config: Config | dict[str, Any] | None = None,
     ) -> None:
-        """Creates the state of one DDP module's hook.
-
-        `optimizer`: source of the learning rate for codecs that correct for its changes; plan="auto" plans for its family.
-        `exact`: as in attach(), but a hook registered by a script never uses local steps. `process_group`: the ranks to average
-        over, if other than those of the DDP module."""
-        self._plan, self._config, self._scaler, self._optimizer = plan, read_config(config), scaler, optimizer
-        self._process_group, self._asked = group_of(process_group), read_ways(None, None, exact=exact)
-        self.ways: DDPWays | None = None
+        """Creates the state of one DDP module's hook. Arguments are as in attach(); every step applies the average of all
+        gradients. `process_group`: the ranks to average over, if other than those of the DDP module."""
+        self._plan, self._config = requested_plan(compression, plan), read_config(config)
+        self._scaler, self._optimizer, self._process_group = grad_scaler, optimizer, group_of(process_group)
+        self.modes: DDPModes | None = None
         """Permits plans of local steps if set. attach() sets it, since it knows the module and its optimizer."""
         self._claim: Claim | None = None
         self._held: dict[str, Any] = {}
-        """Session state that load_state_dict() received; it is restored after the first backward pass has connected."""
+        """Codec state of a copied or pickled hook; it is restored after the first backward pass has connected."""
         self.connection, self.observers = JobContext(), Observers()
         self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
@@ -163,8 +163,8 @@ class HookState:
             model = found_in([p for part in self._step for p in part.parameters], self.module)
             self.claim(model.named)
             self.connection = connect(model.job, device, start, plan=self._plan, config=self._config, full_job=model.full_job,
-                                      forbids=_forbids if self.ways is None else self.ways.forbids,
-                                      requested=self._asked if self.ways is None else self.ways.requested,
+                                      forbids=_forbids if self.modes is None else self.modes.forbids,
+                                      requested=RequestedModes() if self.modes is None else self.modes.requested,
                                       optimizer=family_of(self._optimizer),
                                       must={"wrapper": "DistributedDataParallel", "optimizer": "not given"},
                                       settings=settings_of(self._optimizer, model.named))
@@ -179,12 +179,12 @@ class HookState:
         self._loop = StepLoop(
             self.connection, [p for _, p in model.named if isinstance(p, nn.Parameter)], model.named, optimizer=self._optimizer,
             scaler=self._scaler, config=self._config, observers=self.observers,
-            schedule=None if self.ways is None else self.ways.schedule(self.connection, model.named, self.observers,
+            schedule=None if self.modes is None else self.modes.schedule(self.connection, model.named, self.observers,
                                                                                self._guard),
             guard=self._guard)
-        if self.ways is not None and self._guard is not None:
+        if self.modes is not None and self._guard is not None:
             self.connection.after_switch.append(self._weigh)
-            self.ways.follow(self._loop, self._guard)
+            self.modes.follow(self._loop, self._guard)
             self._weigh()
         self._take_buffers(self._loop)
         for action in self._actions:
@@ -213,7 +213,7 @@ class HookState:
         if self._lane is not None:
             self._lane.close(CLOSING_S)
         self._closed = self._error is None
-        self._lane = self._loop = self._guard = self.ways = self.module = None
+        self._lane = self._loop = self._guard = self.modes = self.module = None
         self._optimizer = self._scaler = None
         self.connection, self.observers = JobContext(), Observers()
         for kept in (self._numbers, self._step, self._unused_here, self._actions, self._brought):
@@ -269,10 +269,10 @@ class HookState:
         """The step loop; None if this rank has no other ranks to average with."""
         return None if self.connection.worker is None else self._loop
 
-    def drain(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Does what Session.drain describes. `parameters` are the model's, in any order."""
+    def flush(self, parameters: list[torch.nn.Parameter]) -> bool:
+        """Does what Session.flush describes. `parameters` are the model's, in any order."""
         mine = [p for p in parameters if id(p) in self._numbers]
-        return self._loop is not None and self._loop.drain(sorted(mine, key=lambda p: self._numbers[id(p)]))
+        return self._loop is not None and self._loop.flush(sorted(mine, key=lambda p: self._numbers[id(p)]))
 
     def _finish(self, step: list[_Part]) -> None:
         """Ends the step, on the lane's thread. Completes DDP's futures with the averages, or with local gradients after an
@@ -344,37 +344,37 @@ class HookState:
 
     def detach(self) -> None:
         self._unwatch()
-        if self.ways is not None:
-            self.ways.remove()
+        if self.modes is not None:
+            self.modes.remove()
             if self._loop is not None:
                 self._loop.detach()
         self.release()
 
-    def report(self, loss: float | torch.Tensor) -> None:
+    def log_loss(self, loss: float | torch.Tensor) -> None:
         if self._loop is not None:
-            self._loop.report(loss)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what Session.state_dict describes. Before the first backward pass: the state that load_state_dict() received.
-        """
-        return self._held if self._lane is None else checkpoint.worker_state(self.connection)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held = state
-        self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held) if self._held else None)
+            self._loop.log_loss(loss)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copied or pickled DDP module contains of its hook. Connection, scaler and optimizer belong to this
         process and are left out."""
-        return {"plan": self._plan, "config": self._config, "exact": self._asked.exact, "weight": self._weight,
-                "state": self.state_dict()}
+        return {"plan": self._plan, "config": self._config, "weight": self._weight,
+                "state": checkpoint.worker_state(self.connection) if self.connected else self._held}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restores a copied or pickled state. Register it with a module again: DDP does not register the hooks of a loaded
         module."""
-        HookState.__init__(self, saved["plan"], config=saved["config"], exact=saved["exact"])
-        self._weight = saved["weight"]
-        self.load_state_dict(saved["state"])
+        HookState.__init__(self, config=saved["config"])
+        self._plan, self._weight, self._held = saved["plan"], saved["weight"], saved["state"]
+        self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the first backward pass has connected this rank to the others."""
+        return self._lane is not None
+
+    @property
+    def deadline_s(self) -> float:
+        return self._config.deadline_s
 
     def when_connected(self, action: Callable[[], None]) -> None:
         """Runs `action` at once if this rank is connected, else at the end of the first backward pass."""

@@ -3,34 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.cluster.collectives import Groups
+from commlayer.cluster.process_groups import Members
 from commlayer.config import Config, read_config, read_launch
 from commlayer.ddp import HookState, comm_hook
 from commlayer.engine import checkpoint
-from commlayer.engine.allowed_ways import check_local, check_overlap, forbids_of
 from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.connection import JobContext
-from commlayer.engine.ddp_modes import DDPWays
+from commlayer.engine.checkpoint import FoundCheckpoint
+from commlayer.engine.connection import JobContext, between_steps
+from commlayer.engine.ddp_modes import DDPModes
 from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of, parameters_of, settings_of
-from commlayer.engine.plan_choice import read_ways
+from commlayer.engine.plan_choice import requested_plan
 from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable, silenceable
 from commlayer.engine.replica import Replica
 from commlayer.engine.start import Start, connect, group_of
+from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch as go_over
-from commlayer.errors import InvalidInput, cause_of
-from commlayer.optim import Outer, family_of, usual
+from commlayer.engine.sync_modes import LocalSteps, check_forward, check_local, forbids_of, requested_modes
+from commlayer.errors import CommError, InvalidInput, cause_of
+from commlayer.optim import family_of, usual
 from commlayer.records import Plan
 
 log = logging.getLogger("commlayer")
@@ -45,20 +50,27 @@ class Driver(Inspected, Protocol):
 
     def weight(self, n: float, total: float | None) -> None: ...
 
-    def report(self, loss: float | torch.Tensor) -> None: ...
+    def log_loss(self, loss: float | torch.Tensor) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def drain(self) -> bool: ...
+    def flush(self) -> bool: ...
+
+    def refuse_unconnected(self, what: str) -> None: ...
+
+    def between_steps(self) -> AbstractContextManager[tuple[Groups | None, int, int]]: ...
 
     def detach(self) -> None: ...
 
 
 class Session:
-    """One attached model, returned by `attach()`. The function `switch` changes its plan."""
+    """One attached model, returned by `attach()`."""
 
-    def __init__(self, driver: Driver, clips: Clipping | None = None) -> None:
-        self._driver, self._inspection, self._clips = driver, Inspection(driver), clips
+    def __init__(self, driver: Driver, replica: Replica, clips: Clipping | None = None) -> None:
+        self._driver, self._replica, self._clips = driver, replica, clips
+        self._inspection = Inspection(driver)
+        self._resumed = 0
+        """Number of training steps in the checkpoint that was loaded."""
 
     @property
     def inspect(self) -> Inspection:
@@ -86,7 +98,7 @@ class Session:
         inside the context: averages of the last step that no optimizer applied count as discarded. Residuals of error feedback
         stay on their ranks.
 
-        The plan does not change while a rank is out of batches. With overlap="forward", backward() waits for results inside the
+        The plan does not change while a rank is out of batches. Under sync="forward", backward() waits for results inside the
         context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
         ranks fail with its reason. Not supported: local steps, jobs whose workers might leave, and DistributedDataParallel,
         which has its own join().
@@ -112,10 +124,10 @@ class Session:
                                "out of batches; leave total out")
         self._driver.weight(own, summed)
 
-    def report(self, loss: float | torch.Tensor) -> None:
-        """Reports a step's training loss to the quality guard, which compares it over time. A tensor is read later, so the call
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Gives a step's training loss to the quality guard, which compares it over time. A tensor is read later, so the call
         does not wait for the device."""
-        self._driver.report(loss)
+        self._driver.log_loss(loss)
 
     def synchronize(self) -> None:
         """Averages gradients accumulated inside `no_sync`, or written into `.grad` by the script.
@@ -124,49 +136,79 @@ class Session:
         """
         self._driver.synchronize()
 
-    def drain(self) -> bool:
-        """Completes exchanges whose averages the plan delivers late: `if session.drain(): optimizer.step()`. All ranks call it
+    def flush(self) -> bool:
+        """Completes exchanges whose averages the plan delivers late: `if session.flush(): optimizer.step()`. All ranks call it
         between two steps.
 
         Waits for one-step-stale results and writes them into `.grad`; parameters without a result get None. Returns True if
-        there were any. Under a plan of local steps it exchanges the weight changes at once, and no optimizer step follows. Call
-        it before an evaluation, or at the end. `save_residuals` needs no drain, but under local steps models differ between
-        ranks until the next exchange.
+        there were any. Under local steps it exchanges the weight changes at once, and no optimizer step follows. Call it before
+        an evaluation of the newest weights, or at the end.
         """
-        self._outside_join("drain()")
-        return self._driver.drain()
+        self._outside_join("flush()")
+        return self._driver.flush()
 
-    def state_dict(self) -> dict[str, Any]:
-        """This worker's codec state (with residuals) and step. `save_residuals` also saves the servers' state."""
-        return checkpoint.worker_state(self._driver.connection)
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context manager for evaluation: inside it the model has weights and buffers that are the same on all ranks.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a result of `state_dict`, before training or at the step of the saved state. To return to an earlier step of
-        a running job, all ranks call `load_residuals` instead."""
-        if not self._fresh("load_state_dict()"):
-            self._driver.when_connected(lambda: checkpoint.restore_worker(self._driver.connection, state))
-
-    def save_residuals(self, directory: str | Path) -> None:
-        """Writes the codec state of each rank and server that is kept between steps (residuals, momenta).
-
-        The model and the optimizer are not included: the script saves them itself, at the same step. All ranks call it. Each
-        save has its own folder. The previous save is deleted once this one is complete on all ranks.
+        Under local steps these are the averages of the last exchange, without the steps since then; the rank's own weights come
+        back at the end. Otherwise weights are the same anyway, and nothing changes. It sends nothing, so ranks need not call it
+        together. Do not train inside it.
         """
-        self._outside_join("save_residuals()")
-        if not self._fresh("save_residuals()"):
-            checkpoint.save(self._driver.connection, Path(directory))
+        with self._replica.averaged(self._driver.connection):
+            yield
 
-    def load_residuals(self, directory: str | Path) -> None:
-        """Loads the newest complete save in `directory`. All ranks call it before training, under the plan and number of
-        workers that were saved."""
-        self._outside_join("load_residuals()")
-        if not self._fresh("load_residuals()"):
-            self._driver.when_connected(lambda: self._load(Path(directory)))
+    def checkpoint(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({}), model: bool = True) -> None:
+        """Writes a checkpoint: model, optimizer, GradScaler, step, and the codec state (residuals, momenta) of all ranks and
+        servers. All ranks call it between the same two steps. A run that `resume`s equals one that continued, bit for bit.
 
-    def _load(self, directory: Path) -> None:
-        checkpoint.load(self._driver.connection, directory)
+        `extra`: further objects by name that have state_dict() and load_state_dict(), such as a sampler or a scheduler; their
+        states are kept for each rank. `model`: False leaves out model, optimizer and GradScaler, for frameworks that save them
+        themselves. The directory can be on a shared disk, or on one disk for each machine. The previous checkpoint in it is
+        deleted once this one is complete on all ranks. Under local steps it calls `flush()` first.
+        """
+        self._outside_join("checkpoint()")
+        if not self._fresh("checkpoint()"):
+            self._driver.refuse_unconnected("checkpoint()")
+            checkpoint.save(self._driver.connection, self._replica, Path(directory), extra, model=model)
+
+    def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
+        """Loads the newest complete checkpoint in `directory`. All ranks call it between two steps, usually right after
+        attach(). Returns False, and changes nothing, if there is none yet.
+
+        Machines without the files receive the model from one that has them. The number of workers and the plan can differ from
+        those that were saved: residuals then continue on the ranks that are there.
+        """
+        self._outside_join("resume()")
+        if self._fresh("resume()"):
+            return True
+        directory, context = Path(directory), self._driver.connection
+        try:
+            with self._driver.between_steps() as (groups, rank, world):
+                found = checkpoint.find(groups, rank, world, directory)
+                if found is None:
+                    if rank == 0:
+                        log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
+                    return False
+                local = checkpoint.load_training(groups, rank, found, self._replica, extra)
+        except (CommError, EpochChanged) as error:
+            raise checkpoint.not_loaded(context, directory, error) from None
+        self._resumed = found.mark.step
+        self._driver.when_connected(lambda: self._load(found, directory, local))
+        return True
+
+    def _load(self, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
+        checkpoint.load_codecs(self._driver.connection, found, directory, local)
         for drift in self._driver.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.loaded()
+
+    def switch(self, plan: Plan) -> None:
+        """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is used.
+
+        Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
+        """
+        self._outside_join("switch()")
+        self._driver.when_connected(lambda: _switch(self._driver.connection, plan))
 
     def _outside_join(self, what: str) -> None:
         if self._driver.connection.in_join:
@@ -190,7 +232,7 @@ class Session:
         optimizer steps count instead (if attach() was given the optimizer). The value is 0 at the start, except in a home that
         joined a running job: `for step in range(session.step, steps)`.
         """
-        return self._driver.connection.passes
+        return max(self._driver.connection.passes, self._resumed)
 
     @property
     def joined(self) -> bool:
@@ -203,12 +245,12 @@ class Session:
         return self._driver.connection.rank
 
     @property
-    def world(self) -> int:
-        """The number of workers; 1 in a script started alone. When homes leave or join, `world` and `rank` change between two
-        steps."""
+    def world_size(self) -> int:
+        """The number of workers; 1 in a script started alone. When homes leave or join, `world_size` and `rank` change between
+        two steps."""
         return self._driver.connection.world
 
-    def stats(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counters since attach(). The keys are the same with one worker, with DDP, with servers and with collectives.
 
         - `steps`: training steps, as in the property `step`.
@@ -222,7 +264,7 @@ class Session:
         - `reconnects`, `resent_nbytes`, `kept_nbytes`: number of reconnections, bytes sent again after them, bytes kept in
           memory for that.
         """
-        return self._driver.connection.stats()
+        return self._driver.connection.metrics()
 
     def close(self, reason: str = "") -> None:
         """Leaves the job. Called at exit if the script does not call it. A non-empty `reason` marks a failure: the other ranks
@@ -240,37 +282,30 @@ class Session:
 
 
 def attach(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, plan: str | Path | Plan | Any = "auto",
-    config: Config | dict[str, Any] | None = None, sync: str | Outer = "step", scaler: Any = None, process_group: Any = None,
-    every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
-    max_norm: float | None = None, exact: bool | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, compression: Any = None,
+    sync: str | LocalSteps | None = None, plan: str | Path | Plan | None = None, grad_scaler: Any = None,
+    clip_grad_norm: float | None = None, process_group: Any = None, config: Config | dict[str, Any] | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, in every backward pass from now on.
 
-    `plan`: "auto", the path of a plan file, a Plan, or one codec for all tensors, as an object or as text ("fp16()").
+    `optimizer`: the script's optimizer, which local steps, results in the next forward pass, checkpoints and codecs that follow
+    the learning rate need.
 
-    `optimizer`: source of the learning rate for codecs that correct for its changes. `scaler`: the GradScaler in use, so that
-    residuals are kept without its scale.
+    `compression`: one codec for all tensors, as text ("int4", "topk(ratio=0.01)") or from commlayer.compressors. `plan`: the
+    path of a plan file, or a Plan. Without both, commlayer measures and chooses a codec and a path for each bucket.
 
-    `every`: each rank takes that many steps on its own gradients, then the weight changes are exchanged and averaged. `codes`:
-    "updates" compresses weight changes (pseudo-gradients) with every=1, too: for optimizers like Adam with sparse codecs. The
-    default is "gradients".
+    `sync`: how often workers exchange. "step": every step applies the average of all gradients. "forward": the same, but
+    backward() returns at once and results arrive until the next forward pass needs them; weights are the same bit for bit.
+    LocalSteps(every=H): workers take H steps of their own, then exchange weight changes. "auto": commlayer can choose local
+    steps if they reach a loss sooner. The default is the mode of the plan, and "step" without a plan; a line in the log says
+    when "auto" would reach a loss clearly sooner.
 
-    `overlap`: "round" runs an exchange during the next `every` steps. "forward", without `every`, lets backward() return at
-    once; results arrive until the next forward pass needs them, and weights are the same bit for bit. `fragments`: the number
-    of parts of the model that are exchanged one after the other.
+    `grad_scaler`: the GradScaler in use, so that residuals are kept without its scale. `clip_grad_norm`: clips at the start of
+    the optimizer's step, as torch.nn.utils.clip_grad_norm_ before it would. `process_group`: the ranks to average over, or a
+    DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP module. `config`:
+    settings. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
 
-    `sync`: an Outer, the outer optimizer that applies averaged weight changes. By default the average is applied as it is; for
-    Adam and similar optimizers it is scaled to the norm of the ranks' changes (Outer(matched=True)).
-
-    Under plan="auto" every step uses the average of all gradients. `exact=False` permits local steps if they reach a loss in at
-    most 85 % of the time. `exact=True` refuses local steps, also if other arguments ask for them.
-
-    `max_norm`: clips at the start of the optimizer's step, as clip_grad_norm_ before it would. `process_group`: the ranks to
-    average over, or a DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP
-    module. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
-
-    >>> session = attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.01))     # doctest: +SKIP
+    >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """
     ddp, process_group = isinstance(model, DistributedDataParallel), group_of(process_group)
     if ddp and process_group not in (None, model.process_group):
@@ -278,25 +313,25 @@ def attach(
                            "process_group: differs from the DistributedDataParallel module's group; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
     with Start(model.process_group if ddp else process_group, first.device) as start:
-        if sync != "step" and not isinstance(sync, Outer):
-            raise InvalidInput("E-SYNC-MODE", f"sync: got {sync!r}, allowed: 'step', or an Outer for plans of local steps")
-        outer = sync if isinstance(sync, Outer) else usual(family_of(optimizer))
+        modes, requested = requested_modes(sync), requested_plan(compression, plan)
+        outer = (sync.outer if isinstance(sync, LocalSteps) else None) or usual(family_of(optimizer))
         settings = read_config(config)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
-        modes, wrapped = read_ways(every, codes, overlap=overlap, fragments=fragments, exact=exact), None
+        wrapped = None
         if modes.updates:
-            check_local(optimizer, f"every={every}" if every not in (None, 1) else "codes='updates'")
-        norm = checked(max_norm, optimizer)
+            check_local(optimizer)
+        norm = checked(clip_grad_norm, optimizer)
         if modes.overlap == "forward":
-            check_overlap(model, parameters_of(model), optimizer)
+            check_forward(model, parameters_of(model), optimizer)
         if isinstance(model, DistributedDataParallel):
             if not (modes.updates or (settings.min_workers and read_launch().home and silenceable(model))):
-                state = HookState(plan, config=settings, scaler=scaler, optimizer=optimizer, exact=exact)
+                state = HookState(optimizer, compression=compression, plan=plan, grad_scaler=grad_scaler, config=settings)
                 forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
-                state.ways = DDPWays(model, optimizer, requested=modes, forbids=forbids, outer=outer,
-                                     deadline_s=settings.deadline_s)
-                return Session(_DDPDriver(model, state), clipping(parameters_of(model.module), optimizer, norm))
+                state.modes = DDPModes(model, optimizer, requested=modes, forbids=forbids, outer=outer,
+                                       deadline_s=settings.deadline_s)
+                return Session(_DDPDriver(model, state), Replica(model.module, optimizer, grad_scaler),
+                               clipping(parameters_of(model.module), optimizer, norm))
             check_silenceable(model)
             wrapped, model = model, model.module
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
@@ -304,33 +339,23 @@ def attach(
             raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
-        claim = Claim(parameters_of(model))
-        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel", "sync": str(sync),
+        claim, replica = Claim(parameters_of(model)), Replica(model, optimizer, grad_scaler)
+        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel",
                 "trained parameters": str(len(parameters_of(model))),
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
             forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
-            connection = connect(job, device, start, plan=plan, config=settings, align=tensors, must=must, requested=modes,
+            connection = connect(job, device, start, plan=requested, config=settings, align=tensors, must=must, requested=modes,
                                  settings=settings_of(optimizer, model.named_parameters()),
-                                 forbids=forbids, optimizer=family_of(optimizer), replica=Replica(model, optimizer, scaler))
+                                 forbids=forbids, optimizer=family_of(optimizer), replica=replica)
         except BaseException:
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=scaler, config=settings, outer=outer,
+    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                           ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
     driver.join_round()
-    return Session(driver, clipping(parameters_of(model), optimizer, norm))
-
-
-def switch(session: Session, plan: Plan) -> None:
-    """Switches the session to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is
-    used.
-
-    Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
-    """
-    session._outside_join("switch()")
-    session._driver.when_connected(lambda: _switch(session._driver.connection, plan))
+    return Session(driver, replica, clipping(parameters_of(model), optimizer, norm))
 
 
 def _switch(connection: JobContext, plan: Plan) -> None:
@@ -375,14 +400,32 @@ class _DDPDriver:
     def weight(self, n: float, total: float | None) -> None:
         self._state.weight(n, total)
 
-    def report(self, loss: float | torch.Tensor) -> None:
-        self._state.report(loss)
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        self._state.log_loss(loss)
 
     def synchronize(self) -> None:
         """Does nothing: DDP ends every backward pass with the averages in `.grad`."""
 
-    def drain(self) -> bool:
-        return self._state.drain(list(self._model.parameters()))
+    def flush(self) -> bool:
+        return self._state.flush(list(self._model.parameters()))
+
+    def refuse_unconnected(self, what: str) -> None:
+        if not self._state.connected and self._model.process_group.size() > 1:
+            raise InvalidInput("E-CHECKPOINT", f"{what}: under DistributedDataParallel commlayer connects in the first "
+                                               "backward pass; call it after that")
+
+    @contextmanager
+    def between_steps(self) -> Iterator[tuple[Groups | None, int, int]]:
+        members = Members(self._model.process_group)
+        if self._state.connected or members.world == 1:
+            with between_steps(self.connection) as joint:
+                yield joint
+            return
+        groups = Groups(1, self._state.deadline_s, self._model.device, members)
+        try:
+            yield groups, members.rank, members.world
+        finally:
+            groups.close()
 
     def when_connected(self, action: Callable[[], None]) -> None:
         self._state.when_connected(action)

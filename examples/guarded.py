@@ -29,10 +29,9 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(INPUTS, options.width), nn.ReLU(), nn.Linear(options.width, options.width), nn.ReLU(),
                           nn.Linear(options.width, CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    plan = "auto" if options.codec == "auto" else commlayer.compressors.parse(options.codec)
     # One node per rank; within a node nothing is compressed.
     config = {"guard": options.guard, "max_loss": options.max_loss, "ranks_per_node": 1}
-    session = commlayer.attach(model, optimizer, plan=plan, config=config)
+    session = commlayer.attach(model, optimizer, compression=None if options.codec == "auto" else options.codec, config=config)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     truth = torch.randn(INPUTS, CLASSES, generator=torch.Generator().manual_seed(1))
     samples = torch.Generator().manual_seed(2 + rank)
@@ -43,7 +42,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), (x @ truth).argmax(1))
         loss.backward()
-        session.report(loss)
+        session.log_loss(loss)
         optimizer.step()
         losses.append(loss.item())
     seconds = time.perf_counter() - begin
@@ -51,7 +50,7 @@ def main() -> None:
         print("\n".join(session.inspect.decisions()))
         last = losses[-LAST:]
         print(f"loss {sum(last) / len(last):.4f}, {1e3 * seconds / options.steps:.1f} ms a step, the guard took "
-              f"{session.stats()['guard_s'] / seconds:.2%} of the time")
+              f"{session.metrics()['guard_s'] / seconds:.2%} of the time")
     session.close()
 
 

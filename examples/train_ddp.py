@@ -10,7 +10,7 @@ import commlayer
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-state = commlayer.HookState(commlayer.compressors.topk(ratio=0.01, values="int8"))
+state = commlayer.HookState(optimizer, compression="topk(ratio=0.01)")
 model.register_comm_hook(state, commlayer.comm_hook)
 torch.manual_seed(dist.get_rank())  # every worker has its own data
 for step in range(1, 201):
@@ -20,5 +20,5 @@ for step in range(1, 201):
     loss.backward()
     optimizer.step()
     if step % 50 == 0 and dist.get_rank() == 0:
-        print(f"step {step}: loss {loss.item():.3f}, {state.connection.stats()['sent_nbytes'] / step:.0f} bytes sent a step")
+        print(f"step {step}: loss {loss.item():.3f}, {state.connection.metrics()['sent_nbytes'] / step:.0f} bytes sent a step")
 state.connection.close()

@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     x = torch.randn(16 * options.batches * accelerator.num_processes, 32)
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05), scaler=accelerator.scaler)
-    accelerator.register_save_state_pre_hook(lambda models, weights, out: session.save_residuals(f"{out}/residuals"))
-    accelerator.register_load_state_pre_hook(lambda models, out: session.load_residuals(f"{out}/residuals"))
+    session = commlayer.attach(model, optimizer, compression="topk(ratio=0.05)", grad_scaler=accelerator.scaler)
+    accelerator.register_save_state_pre_hook(lambda models, weights, out: session.checkpoint(f"{out}/residuals", model=False))
+    accelerator.register_load_state_pre_hook(lambda models, out: session.resume(f"{out}/residuals"))
     first = 0
     if options.resume:
         accelerator.load_state(options.out)
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> nn.Module:
             prepared.zero_grad()
         if number == options.save_at and not options.resume:
             accelerator.save_state(options.out)
-    accelerator.print(f"batch {options.batches}: loss {loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
+    accelerator.print(f"batch {options.batches}: loss {loss.item():.3f}, {session.metrics()['sent_nbytes']:.0f} bytes sent")
     session.close()
     return accelerator.unwrap_model(model)
 

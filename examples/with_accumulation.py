@@ -6,9 +6,7 @@ Lines that commlayer adds are marked. `--resume` continues from the checkpoint b
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,16 +37,10 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05))  # commlayer
-    kept: dict[str, Any]
-    first, checkpoint = 0, options.out / "ckpt.pt"
+    session = commlayer.attach(model, optimizer, compression="topk(ratio=0.05)")  # commlayer
     if options.resume:
-        kept = torch.load(checkpoint, weights_only=True)
-        model.module.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        first = kept["step"]
-        session.load_residuals(options.out / "residuals")  # commlayer: on all ranks
-    for step in range(first, options.steps):
+        session.resume(options.out)  # commlayer: model, optimizer and residuals; on all ranks
+    for step in range(session.step, options.steps):
         for micro in range(MICRO):
             model.require_backward_grad_sync = micro == MICRO - 1
             x, y = batch(step, micro)
@@ -58,13 +50,9 @@ def main(arguments: list[str] | None = None) -> nn.Module:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == options.save_at:
-            session.save_residuals(options.out / "residuals")  # commlayer: on all ranks
-            if dist.get_rank() == 0:
-                kept = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                torch.save(kept, f"{checkpoint}.unfinished")
-                os.replace(f"{checkpoint}.unfinished", checkpoint)  # a crash leaves the old file intact
+            session.checkpoint(options.out)  # commlayer: on all ranks; a crash leaves the last complete one intact
     if dist.get_rank() == 0:
-        print(f"step {options.steps}: loss {MICRO * loss.item():.3f}, {session.stats()['sent_nbytes']:.0f} bytes sent")
+        print(f"step {options.steps}: loss {MICRO * loss.item():.3f}, {session.metrics()['sent_nbytes']:.0f} bytes sent")
     session.close()  # commlayer
     return model.module
 

@@ -24,9 +24,9 @@ import commlayer
 class Commlayer(DDPStrategy):
     """DDP with commlayer's averages instead of its own."""
 
-    def __init__(self, plan: Any = "auto", **ddp: Any) -> None:
+    def __init__(self, compression: Any = None, **ddp: Any) -> None:
         super().__init__(**ddp)
-        self.plan = plan
+        self.compression = compression
         self.session: Any = None
         self.resumes: Path | None = None
 
@@ -34,13 +34,14 @@ class Commlayer(DDPStrategy):
         super().setup(trainer)
         if isinstance(self.model, DistributedDataParallel):
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self.session = commlayer.attach(self.model, self.optimizers[0], plan=self.plan, scaler=scaler)
+            self.session = commlayer.attach(self.model, self.optimizers[0], compression=self.compression,
+                                            grad_scaler=scaler)
             if self.resumes is not None:
-                self.session.load_residuals(self.resumes)
+                self.session.resume(self.resumes)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self.session is not None:
-            self.session.save_residuals(beside(filepath))
+            self.session.checkpoint(beside(filepath), model=False)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Digits(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def on_train_end(self) -> None:
-        sent = self.trainer.strategy.session.stats()["sent_nbytes"]
+        sent = self.trainer.strategy.session.metrics()["sent_nbytes"]
         self.print(f"step {self.global_step}: loss {self.trainer.callback_metrics.get('loss', 0):.3f}, {sent:.0f} bytes sent")
 
 
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     model = Digits()
     trainer = Trainer(
         accelerator="auto" if torch.cuda.is_available() else "cpu", devices=options.devices, num_nodes=options.nodes,
-        strategy=Commlayer(commlayer.compressors.topk(ratio=0.05)), max_epochs=options.epochs, accumulate_grad_batches=2,
+        strategy=Commlayer("topk(ratio=0.05)"), max_epochs=options.epochs, accumulate_grad_batches=2,
         gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[ModelCheckpoint(options.out, filename="{epoch}", every_n_epochs=options.save_at, save_top_k=-1)],
     )

@@ -18,24 +18,24 @@ import commlayer
 class Commlayer(TrainerCallback):
     """Set `trainer` before training: only the trainer knows the DDP module."""
 
-    def __init__(self, plan: Any = "auto") -> None:
-        self.plan = plan
+    def __init__(self, compression: Any = None) -> None:
+        self.compression = compression
         self.trainer: Any = None
         self.session: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # without Accelerate's wrapper
-        self.session = commlayer.attach(self.trainer.model_wrapped, optimizer, plan=self.plan,
-                                        scaler=self.trainer.accelerator.scaler)
+        self.session = commlayer.attach(self.trainer.model_wrapped, optimizer, compression=self.compression,
+                                        grad_scaler=self.trainer.accelerator.scaler)
         if state.global_step:
-            self.session.load_residuals(self.place(args, state))
+            self.session.resume(self.place(args, state))
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.session.save_residuals(self.place(args, state))
+        self.session.checkpoint(self.place(args, state), model=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            print(f"step {state.global_step}: {self.session.stats()['sent_nbytes']:.0f} bytes sent")
+            print(f"step {state.global_step}: {self.session.metrics()['sent_nbytes']:.0f} bytes sent")
         self.session.close()
 
     def place(self, args: Any, state: Any) -> str:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16))
     text = torch.arange(512 * 16).remainder(7).view(512, 16)
-    callback = Commlayer(commlayer.compressors.topk(ratio=0.05))
+    callback = Commlayer("topk(ratio=0.05)")
     settings = TrainingArguments(
         options.out, max_steps=options.steps, save_steps=options.save_at, per_device_train_batch_size=8, learning_rate=3e-3,
         gradient_accumulation_steps=2, lr_scheduler_type="constant", logging_steps=options.steps, report_to=[],

@@ -28,7 +28,7 @@ from commlayer.balance import Sampler
 from commlayer.config import read_launch
 from commlayer.engine.start import begin_world
 from commlayer.errors import CommError
-from commlayer.session import Session, attach, switch
+from commlayer.session import Session, attach
 
 PAYS = "error_feedback(fp16())"
 """A codec that sends everything in each step. It has residuals at both ends, so those of an earlier codec are kept."""
@@ -81,7 +81,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     loader = DataLoader(data, batch_sampler=sampler)
     waits_at = task.waits_at
     account = Account(model, 0.0 if joins else shares[task.rank] / sum(shares))
-    with attach(model, optimizer, plan=task.codec, config=task.settings) as session:
+    with attach(model, optimizer, compression=task.codec, config=task.settings) as session:
         done[0], last = session.step, sys.maxsize if task.behind else task.steps
         while done[0] < last:
             for numbers, x, y in sampler.follow(loader, session):
@@ -163,7 +163,7 @@ class Account:
         plan = session.inspect.plan
         assert plan is not None
         buckets = tuple(msgspec.structs.replace(b, codec=PAYS, down="") for b in plan.buckets)
-        switch(session, msgspec.structs.replace(plan, buckets=buckets))
+        session.switch(msgspec.structs.replace(plan, buckets=buckets))
         for _ in range(SETTLING):
             for p in self._parameters:
                 p.grad = torch.zeros_like(p)

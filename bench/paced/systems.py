@@ -88,21 +88,22 @@ def sparseloco(place: Place, model: nn.Module, task: Task, every: int, **options
 
 
 def ours(
-    place: Place, model: nn.Module, task: Task, outer: dict[str, Any] | None = None, *, shares: bool = False, **options: Any,
+    place: Place, model: nn.Module, task: Task, *, shares: bool = False, local: dict[str, Any] | None = None, **options: Any,
 ) -> Started:
-    """commlayer.attach() with these arguments. With `shares`, a Controller also assigns the samples."""
+    """commlayer.attach() with these arguments. `local`: the arguments of LocalSteps. With `shares`, a Controller also assigns
+    the samples."""
     import commlayer
     from bench.paced.shares import dealt
     from bench.worker import host_config
 
     joined()
-    if outer is not None:
-        options["sync"] = commlayer.Outer(**outer)
+    if local is not None:
+        options["sync"] = commlayer.LocalSteps(**local)
     optimizer = task.optimizer(model.parameters())
     session = commlayer.attach(model, optimizer, config=host_config(servers="each"), **options)
 
     def end() -> dict[str, Any]:
-        stats = session.stats()
+        stats = session.metrics()
         report = {"sent_nbytes": stats["sent_nbytes"], "exposed_s": stats["exposed_s"],
                   "decisions": session.inspect.decisions(), "plan": in_words(session.inspect.plan)}
         session.close()

@@ -163,7 +163,7 @@ class TuningController:
                 self._connection.broke(error)
 
     def after_step(self) -> None:
-        """A step ends with its backward pass, also if this call comes in the next step, as it does with overlap="forward"."""
+        """A step ends with its backward pass, also if this call comes in the next step, as it does under sync="forward"."""
         self._after(1, self._connection.passed_s)
 
     def after_exchange(self) -> None:

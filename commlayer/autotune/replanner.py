@@ -24,8 +24,8 @@ from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import build, parse
 from commlayer.engine import plan_choice
-from commlayer.engine.allowed_ways import allowed_ways, takes_fragments
 from commlayer.engine.connection import JobContext
+from commlayer.engine.sync_modes import allowed_modes, takes_fragments
 from commlayer.errors import InvalidState
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.costs import bare
@@ -167,14 +167,14 @@ def remembers(connection: JobContext) -> bool:
 
 def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
-    ways, terms = allowed_ways(connection), connection.terms
+    modes, terms = allowed_modes(connection), connection.terms
     # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
-    able = not balanced and {"updates", "local", "round"} <= ways
+    able = not balanced and {"updates", "local", "round"} <= modes
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
-        forward="forward" in ways, staleness=False, fragments=takes_fragments(connection),
+        forward="forward" in modes, staleness=False, fragments=takes_fragments(connection),
     )
     return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
 

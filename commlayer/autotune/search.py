@@ -244,14 +244,14 @@ def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     times = plain_s * plain_steps / (other_s * other_steps)
     return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step and "
             f"{other_steps:.2f} times as many steps, instead of {1e3 * plain_s:.1f} ms and {plain_steps:.2f} times; "
-            "attach(..., exact=False) allows them")
+            "attach(..., sync='auto') allows them")
 
 
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     speeds = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
     return (f"nothing on averaged gradients keeps up with these links ({speeds[0]} at best): switches to {_how(other)} "
-            f"({speeds[1]}); attach() without exact=False keeps to averaged gradients")
+            f"({speeds[1]}); sync='step' keeps to averaged gradients")
 
 
 def exact(plan: Plan) -> bool:

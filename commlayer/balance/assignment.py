@@ -55,9 +55,9 @@ class TrainingSession(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
-    def drain(self) -> bool: ...
+    def flush(self) -> bool: ...
 
-    def stats(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]: ...
 
 
 class DrawnBatch(NamedTuple):
@@ -166,4 +166,4 @@ def _steps(session: TrainingSession | None, *, local: bool) -> float:
     """Steps that were averaged; with local steps, steps that were taken."""
     if session is None:
         return 0.0
-    return float(session.step if local else session.stats().get("exchanges", 0))
+    return float(session.step if local else session.metrics().get("exchanges", 0))

@@ -223,7 +223,7 @@ class Sampler:
         still pending."""
         if (session is not None and self._trained.is_exhausted() and session.inspect.may_leave
                 and session.inspect.carried < session.step):
-            session.drain()
+            session.flush()
             self._update_membership(self.step - 1, session)
         return self._trained.is_finished()
 

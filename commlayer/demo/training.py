@@ -37,7 +37,7 @@ def run(number: int, settings: DemoSettings, data: problem.Digits) -> None:
         "deadline_s": settings.deadline_s,
     }
     stream = problem.batches(data.train, settings.batch, rank=rank, world=world, seed=settings.seed)
-    with commlayer.attach(model, optimizer, plan=commlayer.compressors.parse(codec), config=config) as session:
+    with commlayer.attach(model, optimizer, compression=codec, config=config) as session:
         dist.barrier()
         if rank == 0:
             numel = sum(p.numel() for p in model.parameters())
@@ -51,7 +51,7 @@ def run(number: int, settings: DemoSettings, data: problem.Digits) -> None:
                 accuracy = shared(problem.accuracy(model, data.test) if rank == 0 else 0.0)
                 reached = accuracy >= settings.target
             if rank == 0:
-                stats = session.stats()
+                stats = session.metrics()
                 sent_nbytes = int(stats["sent_nbytes"])
                 fleet.report(fleet.Progress(number, step, loss, accuracy, train_s, stats["exposed_s"], sent_nbytes))
             if reached:

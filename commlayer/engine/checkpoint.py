@@ -1,4 +1,14 @@
-"""Saves and restores residuals and other codec state, with one file per rank and one per server."""
+"""Checkpoints: model, optimizer, GradScaler, the script's own objects, and the codec state of all ranks and servers.
+
+A checkpoint is a folder `save-N` in the user's directory. All ranks write their files there, on a shared disk or each on its
+own: `training-R` has model and optimizer, `rank-R` the codec state of rank R (residuals, momenta) and its own buffers,
+`server-S` that of server S. After that the manifest is written. Only when it is on disk do ranks remove older checkpoints, so
+one that is complete on all ranks remains, wherever a failure happens. A checkpoint without manifest, or with missing files, is
+incomplete.
+
+A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
+The residuals of a job with another number of workers, or another plan, are converted: see `_converted`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +17,9 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import safetensors.torch
@@ -17,119 +27,161 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from commlayer import files, records
-from commlayer.cluster.collectives import all_or_none, gather, gather_bytes
+from commlayer.cluster.collectives import Groups, all_or_none, gather, gather_bytes
 from commlayer.cluster.messages import named_at
-from commlayer.compressors import restore, snapshot
+from commlayer.compressors import codec_of, restore, snapshot
+from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
 from commlayer.engine import buckets
 from commlayer.engine.connection import JobContext
+from commlayer.engine.plan_handover import inherit_residuals
+from commlayer.engine.replica import Replica, broadcast_bytes
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
-from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, coded
 from commlayer.records import Bucket, Plan, Record
+from commlayer.transport.crc import crc32c
 
 log = logging.getLogger("commlayer")
+
+RESIDUAL, CARRY = "residual.", "carry."
+"""Names of tensors in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier plan."""
+WHAT, LOADING = "checkpoint()", "resume()"
 
 _Files = dict[str, dict[str, torch.Tensor]]
 """Maps the name of a file to its tensors by name."""
 
 
-def worker_state(connection: JobContext) -> dict[str, Any]:
+# ---- codec state of this rank
+
+def worker_state(context: JobContext) -> dict[str, Any]:
     """State of this rank's codecs (residuals, momenta) for every bucket that it encodes, and the number of the next step."""
-    worker = connection.worker
+    worker = context.worker
     if worker is None:
         return {}
-    _refuse_under_way(connection, "state_dict()")
+    _refuse_under_way(context)
     if worker.error is None:
         worker.drain()
         worker.undone()
-    tensors = {
-        f"{bucket.id}.{name}": tensor for bucket in worker.coded for name, tensor in snapshot(bucket.state).items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for bucket in worker.coded:
+        state = snapshot(bucket.state)
+        residual = _residual_of(bucket)
+        if residual is not None:
+            tensors[f"{RESIDUAL}{bucket.id}"] = residual
+            state = {name: t for name, t in state.items() if bucket.staged or not _is_residual(name)}
+        tensors |= {f"{bucket.id}.{name}": tensor for name, tensor in state.items()}
     tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
-    tensors |= {f"carry.{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
+    tensors |= {f"{CARRY}{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
     tensors |= worker.late.snapshot()
     tensors |= buckets.snapshot(worker.shared_buffers)
-    tensors |= {} if connection.local is None else connection.local.snapshot()
+    tensors |= {} if context.local is None else context.local.snapshot()
     return {"step": worker.step, "plan": records.digest(worker.plan), "tensors": tensors}
 
 
-def restore_worker(connection: JobContext, state: dict[str, Any]) -> None:
-    """Restores the result of `worker_state`, under the plan of the save. The servers must be at the same step as the saved
-    state."""
-    worker = connection.worker
-    if worker is None:
+def _residual_of(bucket: Any) -> torch.Tensor | None:
+    """The residuals of a bucket's elements that this rank keeps, 0 elsewhere; None if its codec keeps none."""
+    total = None
+    for (low, high), state in bucket.coders:
+        if (values := residual_of(state, high - low)) is not None:
+            total = torch.zeros(bucket.numel) if total is None else total
+            total[low:high] = values.cpu()
+    return total
+
+
+def _is_residual(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] == "residual"
+
+
+def restore_worker(context: JobContext, state: Mapping[str, Any]) -> None:
+    """Restores the result of `worker_state`, under the plan of the save."""
+    worker = context.worker
+    if worker is None or not state:
         return
-    _refuse_under_way(connection, "load_state_dict()")
-    step = int(state["step"])
-    summed = any(b.served for b in worker.plan.buckets)
-    if summed and worker.counters.exchanges > 0 and step != worker.step:
-        raise InvalidInput("E-CHECKPOINT",
-                           f"the saved state is of step {step}, but this job and its servers are at step {worker.step}: use "
-                           "session.load_residuals(), which loads what session.save_residuals() wrote and also resets the "
-                           "servers")
-    _restore(connection, worker, state)
-
-
-def _restore(connection: JobContext, worker: Worker, state: dict[str, Any]) -> None:
+    _refuse_under_way(context)
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
+    tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
     for bucket in worker.coded:
-        restore(bucket.state, _of_bucket(state["tensors"], bucket.id))
+        saved = _of_bucket(tensors, bucket.id)
+        if not bucket.staged and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
+            at = 0
+            for name, like in snapshot(bucket.state).items():
+                if _is_residual(name):
+                    saved[name], at = residual[at : at + like.numel()].view(like.shape), at + like.numel()
+        restore(bucket.state, saved)
     for bucket in worker.buckets:
         bucket.forget()
-        bucket.carry = state["tensors"].get(f"carry.{bucket.id}")
-    worker.late.restore(state["tensors"])
-    buckets.restore(worker.shared_buffers, state["tensors"])
-    if connection.local is not None:
-        connection.local.restore(state["tensors"])
+        bucket.carry = tensors.get(f"{CARRY}{bucket.id}")
+    worker.late.restore(tensors)
+    buckets.restore(worker.shared_buffers, tensors)
+    if context.local is not None:
+        context.local.restore(tensors)
     worker.step = int(state["step"])
-    worker.total = float(state["tensors"].get("total", worker.total))
+    worker.total = float(tensors.get("total", worker.total))
 
 
-def save(connection: JobContext, directory: Path) -> None:
-    """Saves the codec state of this rank and its servers, as Session.save_residuals describes. All ranks call it."""
-    if connection.worker is not None:
-        connection.anew(lambda: _save(connection, directory))
+# ---- saving
+
+def save(
+    context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool,
+) -> None:
+    """Writes a checkpoint, as Session.checkpoint describes. All ranks call it between the same two steps."""
+    context.anew(lambda: _save(context, replica, directory, extra, model=model))
 
 
-def _save(connection: JobContext, directory: Path) -> None:
-    for act in connection.bring_in:
+def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool) -> None:
+    for act in (*context.bring_in, *context.before_switch):
         act()
-    worker, uplink = connection.worker, connection.uplink  # `bring_in` may have changed them
-    assert worker is not None
-    files: _Files = {}
-    with all_or_none(connection.groups, "save_residuals()"):
-        with writing(directory):  # first: the calls below undo what the last step did not apply
-            highest = max(numbers(directory), default=0)
+    worker, link, groups = context.worker, context.uplink, context.groups  # these calls may have changed them
+    with all_or_none(groups, WHAT):
+        with writing(directory):  # first: the calls below roll back what the last step did not apply
             directory.mkdir(parents=True, exist_ok=True)
-        worker.drain()
-        undone = worker.undone()
-    with all_or_none(connection.groups, "save_residuals()"):
-        for server in _servers_of(connection):
-            assert uplink is not None
+            highest = max(numbers(directory), default=0)
+        if worker is not None:
+            worker.drain()
+            undone = worker.undone()
+    contents: _Files = {}
+    with all_or_none(groups, WHAT):
+        for server in _servers_of(context):
+            assert worker is not None
+            assert link is not None
             tensors: dict[str, torch.Tensor] = {}
             for bucket in _summed_by(worker.plan, server):
-                data = uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
+                data = link.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
-            files[f"server-{server}"] = tensors
-    worker.heard()  # on all ranks, although only one rank reported to each server
-    # Higher than any rank's number, so that no file of an earlier save is overwritten.
-    rows = gather(connection.groups, [highest, secrets.randbits(62)])
-    number = 1 + max(row[0] for row in rows)
-    mark = Mark(save=f"{rows[0][1]:016x}", step=worker.step, world=connection.world,
-                                 servers=worker.plan.servers, plan=records.digest(worker.plan))
-    folder, first = folder_of(directory, number), connection.rank == 0
+            contents[f"server-{server}"] = tensors
+    if worker is not None:
+        worker.heard()  # on all ranks, although only one rank reported to each server
+    # Higher than any rank's number, so that no file of an earlier checkpoint is overwritten.
+    rows = gather(groups, [highest, secrets.randbits(62)])
+    number, first = 1 + max(row[0] for row in rows), context.rank == 0
+    plan = None if worker is None else worker.plan
+    mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if worker is None else worker.step, world=context.world,
+                servers=0 if plan is None else plan.servers, plan="" if plan is None else records.digest(plan),
+                rate=1.0 if worker is None else worker.rate)
+    folder = folder_of(directory, number)
+    own = f"{TRAINING}{context.rank}"
+
+    def training() -> bytes:
+        return replica.encoded(context, plan, extra, model=model)
+
     try:
-        # No rank may continue yet: frames of the next step would change state that other ranks still fetch.
-        with all_or_none(connection.groups, "save_residuals()"):
-            files[f"rank-{connection.rank}"] = worker_state(connection)["tensors"]
+        # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
+        with all_or_none(groups, WHAT):
+            state = worker_state(context)
+            contents[f"rank-{context.rank}"] = state.get("tensors", {}) | replica.own_state(extra)
             with writing(directory):
-                write(folder, files, mark, records.encode(worker.plan) if first else b"")
-        with all_or_none(connection.groups, "save_residuals()"):
+                write(folder, contents, mark, records.encode(plan) if first and plan is not None else b"")
+                if first or (plan is not None and plan.steps_locally):
+                    write_training(folder, own, training(), mark)
+        with all_or_none(groups, WHAT), writing(directory):
+            if context.logs and not (folder / f"{TRAINING}0").exists():
+                write_training(folder, own, training(), mark)
             if first:
-                with writing(directory):
-                    seal(folder, mark)
+                seal(folder, mark)
+        with all_or_none(groups, WHAT), writing(directory):
+            if context.logs and not (folder / MANIFEST).exists():
+                seal(folder, mark)
     except Exception as error:
         if not isinstance(error, CommError):  # after a CommError this rank does not know how far the others came
             remove(folder)
@@ -137,185 +189,265 @@ def _save(connection: JobContext, directory: Path) -> None:
     keep_only(directory, number)
 
 
-def load(connection: JobContext, directory: Path) -> None:
-    """Loads the newest complete save, as Session.load_residuals describes. Nothing is restored unless every rank has read its
-    files of the same save. If a member leaves meanwhile, or fails to restore, the job ends on all ranks."""
-    if connection.worker is None:
+# ---- loading
+
+class FoundCheckpoint(NamedTuple):
+    """The checkpoint that all ranks load, and which rank reads which of its files."""
+
+    folder: Path
+    mark: Mark
+    exact: bool
+    """Whether the job has as many workers as the one that saved it, and each rank has its own files."""
+    readers: dict[str, int]
+    """Maps the name of each file to the rank that reads it."""
+
+
+def find(groups: Groups | None, rank: int, world: int, directory: Path) -> FoundCheckpoint | None:
+    """Selects the newest checkpoint in the directory that is complete; None if no rank has one. All ranks call it together."""
+    with all_or_none(groups, LOADING), reading(directory):
+        mine = msgspec.json.encode(saves_of(directory))
+    rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(groups, mine)]
+    faults: list[str] = []
+    for number, save in sorted({(held.number, held.save) for row in rows for held in row}, reverse=True):
+        on = {r: held for r, row in enumerate(rows) for held in row if (held.number, held.save) == (number, save)}
+        mark = next(iter(on.values())).mark
+        readers = {name: r for r, held in reversed(on.items()) for name in held.files}
+        if mark is None or not any(held.sealed for held in on.values()):
+            faults.append("the save was interrupted" + next((f": {held.fault}" for held in on.values() if held.fault), ""))
+        elif not any(name.startswith(TRAINING) for name in readers):
+            faults.append("no rank has its model")
+        else:
+            own = {r: own_files(r, mark.world, mark.servers) for r in range(mark.world)}
+            exact = mark.world == world and all(r in on and {*own[r]} <= {*on[r].files} for r in own)
+            if faults and rank == 0:
+                log.warning("resume(): loading the checkpoint of step %d, because a newer one is not complete: %s", mark.step,
+                            faults[0])
+            return FoundCheckpoint(folder_of(directory, number), mark, exact,
+                                   readers | {name: r for r, names in own.items() for name in names if exact})
+        faults[-1] = f"{folder_of(directory, number)}: {faults[-1]}"
+    if faults:
+        raise InvalidInput("E-CHECKPOINT", f"{faults[0]}; there is no complete checkpoint")
+    return None
+
+
+def load_training(
+    groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives it from one that has it. All ranks
+    call it together. Returns the state of local steps."""
+    with all_or_none(groups, LOADING), reading(found.folder):
+        held = sorted((name for name in _on_disk(found.folder) if name.startswith(TRAINING)), key=lambda name: (
+            name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
+        data = read_training(found.folder, held[0], found.mark) if held else b""
+    lengths = gather(groups, [len(data)])
+    if groups is not None and not all(row[0] for row in lengths):
+        source = next(r for r, row in enumerate(lengths) if row[0])
+        if rank == 0:
+            log.warning("resume(): %d ranks do not have the checkpoint's model; rank %d sends it to them",
+                        sum(not row[0] for row in lengths), source)
+        sent = broadcast_bytes(data, lengths[source][0], groups, source)
+        data = data or sent
+    with all_or_none(groups, LOADING), reading(found.folder):
+        own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
+        return replica.load(data, extra, own)
+
+
+def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
+    """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore, the job ends on all
+    ranks: some of them might have restored theirs already."""
+    context.passes = found.mark.step
+    if context.worker is None:
         return
     try:
-        states, mark = _read(connection, directory)
+        if found.exact:
+            _take_plan(context, found.folder)
+        if found.exact and found.mark.plan == records.digest(context.worker.plan):
+            _put(context, found)
+        else:
+            _converted(context, found, local)
     except (CommError, EpochChanged) as error:
-        raise _not_loaded(connection, directory, error) from None
-    try:
-        _put(connection, states, mark)
+        raise not_loaded(context, directory, error) from None
     except Exception as error:
-        raise _not_loaded(connection, directory, error) from error
+        raise not_loaded(context, directory, error) from error
 
 
-def _not_loaded(connection: JobContext, directory: Path, error: Exception) -> CommError:
-    """Creates the error that ends the job on all ranks after a failed load: a save contains state of all ranks, and some might
-    already have restored theirs."""
+def _put(context: JobContext, found: FoundCheckpoint) -> None:
+    """Restores exactly what each rank and server had."""
+    worker, link = context.worker, context.uplink
+    assert worker is not None
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        worker.drain()
+        states = {name: read(found.folder, name, found.mark)
+                  for name in own_files(context.rank, context.world, worker.plan.servers)}
+    with all_or_none(context.groups, LOADING):  # no rank may push before every server has its state back
+        for server in _servers_of(context):
+            assert link is not None
+            for bucket in _summed_by(worker.plan, server):
+                data = safetensors.torch.save(_of_bucket(states[f"server-{server}"], bucket.id))
+                link.put_state(server, bucket.id, found.mark.round, data)
+        restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
+
+
+def _converted(context: JobContext, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
+    """Gives the residuals of a job with another plan or number of workers to this job's ranks: each file's to the rank that
+    reads it. Momenta of codecs start again from zero."""
+    worker, mark = context.worker, found.mark
+    assert worker is not None
+    offered = b""
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        worker.drain()
+        if context.rank == found.readers.get(PLAN, 0) and (found.folder / PLAN).is_file():
+            offered = (found.folder / PLAN).read_bytes()
+    shared = next((data for data in gather_bytes(context.groups, offered) if data), b"")
+    with all_or_none(context.groups, LOADING), reading(found.folder):
+        debts: list[ResidualSlice] = []
+        plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
+        fits = plan is not None and plan.job == worker.plan.job and plan.steps_locally == worker.plan.steps_locally
+        if plan is not None and fits:
+            for name, reader in found.readers.items():
+                if reader == context.rank and name.startswith(("rank-", "server-")):
+                    debts += _debts_in(read(found.folder, name, mark), plan, mark.rate)
+        inherit_residuals(worker, debts, members=mark.world)
+        if context.local is not None and local:
+            context.local.restore(local)
+    files_of = [name for r in range(mark.world) for name in own_files(r, mark.world, mark.servers)]
+    lost = [name for name in files_of if name not in found.readers]
+    how = "are lost, because the plan has another sync mode" if not fits else \
+        f"continue on this job's {context.world}" + (f", except those in {', '.join(lost)}, which no rank has" if lost else "")
+    context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
+
+
+def _debts_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
+    """The residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
+    debts: list[ResidualSlice] = []
+    for bucket in plan.buckets:
+        scale = rate if in_updates(codec_of(bucket, plan=plan)) else 1.0
+        parts = [t.reshape(-1) for name, t in _of_bucket(tensors, bucket.id).items() if _is_residual(name)]
+        if f"{RESIDUAL}{bucket.id}" in tensors:
+            parts = [tensors[f"{RESIDUAL}{bucket.id}"]]
+        for values in ([torch.cat(parts)] if sum(part.numel() for part in parts) == bucket.numel else []) + [
+                tensors[name] for name in (f"{CARRY}{bucket.id}",) if name in tensors]:
+            debts += split_by_tensor(bucket.slices, 0, values / scale if scale != 1.0 else values)
+    return debts
+
+
+def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:
+    """Creates the error that ends the job on all ranks after a failed load."""
     if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-    if (members := connection.members) is not None and members.pending(connection.waits.verdict_s):
+    if (members := context.members) is not None and members.pending(context.waits.verdict_s):
         peer = members.gone()[0]
         at = named_at(str(cause), peer)
         cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
     else:
-        explained = connection.explain(cause)
+        explained = context.explain(cause)
         assert isinstance(explained, CommError)
         cause = explained
-    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: only as "
-                               "many ranks as saved it can load it; start all ranks again")
-    assert connection.worker is not None
-    connection.worker.latch(final)
+    final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: start all "
+                               "ranks again")
+    if context.worker is not None:
+        context.worker.latch(final)
     return final
 
 
-def _read(connection: JobContext, directory: Path) -> tuple[_Files, Mark]:
-    """Selects the newest save that is complete on all ranks, switches to its plan and reads this rank's files. All ranks call
-    it together."""
-    rank = connection.rank
-    for act in connection.bring_in:
-        act()
-    with all_or_none(connection.groups, "load_residuals()"), reading(directory):
-        mine = msgspec.json.encode(saves_of(directory, rank))
-    rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(connection.groups, mine)]
-    for held in [held for held in rows[0] if not held.fault][:1]:
-        _same(str(folder_of(directory, held.number)), "world", held.world, connection.world)
-    newest = newest_save(directory, rows)
-    folder = folder_of(directory, newest.number)
-    if newest != rows[0][0]:
-        log.warning("load_residuals(): loading %s, saved at step %d, because newer saves were "
-                    "interrupted", folder, newest.step)
-    _take_plan(connection, folder)
-    worker = connection.worker
-    assert worker is not None
-    states: _Files = {}
-    with all_or_none(connection.groups, "load_residuals()"), reading(directory):
-        worker.drain()
-        mark = mark_of(folder / f"rank-{rank}.safetensors")
-        _same(str(folder), "plan", mark.plan, records.digest(worker.plan))
-        names = own_files(rank, connection.world, worker.plan.servers)
-        states = {name: read(folder, name, mark) for name in names}
-    return states, mark
-
-
-def _put(connection: JobContext, read: _Files, mark: Mark) -> None:
-    worker, uplink = connection.worker, connection.uplink
-    assert worker is not None
-    with all_or_none(connection.groups, "load_residuals()"):  # no rank may push before every server has its state back
-        for server in _servers_of(connection):
-            assert uplink is not None
-            for bucket in _summed_by(worker.plan, server):
-                data = safetensors.torch.save(_of_bucket(read[f"server-{server}"], bucket.id))
-                uplink.put_state(server, bucket.id, mark.step, data)
-        _restore(connection, worker, {"step": mark.step, "plan": mark.plan, "tensors": read[f"rank-{connection.rank}"]})
-
-
-def _take_plan(connection: JobContext, folder: Path) -> None:
-    """Switches to the plan of the save, unless the user specified a plan. The run that wrote the save might have changed plans
+def _take_plan(context: JobContext, folder: Path) -> None:
+    """Switches to the plan of the checkpoint, unless the user specified a plan. The run that wrote it might have changed plans
     after its start."""
-    if not connection.terms.auto:
+    if not context.terms.auto:
         return
     saved: Plan | None = None
-    with all_or_none(connection.groups, "load_residuals()"), reading(folder.parent):
+    with all_or_none(context.groups, LOADING), reading(folder.parent):
         file = folder / PLAN
-        if connection.rank == 0 and file.is_file():
+        if context.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
-    assert connection.worker is not None
-    other = saved is not None and records.digest(saved) != records.digest(connection.worker.plan)
-    if gather(connection.groups, [other])[0][0]:
-        switch(connection, saved)
+    assert context.worker is not None
+    other = saved is not None and records.digest(saved) != records.digest(context.worker.plan)
+    if gather(context.groups, [other])[0][0]:
+        switch(context, saved)
 
 
-def _servers_of(connection: JobContext) -> list[int]:
+def _servers_of(context: JobContext) -> list[int]:
     """Ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
-    assert connection.plan is not None
-    return [s for s in range(connection.plan.servers) if s % connection.world == connection.rank]
+    servers = 0 if context.worker is None else context.worker.plan.servers
+    return [s for s in range(servers) if s % context.world == context.rank]
 
 
 def _summed_by(plan: Plan, server: int) -> list[Bucket]:
     return [b for b in plan.buckets if b.served and b.server == server]
 
 
-def _of_bucket(tensors: dict[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
+def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int) -> dict[str, torch.Tensor]:
     prefix = f"{bucket}."
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _refuse_under_way(connection: JobContext, what: str) -> None:
-    if connection.local is not None and connection.local.under_way:
-        raise InvalidInput("E-CHECKPOINT",
-                           f"{what} is not possible during an exchange of local steps, which all ranks must finish "
-                           "together: call session.drain() on all ranks first, or use session.save_residuals() and "
-                           "load_residuals()")
+def _refuse_under_way(context: JobContext) -> None:
+    if context.local is not None and context.local.under_way:
+        raise InvalidInput("E-CHECKPOINT", "an exchange of local steps is running: call session.flush() on all ranks first")
 
 
 def _same(name: str, what: str, saved: object, here: object) -> None:
     if saved != here:
-        raise InvalidInput("E-CHECKPOINT",
-                           f"{name} was saved with {what} {saved}, but this job has {here}: load it under the same plan and "
-                           "number of workers")
+        raise InvalidInput("E-CHECKPOINT", f"{name} was saved with {what} {saved}, but this job has {here}")
 
 
-# ---- files of a saved state: their layout on disk, and the search for the newest complete save
-#
-# Each save has its own folder, `save-N`, in the user's directory. All ranks write their files there, on a shared disk or each
-# on its own. After that rank 0 writes the manifest. Only when the manifest is on rank 0's disk do all ranks remove older
-# saves. So a save that is complete on all ranks remains, wherever a failure happens. A save without manifest, or with missing
-# files, is incomplete.
+# ---- files on disk
 
-FORMAT = "commlayer-state-2"
-"""Name of the file format. Files of version 1 had no folders, and the units of their residuals cannot be converted."""
-MANIFEST, PLAN = "manifest.json", "plan.json"
+FORMAT = "commlayer-checkpoint-1"
+MANIFEST, PLAN, TRAINING = "manifest.json", "plan.json", "training-"
 FOLDER = "save-"
+MAGIC = b"CMLT0001"
+"""First bytes of a file with model and optimizer, before the length and the bytes of its header."""
 
 
 class Mark(Record, frozen=True):
-    """Header that all files of one save have in common. The manifest consists only of this header."""
+    """Header that all files of one checkpoint have in common. The manifest consists only of this header."""
 
     save: str
-    """A random name that distinguishes the files of two saves."""
+    """A random name that distinguishes the files of two checkpoints."""
     step: int
+    """Number of training steps, as Session.step counts them."""
+    round: int
+    """Number of the next exchange in messages."""
     world: int
     servers: int
     plan: str
-    """Digest of the plan under which the state was saved."""
+    """Digest of the plan under which the state was saved; empty if there were no other workers."""
+    rate: float = 1.0
+    """The learning rate by which codecs that correct for its changes have scaled their residuals."""
 
 
 class SaveOnDisk(Record, frozen=True):
-    """One save, as one rank finds it on its disk."""
+    """One checkpoint, as one rank finds it on its disk."""
 
     number: int
     save: str = ""
-    step: int = -1
-    world: int = 0
+    mark: Mark | None = None
+    files: tuple[str, ...] = ()
+    """Names of the files that are complete."""
+    sealed: bool = False
     fault: str = ""
-    """The reason why the save is incomplete on this rank; empty if it is complete."""
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Context manager that converts a disk error of save_residuals() into an error of one line."""
+    """Context manager that converts a disk error of checkpoint() into an error of one line."""
     try:
         yield
     except OSError as error:
-        raise OSError(coded("E-FILE", f"{directory}: save_residuals() cannot write in this directory: "
-                                      f"{_seen(error)}; choose a directory that this process can create and that "
-                                      "has space")) from None
+        raise OSError(coded("E-FILE", f"{directory}: checkpoint() cannot write in this directory: {_seen(error)}; choose a "
+                                      "directory that this process can create and that has space")) from None
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Context manager that converts a disk error of load_residuals() into an error of one line."""
+    """Context manager that converts a disk error of resume() into an error of one line."""
     try:
         yield
     except OSError as error:
-        raise InvalidInput("E-CHECKPOINT",
-                           f"{directory}: load_residuals() cannot read this directory: {_seen(error)}; pass the "
-                           "directory in which save_residuals() wrote") from None
+        raise InvalidInput("E-CHECKPOINT", f"{directory}: resume() cannot read this directory: {_seen(error)}; pass the "
+                                           "directory in which checkpoint() wrote") from None
 
 
 def _seen(error: OSError) -> str:
@@ -327,7 +459,7 @@ def folder_of(directory: Path, number: int) -> Path:
 
 
 def numbers(directory: Path) -> list[int]:
-    """The numbers of all saves in the directory, complete or not, in ascending order."""
+    """The numbers of all checkpoints in the directory, complete or not, in ascending order."""
     if not directory.exists():
         return []
     names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
@@ -335,13 +467,13 @@ def numbers(directory: Path) -> list[int]:
 
 
 def own_files(rank: int, world: int, servers: int) -> list[str]:
-    """Names of the files that a rank writes and reads: its own file, and those of the servers assigned to it."""
+    """Names of the codec files that a rank writes and reads: its own file, and those of the servers assigned to it."""
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
-def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, plan: bytes) -> None:
-    """Writes one rank's files, and returns when they are safely on disk. `plan`: the encoded plan on rank 0; empty on other
-    ranks."""
+def write(folder: Path, states: _Files, mark: Mark, plan: bytes) -> None:
+    """Writes one rank's codec files, and returns when they are safely on disk. `plan`: the encoded plan on rank 0; empty on
+    other ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
     for name, tensors in states.items():
@@ -357,19 +489,50 @@ def write(folder: Path, states: dict[str, dict[str, torch.Tensor]], mark: Mark, 
     files.sync(folder.parent)
 
 
+def write_training(folder: Path, name: str, data: bytes, mark: Mark) -> None:
+    head = records.encode(mark)
+    lead = MAGIC + len(head).to_bytes(4, "little") + head + crc32c(data).to_bytes(4, "little")
+    files.write_whole({folder / name: lead + data}, durable=True)
+
+
+def read_training(folder: Path, name: str, mark: Mark) -> bytes:
+    """Returns the state in a file with model and optimizer. Raises InvalidInput if it is damaged or of another checkpoint."""
+    path = folder / name
+    raw = path.read_bytes()
+    head = _training_mark(path, raw)
+    if head.save != mark.save:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {head.step}, but the "
+                                           f"manifest is of step {mark.step}")
+    size = int.from_bytes(raw[8:12], "little")
+    data = raw[16 + size :]
+    if crc32c(data) != int.from_bytes(raw[12 + size : 16 + size], "little"):
+        raise InvalidInput("E-CHECKPOINT", f"{path}: the file is damaged: its checksum is wrong")
+    return data
+
+
+def _training_mark(path: Path, raw: bytes) -> Mark:
+    size = int.from_bytes(raw[8:12], "little")
+    if raw[:8] != MAGIC or len(raw) < 16 + size:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file of a checkpoint")
+    try:
+        return records.decode(raw[12 : 12 + size], Mark, str(path))
+    except RecordError as error:
+        raise InvalidInput("E-CHECKPOINT", f"{error}: the file is damaged") from None
+
+
 def seal(folder: Path, mark: Mark) -> None:
-    """Marks a save as complete by writing its manifest. Rank 0 calls it once all ranks have written their files."""
+    """Marks a checkpoint as complete by writing its manifest. Called once all ranks have written their files."""
     files.write_whole({folder / MANIFEST: records.encode(mark)}, durable=True)
 
 
 def remove(folder: Path) -> None:
-    """Removes a save. The manifest is removed first, so that a partly removed save never counts as complete. Other ranks might
-    remove the same files."""
+    """Removes a checkpoint. The manifest is removed first, so that a partly removed checkpoint never counts as complete. Other
+    ranks might remove the same files."""
     with contextlib.suppress(OSError):
         (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
     if os.path.lexists(folder):
-        log.warning("%s: this old save cannot be removed; it is no longer needed", folder)
+        log.warning("%s: this old checkpoint cannot be removed; it is no longer needed", folder)
 
 
 def keep_only(directory: Path, number: int) -> None:
@@ -378,65 +541,54 @@ def keep_only(directory: Path, number: int) -> None:
             remove(folder_of(directory, other))
 
 
-def saves_of(directory: Path, rank: int) -> list[SaveOnDisk]:
-    """All saves in the directory as this rank finds them, newest first."""
-    return [_look(directory, number, rank) for number in reversed(numbers(directory))]
+def _on_disk(folder: Path) -> list[str]:
+    """Names of the checkpoint's files in a folder, without suffixes."""
+    return [path.name.removesuffix(".safetensors") for path in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
-def _look(directory: Path, number: int, rank: int) -> SaveOnDisk:
-    folder, result = folder_of(directory, number), SaveOnDisk(number)
-    try:
-        mark = mark_of(_path(folder, f"rank-{rank}"))
-        result = SaveOnDisk(number, mark.save, mark.step, mark.world)
-        for name in own_files(rank, mark.world, mark.servers)[1:]:
-            same(_path(folder, name), mark)
-        if rank == 0:
-            _sealed(folder / MANIFEST, mark)
-    except ValueError as error:
-        return msgspec.structs.replace(result, fault=str(error))
-    return result
+def saves_of(directory: Path) -> list[SaveOnDisk]:
+    """All checkpoints in the directory as this rank finds them, newest first."""
+    return [_look(directory, number) for number in reversed(numbers(directory))]
 
 
-def newest_save(directory: Path, rows: list[list[SaveOnDisk]]) -> SaveOnDisk:
-    """The newest save that is complete on all ranks. `rows`: for each rank, the saves that it finds."""
-    usable = [{(held.number, held.save, held.step) for held in row if not held.fault} for row in rows]
-    for candidate in rows[0]:
-        if all((candidate.number, candidate.save, candidate.step) in row for row in usable):
-            return candidate
-    raise InvalidInput("E-CHECKPOINT", _why_none(directory, rows))
-
-
-def _why_none(directory: Path, rows: list[list[SaveOnDisk]]) -> str:
-    number = max((held.number for row in rows for held in row), default=None)
-    if number is None and _path(directory, "rank-0").exists():
-        return (f"{directory}: the directory contains a save of an earlier version, whose residuals have other units: start "
-                "without loading it")
-    if number is None:
-        return (f"{directory}: the directory contains no save; save_residuals() writes one, and every rank must pass the "
-                "same directory to load_residuals()")
-    of_it = [next((held for held in row if held.number == number), SaveOnDisk(number, fault="nothing")) for row in rows]
-    faults = [f"rank {rank} has {held.fault}" for rank, held in enumerate(of_it) if held.fault == "nothing"]
-    faults += [f"rank {rank}: {held.fault}" for rank, held in enumerate(of_it) if held.fault not in ("", "nothing")]
-    where = folder_of(directory, number)
-    if faults:
-        return f"{where}: neither this save nor an earlier one is complete on all ranks: {faults[0]}"
-    other = next(rank for rank, held in enumerate(of_it) if (held.save, held.step) != (of_it[0].save, of_it[0].step))
-    return (f"{where}: files of different saves: rank 0 has a file of step {of_it[0].step}, rank {other} has a file of step "
-            f"{of_it[other].step}; load a directory that one save_residuals() has filled")
+def _look(directory: Path, number: int) -> SaveOnDisk:
+    """Reads the headers of a checkpoint's files. Files of another checkpoint than most are not complete."""
+    folder = folder_of(directory, number)
+    marks: dict[str, Mark] = {}
+    fault = ""
+    for name in _on_disk(folder):
+        try:
+            if name.startswith(TRAINING):
+                with (folder / name).open("rb") as file:
+                    marks[name] = _training_mark(folder / name, file.read(1 << 16))
+            elif name.startswith(("rank-", "server-")):
+                marks[name] = mark_of(_path(folder, name))
+            elif name == MANIFEST:
+                marks[name] = records.decode((folder / MANIFEST).read_bytes(), Mark, str(folder / MANIFEST))
+        except ValueError as error:
+            fault = fault or str(error)
+    if not marks:
+        return SaveOnDisk(number, fault=fault or f"{folder}: no file of a checkpoint")
+    mark = marks.get(MANIFEST) or next(iter(marks.values()))
+    same = tuple(name for name, other in marks.items() if other == mark and name != MANIFEST)
+    if len(same) < len(marks) - (MANIFEST in marks):
+        fault = fault or "files of different saves"
+    plan = (PLAN,) if (folder / PLAN).is_file() else ()
+    return SaveOnDisk(number, mark.save, mark, same + plan, MANIFEST in marks, fault)
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
-    """The tensors in one file of the save whose header is `mark`."""
+    """The tensors in one codec file of the checkpoint whose header is `mark`."""
     path = _path(folder, name)
-    same(path, mark)
+    if (other := mark_of(path)) != mark:
+        raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {other.step}, but the "
+                                           f"checkpoint is of step {mark.step}")
     with safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def mark_of(path: Path) -> Mark:
-    """Reads the header of a file. Raises InvalidInput if the file is missing, truncated or of another format."""
-    if not path.is_file():
-        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file; save_residuals() writes one per rank and per server")
+    """Reads the header of a codec file. Raises InvalidInput if the file is truncated or of another format."""
     try:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})
@@ -449,28 +601,6 @@ def mark_of(path: Path) -> Mark:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file's header is invalid: {error}") from None
-
-
-def same(path: Path, mark: Mark) -> None:
-    """Raises ValueError if the file belongs to another save than the header `mark`."""
-    other = mark_of(path)
-    if (other.save, other.step) != (mark.save, mark.step):
-        raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: this file is of step {other.step}, but the rank's own is of "
-                           f"step {mark.step}; load a directory that one save_residuals() has filled")
-
-
-def _sealed(path: Path, mark: Mark) -> None:
-    if not path.is_file():
-        raise InvalidInput("E-CHECKPOINT", f"{path}: no such file, so the save was interrupted")
-    try:
-        manifest = records.decode(path.read_bytes(), Mark, str(path))
-    except RecordError as error:
-        raise InvalidInput("E-CHECKPOINT", f"{error}: the manifest is incomplete") from None
-    if manifest != mark:
-        raise InvalidInput("E-CHECKPOINT",
-                           f"{path}: files of different saves: the manifest is of step {manifest.step}, but rank 0's file "
-                           f"is of step {mark.step}; load a directory that one save_residuals() has filled")
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -23,7 +23,7 @@ from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.server_codecs import expected_nbytes
 from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import codec_of
-from commlayer.engine.local_steps import LocalSteps
+from commlayer.engine.local_steps import OuterSteps
 from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
@@ -101,7 +101,7 @@ class JoinedState(NamedTuple):
     """State that a joining rank has received and applies later."""
 
     local: Mapping[str, torch.Tensor]
-    """State of local steps, as returned by LocalSteps.snapshot."""
+    """State of local steps, as returned by OuterSteps.snapshot."""
     restore: Callable[[], None]
     """Function that restores the optimizer's state."""
     followed: dict[str, str]
@@ -155,7 +155,7 @@ class JobContext:
         self.waits = WaitsFor()
         self.terms = PlanTerms()
         """Constraints that the job's plans must respect."""
-        self.local: LocalSteps | None = None
+        self.local: OuterSteps | None = None
         """The local steps in progress; None unless the plan has local steps."""
         self.matched: bool | None = None
         """Whether all ranks use norm-matched averaging; None until the ranks have compared their settings."""
@@ -259,7 +259,7 @@ class JobContext:
             self.joined = JoinedState({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
         site_process_group.release()
 
-    def stats(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         counters = Counters() if self.worker is None else self.worker.counters
         resumed = None if self.uplink is None else self.uplink.reconnecting
         return {"steps": self.passes, **counters.as_dict(), "reconnects": 0 if resumed is None else resumed.breaks,
@@ -406,3 +406,12 @@ class JobContext:
         other ranks as the reason."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))
+
+
+@contextlib.contextmanager
+def between_steps(context: JobContext) -> Iterator[tuple[Groups | None, int, int]]:
+    """Context manager for collectives between two steps: completes pending exchanges, and gives the groups (None if there are
+    no other workers), this rank and the number of workers."""
+    for act in context.bring_in:
+        act()
+    yield context.groups, context.rank, context.world

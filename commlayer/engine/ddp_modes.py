@@ -19,26 +19,25 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.cluster.process_groups import PendingCollective, torch_errors
-from commlayer.engine.allowed_ways import useless_of
 from commlayer.engine.connection import JobContext
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.hooks import Hooks, OptimizerHooks, uncompiled
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import OptimizerMemory
-from commlayer.engine.plan_choice import Forbids, RequestedModes
 from commlayer.engine.quiet_ddp import QuietDDP
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.step_loop import StepLoop
+from commlayer.engine.sync_modes import Forbids, RequestedModes, useless_of
 from commlayer.errors import CommError
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 
 
-class DDPWays:
+class DDPModes:
     """The sync modes of one DDP module that was passed to attach() together with its optimizer."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizer: Any, *, requested: RequestedModes, forbids: Forbids, outer: Outer,
+        self, ddp: DistributedDataParallel, optimizer: Any, *, requested: RequestedModes, forbids: Forbids, outer: OuterSGD,
         deadline_s: float,
     ) -> None:
         self.requested, self.forbids = requested, forbids

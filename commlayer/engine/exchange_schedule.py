@@ -1,4 +1,4 @@
-"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. LocalSteps runs the exchange."""
+"""Decides when local steps are counted and exchanged, by hooks on the model and its optimizer. OuterSteps runs the exchange."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from commlayer.cluster.collectives import gather
 from commlayer.engine.connection import JobContext
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.hooks import Around, OptimizerHooks
-from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.observers import Observers
 from commlayer.engine.plan_handover import owe
 from commlayer.engine.replica import align
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 
 
 def _nothing() -> None:
@@ -42,7 +42,7 @@ class ExchangeSchedule:
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        hooks: OptimizerHooks, outer: Outer, connection: JobContext, observers: Observers, deadline_s: float,
+        hooks: OptimizerHooks, outer: OuterSGD, connection: JobContext, observers: Observers, deadline_s: float,
         guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
     ) -> None:
         """`model`: the module before whose forward passes an exchange can run. `share` is called after each exchange, on all
@@ -58,7 +58,7 @@ class ExchangeSchedule:
         if guard is not None:
             guard.local_step = self._local_step
         self.merged: Callable[..., None] | None = None
-        """Called after each exchange; see LocalSteps.__init__."""
+        """Called after each exchange; see OuterSteps.__init__."""
         self._lengths = UpdateNorms(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
         connection.bring_in.append(self.settle)
@@ -71,7 +71,7 @@ class ExchangeSchedule:
         self._enter()
 
     @property
-    def local(self) -> LocalSteps | None:
+    def local(self) -> OuterSteps | None:
         return self._connection.local
 
     def count(self, scale: float, *, adds: bool = True) -> bool:
@@ -169,7 +169,7 @@ class ExchangeSchedule:
     def detach(self) -> None:
         if self.local is not None and self.local.unsent:
             self._connection.log(f"the last {self.local.unsent} steps were not exchanged, so weights "
-                                 "differ between ranks at the end: call session.drain() before close()", logging.WARNING)
+                                 "differ between ranks at the end: call session.flush() before close()", logging.WARNING)
         self._unhook()
 
     def _unhook(self) -> None:
@@ -195,7 +195,7 @@ class ExchangeSchedule:
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if connection.local is None:
             weights = StepWeights(units.weight, units.total if units.weight_known else None)
-            connection.local = LocalSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
+            connection.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
                                           hold=self._invites, merged=self._heard)
             connection.local.owe(connection.worker.unpaid)
             self._counted = False
@@ -213,7 +213,7 @@ class ExchangeSchedule:
         if self.local is not None and self.local.due:
             self._exchange(self.local)
 
-    def _exchange(self, local: LocalSteps) -> None:
+    def _exchange(self, local: OuterSteps) -> None:
         # The deadline covers all steps between exchanges, because ranks may differ in speed.
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
         if self._connection.fresh:
@@ -273,7 +273,7 @@ class UpdateNorms:
     """Exchanges the norms of weight changes for one attached model, under successive plans. All ranks begin exchanges in the
     same order."""
 
-    def __init__(self, connection: JobContext, outer: Outer, deadline_s: float) -> None:
+    def __init__(self, connection: JobContext, outer: OuterSGD, deadline_s: float) -> None:
         self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
         self._rows = None if connection.rows is None else connection.rows.rows("lengths of changes")
         self._error: CommError | None = None
@@ -289,7 +289,7 @@ class UpdateNorms:
                 connection.matched = all(row[0] for row in gather(connection.groups, [int(self._outer.matched)]))
             elif connection.matched and not self._outer.matched:
                 raise InvalidInput("E-RANKS-DIFFER",
-                                   "sync: the job that this home joins uses norm-matched averaging (Outer(matched=True)), "
+                                   "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), "
                                    "but this home does not; set it alike on all ranks")
             connection.rows.allow(self._deadline_s * every)
             return connection.matched

@@ -88,7 +88,7 @@ class FiniteSteps:
             return
         worker = self._connection.worker
         assert worker is not None
-        # With overlap="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
+        # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         forward = worker.plan.overlap == "forward"
         bad = worker.spoilt if forward else mine
         for number in mine:

@@ -1,4 +1,4 @@
-"""Implements overlap="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
+"""Implements sync="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
 bit for bit those without overlap.
 
     hand_in       after backward: `.grad` contains placeholders (pending-gradient marks) that raise if they are used

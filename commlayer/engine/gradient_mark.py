@@ -18,8 +18,8 @@ from commlayer.errors import InvalidInput
 
 NOT_FINAL = (
     "the gradient of {} is not final: with overlap='forward' averages arrive after backward(), up to the next forward pass. "
-    "Call session.synchronize() before gradients are read or changed; clip with attach(..., max_norm=), and name a GradScaler "
-    "with attach(..., scaler=)"
+    "Call session.synchronize() before gradients are read or changed; clip with attach(..., clip_grad_norm=), and name a "
+    "GradScaler with attach(..., scaler=)"
 )
 _aten = torch.ops.aten
 _KEEPS = {_aten.detach_.default}

@@ -9,7 +9,7 @@ weights now. The exchange is merged before the next one: the outer optimizer upd
 start + (w - s). So each change is sent once, starts are the same on all workers, and weights differ by the changes not sent
 yet.
 
-If the outer optimizer requests it (Outer.matched), each mean is scaled to the norm of the ranks' changes.
+If the outer optimizer requests it (OuterSGD.matched), each mean is scaled to the norm of the ranks' changes.
 
 When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
 completed that exchange, and the new members join in it.
@@ -34,7 +34,7 @@ from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.observe import Recorder
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.planner.buckets import ranges_of
 from commlayer.records import Slice
 
@@ -108,11 +108,11 @@ class _Sent(NamedTuple):
         return [part for n, change in self.changes.items() if n < count for part in _parts(change, self.ranges[n])]
 
 
-class LocalSteps:
+class OuterSteps:
     """Local steps of one model on one rank, and their exchanges. The schedule can change between two outer steps."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], every: int, outer: Outer, weights: StepWeights, *, fragments: int = 1,
+        self, parameters: Sequence[nn.Parameter], every: int, outer: OuterSGD, weights: StepWeights, *, fragments: int = 1,
         overlap: bool = False, regroup: Callable[[], Worker] | None = None, lengths: Lengths | None = None,
         hold: Callable[[], bool] = lambda: False, merged: Callable[..., None] = _spoilt,
     ) -> None:

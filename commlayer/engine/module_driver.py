@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from commlayer.cluster.collectives import Groups
 from commlayer.config import Config
-from commlayer.engine.allowed_ways import useless_of
 from commlayer.engine.averages import targets_of
 from commlayer.engine.buckets import agree
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import JobContext, between_steps
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
@@ -27,15 +28,16 @@ from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_
 from commlayer.engine.quiet_ddp import QuietDDP
 from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
 from commlayer.engine.step_loop import StepLoop
+from commlayer.engine.sync_modes import useless_of
 from commlayer.engine.uneven_inputs import UnevenInputs
 from commlayer.engine.worker import ForwardOrder
 from commlayer.errors import cause_of
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 
 
 class ModuleDriver:
     def __init__(
-        self, model: nn.Module, connection: JobContext, *, optimizer: Any, scaler: Any, config: Config, outer: Outer,
+        self, model: nn.Module, connection: JobContext, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
         """Registers the hooks. `ddp`: stops a DistributedDataParallel module around this module from averaging. `clips`: the
@@ -151,8 +153,8 @@ class ModuleDriver:
         else:
             self._overlap.then(lambda: self._loop.weigh(n, total))
 
-    def report(self, loss: float | torch.Tensor) -> None:
-        self._loop.report(loss)
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        self._loop.log_loss(loss)
 
     def when_connected(self, action: Callable[[], None]) -> None:
         self._complete()
@@ -184,11 +186,17 @@ class ModuleDriver:
         """Waits for results that arrive during a forward pass. Returns whether there were any."""
         return self._overlap is not None and self._overlap.end()
 
-    def drain(self) -> bool:
+    def refuse_unconnected(self, what: str) -> None:
+        """Does nothing: a plain module is connected when attach() returns."""
+
+    def between_steps(self) -> AbstractContextManager[tuple[Groups | None, int, int]]:
+        return between_steps(self.connection)
+
+    def flush(self) -> bool:
         self._complete()
         make_dense(self._lazy.values())
         self._rows.make_dense()
-        has_late = self._loop.drain(self._parameters)
+        has_late = self._loop.flush(self._parameters)
         self._rows.make_sparse()
         return has_late
 

@@ -49,7 +49,7 @@ class Observer(NamedTuple):
     place: ObserverOrder
     who: Any
     after_step: Callable[[], None] = _nothing
-    """Averages are written, before the optimizer's step. With overlap="forward": after it, before the next step's first
+    """Averages are written, before the optimizer's step. Under sync="forward": after it, before the next step's first
     gradient."""
     before_commit: Callable[[], None] = _nothing
     """Sums have arrived, and averages are not yet written."""
@@ -88,7 +88,7 @@ class Observers:
 #
 # If commlayer chooses the plan, the controller (autotune/) watches it. A user's plan stays until the user changes it.
 
-REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or take plan="auto"'
+REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or leave plan out'
 
 
 class StaleState(Record, frozen=True):

@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commlayer.errors import InvalidInput
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.records import Job, TensorInfo
 from commlayer.transport.crc import crc32c
 
@@ -217,7 +217,7 @@ class OptimizerMemory:
     """Describes one optimizer's state and its effect on weights, for changes of the sync mode. Parameters are identified by
     number."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: Outer) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
 
     @property

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -19,20 +18,21 @@ from commlayer.compressors import Codec, build, codec_of, parse, wrap
 from commlayer.compressors.feedback import Momentum
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.config import Config
+from commlayer.engine.sync_modes import Forbids, RequestedModes, modes_of
 from commlayer.errors import CommError, InvalidInput
 from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
 from commlayer.planner import tree as grammar
 from commlayer.planner import tree as paths
-from commlayer.planner.buckets import fragments_of, most_fragments
+from commlayer.planner.buckets import fragments_of
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import Basis
 from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
 FINE = ("int4()", "int8()")
-"""Codecs of plan="auto" between nodes, for uploads and downloads, until the planner has chosen. The first one within the loss
-budget is used.
+"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen. The first one within the
+loss budget is used.
 
 The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec costs more progress there than
 a minute of faster steps gains.
@@ -43,60 +43,60 @@ FREE = "fp16()"
 """Codec of the first steps if the loss budget allows none of the others."""
 
 UPDATES_CODEC = FINE[0]
-"""Codec of plan="auto" for weight changes. The planner does not search then, because a search measures gradients."""
+"""Codec of the automatic plan for weight changes. The planner does not search then, because a search measures gradients."""
 
 Tell = Callable[[str], None]
 
 
-def settle(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool = False,
-           optimizer: str = "", forward: bool = False, fragments: int = 1) -> Plan:
-    """Returns the plan that `plan` requests, for `world` ranks. The settings `ratio_over` and `warmup` override the plan's own.
+def requested_plan(compression: Any, plan: Any) -> Plan | Path | str:
+    """Reads the arguments `compression` and `plan` of attach(). Returns a Plan, the path of a plan file, a codec as text, or
+    "auto"."""
+    if compression is not None and plan is not None:
+        raise InvalidInput("E-PLAN-NAME", f"compression={compression!r} and plan={plan!r} exclude each other, because a plan "
+                                          "names the codec of every bucket; leave one of them out")
+    if compression is not None:
+        if wrong := spec_error(str(compression)):
+            raise InvalidInput("E-CODEC-NAME", f"compression: {wrong}")
+        return str(compression)
+    if plan is None or isinstance(plan, Plan):
+        return plan or "auto"
+    if isinstance(plan, str) and not spec_error(plan):
+        raise InvalidInput("E-PLAN-NAME", f"plan: got the codec {plan!r}; pass it as compression={plan!r}")
+    if not isinstance(plan, str | Path):
+        raise InvalidInput("E-PLAN-NAME", f"plan: got {plan!r}, allowed: a Plan or the path of a plan file")
+    return Path(plan)
 
-    `updates`: weight changes are exchanged. `optimizer`: name of its family, on which loss budgets depend. `forward`: results
-    arrive during the next forward pass. `fragments`: number of parts of an outer step.
-    """
-    base = _made(plan, job, config, world, per_node, updates=updates, optimizer=optimizer, forward=forward, fragments=fragments)
+
+def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
+           requested: RequestedModes = RequestedModes(), optimizer: str = "") -> Plan:
+    """Returns the plan for `world` ranks that `plan` requests; see `requested_plan`. The settings `ratio_over` and `warmup`
+    override the plan's own. `optimizer`: name of its family, on which loss budgets depend."""
+    base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
     return structs.replace(base, warmup=config.warmup) if config.warmup else base
 
 
-def _made(plan: Any, job: Job, config: Config, world: int, per_node: int, *, updates: bool, optimizer: str,
-          forward: bool, fragments: int) -> Plan:
+def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *, requested: RequestedModes,
+          optimizer: str) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
-    if is_file(plan):
-        return plan_file.plan_in(Path(plan))
+    if isinstance(plan, Path):
+        return plan_file.plan_in(plan)
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
-        coded = UPDATES_CODEC if updates else _first_codec(config, Recipe(optimizer, workers=world))
+        coded = UPDATES_CODEC if requested.updates else _first_codec(config, Recipe(optimizer, workers=world))
         path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", coded)
     else:
-        codec = str(plan)
-        path_name = "service"
+        path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1
     up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
     return planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
-        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes, forward=forward,
-        fragments=fragments,
+        ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
+        forward=requested.overlap == "forward", fragments=requested.fragments or 1,
     )
-
-
-def is_file(plan: Any) -> bool:
-    """Whether `plan` names a plan file. Raises ValueError if it is text that names neither a file nor a codec."""
-    if not isinstance(plan, str | Path) or str(plan) == "auto":
-        return False
-    if os.path.isfile(plan):
-        return True
-    if isinstance(plan, str) and not (wrong := spec_error(plan)):
-        return False
-    if isinstance(plan, str) and plan.rstrip().endswith(")"):
-        raise InvalidInput("E-PLAN-NAME", f"plan {plan!r}: {wrong}")
-    raise InvalidInput("E-PLAN-NAME",
-                       f"plan {str(plan)!r}: no such file; `plan` must be 'auto', the path of a plan file, a codec such as "
-                       '"fp16()", or a Plan')
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
@@ -129,7 +129,7 @@ def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tel
 
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
-    """The codec of plan="auto" for the first steps. Reads the loss model, which exists only on rank 0."""
+    """The codec of the automatic plan for the first steps. Reads the loss model, which exists only on rank 0."""
     rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
     if config.loss:
         model = loss_model.read(Path(config.loss))
@@ -199,7 +199,7 @@ def check_plan(
     excluded."""
     problems = planner.verify(plan, job) or unsuited(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
-        [f"{what}: {why}" for way, what in ways_of(plan) if (why := forbids(way))]
+        [f"{what}: {why}" for mode, what in modes_of(plan) if (why := forbids(mode))]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise InvalidInput("E-PLAN-REFUSED", f"plan: {problems[0]}{more}")
@@ -223,11 +223,11 @@ class PlanTerms:
         self.requested = RequestedModes()
         """The sync mode that the user requested in attach(); it applies to every plan."""
         self.forbids: Forbids = lambda _: ""
-        """Returns why a plan cannot use a sync mode in this job, or ""; see allowed_ways.py."""
+        """Returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
         self.useless: Forbids = lambda _: ""
         """Returns why a sync mode would bring no benefit in this job, or ""."""
         self.auto = False
-        """Whether commlayer chooses the plan (plan="auto"), instead of the user."""
+        """Whether commlayer chooses the plan, instead of the user."""
         self.suggested = False
         """Whether the log has already suggested local steps; used only on rank 0."""
         self.optimizer = ""
@@ -300,140 +300,6 @@ def _bucket(plan: Plan, bucket: Bucket, nodes: int, cuda: bool) -> Iterator[str]
 
 def promise_of(codec: Codec) -> codec_fit.Promise:
     return codec_fit.Promise(is_summable(codec), is_separable(codec), is_download_codec(codec))
-
-
-# ---- the user's choice of sync mode: checks attach()'s `every=`, `codes=` and so on, and writes them into a plan
-#
-# From then on, only the plan defines how steps are exchanged. The modes that not every rank can use:
-#
-# forward results arrive during the next forward pass (Plan.overlap) updates each rank steps on its own gradients, H = 1
-# (Plan.codes) local the same with H above 1 (Plan.local_steps) round exchanges that run while the next outer step computes
-# (Plan.overlap)
-
-CODES = ("gradients", "updates")
-OVERLAPS = ("round", "forward")
-WAYS = ("forward", "updates", "local", "round")
-Forbids = Callable[[str], str]
-"""Function from one of `WAYS` to the reason why this rank cannot use that sync mode; "" if it can."""
-
-
-class RequestedModes(NamedTuple):
-    """The sync mode that attach() requests, the same on all ranks and for every plan of the job. None: as the plan defines."""
-
-    every: int | None = None
-    codes: str | None = None
-    overlap: str | None = None
-    fragments: int | None = None
-    exact: bool | None = None
-    """True: every plan must use the average of all gradients in each step, apart from compression. None: only plans that the
-    script requests can deviate. False: the automatic plan can use local steps."""
-
-    @property
-    def updates(self) -> bool:
-        """Whether weight changes are exchanged, whatever the plan defines."""
-        return (self.every or 1) > 1 or self.codes == "updates"
-
-    def __str__(self) -> str:
-        codes = CODES[1] if self.updates else self.codes
-        more = "" if codes is None else f", codes={codes!r}"
-        more += "" if self.overlap is None else f", overlap={self.overlap!r}"
-        more += "" if self.fragments is None else f", fragments={self.fragments}"
-        more += "" if self.exact is None else f", exact={self.exact}"
-        return f"every={self.every or 'as planned'}{more}"
-
-
-def read_ways(every: Any, codes: Any, *, overlap: Any = None, fragments: Any = None, exact: Any = None) -> RequestedModes:
-    """Checks the arguments of attach() that define the sync mode. Raises a ValueError of one line for values that no plan can
-    have."""
-    if every is not None and not _whole(every):
-        raise InvalidInput("E-SYNC-EVERY", f"every: got {every!r}, but the number of steps per exchange must be a whole "
-                                           "number, 1 or more")
-    if codes not in (None, *CODES):
-        raise InvalidInput("E-SYNC-MODE", f"codes: got {codes!r}, but it must be one of {', '.join(map(repr, CODES))}")
-    several = every is not None and every > 1
-    if several and codes == "gradients":
-        raise InvalidInput("E-SYNC-MODE",
-                           f"codes='gradients' contradicts every={every}, because gradients are averaged in every step; "
-                           "leave codes out, or use every=1")
-    if overlap not in (None, *OVERLAPS):
-        raise InvalidInput("E-SYNC-MODE",
-                           f"overlap: got {overlap!r}, but it must be 'round' (with every=2 or more, or codes='updates') or "
-                           "'forward'")
-    if overlap == "forward" and (several or codes == "updates"):
-        raise InvalidInput("E-SYNC-FORWARD",
-                           "overlap='forward' writes a step's averaged gradients during the next forward pass, so it needs "
-                           "gradients; leave out every and codes='updates', which exchange weight changes, or use "
-                           "overlap='round' with them")
-    if fragments is not None and not _whole(fragments):
-        raise InvalidInput("E-SYNC-FRAGMENTS",
-                           f"fragments: got {fragments!r} with every={every}, but it must be a divisor of every, because "
-                           "one fragment is exchanged every (every / fragments) steps")
-    if exact is not None and not isinstance(exact, bool):
-        raise InvalidInput("E-SYNC-MODE", f"exact: got {exact!r}, but it must be True or False")
-    request = RequestedModes(every, codes, overlap, fragments, exact)
-    if exact and (request.updates or overlap == "round"):
-        raise InvalidInput("E-SYNC-MODE",
-                           f"{request}: exact=True contradicts the other arguments, with which each rank applies its own "
-                           "gradients; leave out exact, or every, codes='updates' and overlap='round'")
-    return request
-
-
-def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
-
-
-def stepping(plan: Plan, requested: RequestedModes) -> Plan:
-    """Returns the plan with attach()'s arguments written into it. Raises ValueError if the plan contradicts them."""
-    if requested.updates and any(b.stale for b in plan.buckets):
-        raise InvalidInput("E-SYNC-MODE",
-                           "plan: it has results that are one step late, which is not supported when weight updates are "
-                           "exchanged: make the plan without staleness")
-    if requested.every is not None and requested.every != plan.local_steps > 1:
-        raise InvalidInput("E-SYNC-PLAN",
-                           f"every={requested.every}, but the plan has {plan.local_steps} local steps: leave every out, or "
-                           "make the plan with max_local_steps=1")
-    if requested.exact and (plan.steps_locally or any(b.stale for b in plan.buckets)):
-        how = "late results" if not plan.steps_locally else "coded updates" if plan.local_steps == 1 else \
-            f"{plan.local_steps} local steps"
-        raise InvalidInput("E-SYNC-PLAN",
-                           f"exact=True, but the plan has {how}: leave exact out, or make the plan without them")
-    every = requested.every or plan.local_steps
-    if requested.codes == "gradients" and (every > 1 or plan.codes == "updates"):
-        what = f"is one of {every} local steps" if every > 1 else "is one of coded updates"
-        raise InvalidInput("E-SYNC-PLAN",
-                           f"codes='gradients', but the plan {what}: leave codes out, or make the plan without them")
-    if requested.overlap == "round" and every == 1 and "updates" not in (requested.codes, plan.codes):
-        raise InvalidInput("E-SYNC-MODE",
-                           f"overlap='round' with every={requested.every} is not supported, because a step on averaged "
-                           "gradients waits for them; use every=2 or more, or codes='updates'")
-    if requested.overlap is not None and plan.overlap not in ("", requested.overlap):
-        raise InvalidInput("E-SYNC-PLAN",
-                           f"overlap={requested.overlap!r}, but the plan has overlap={plan.overlap!r}: leave overlap out")
-    fragments = 1 if requested.fragments is None else most_fragments(requested.fragments, every, len(plan.buckets))
-    if requested.fragments is not None and (
-            every % requested.fragments or plan.fragments not in (1, fragments, requested.fragments)):
-        has = f", and the plan has {plan.fragments}" if plan.fragments > 1 else ""
-        raise InvalidInput("E-SYNC-FRAGMENTS",
-                           f"fragments: got {requested.fragments} with every={every}{has}, but it must be a divisor of "
-                           "every, because one fragment is exchanged every (every / fragments) steps")
-    laid = structs.replace(
-        plan, local_steps=every, codes=requested.codes or plan.codes, overlap=requested.overlap or plan.overlap,
-        fragments=plan.fragments if requested.fragments is None else fragments)
-    asked_of = ("local_steps", "overlap", "fragments", "steps_locally")
-    if all(getattr(laid, name) == getattr(plan, name) for name in asked_of):
-        return laid
-    # The prediction is for steps that exchange, and wait for it.
-    return structs.replace(laid, step_s=0.0, steps=0.0, steps_high=0.0)
-
-
-def ways_of(plan: Plan) -> list[tuple[str, str]]:
-    """Returns the modes in `WAYS` that a plan uses, each with a description."""
-    modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
-    if plan.local_steps > 1:
-        modes.append(("local", f"of {plan.local_steps} local steps"))
-    elif plan.codes == "updates":
-        modes.append(("updates", "of coded updates"))
-    return modes + ([("round", "overlap='round'")] if plan.overlap == "round" else [])
 
 
 # ---- measures how exact a plan's codecs are, and replaces codecs below a floor

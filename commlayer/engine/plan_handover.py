@@ -63,9 +63,18 @@ def _owe(before: Worker, after: Worker, effect: Callable[[int], float]) -> None:
             log.info("the residuals of %d tensors were dropped when the plan changed: they are weight changes, "
                      "and gradients are averaged now", len(lost))
         debts = [ResidualSlice(d.tensor, d.start, d.values / rates[d.tensor]) for d in debts if rates[d.tensor]]
-    for bucket in after.buckets:
+    _carry(after, debts)
+
+
+def inherit_residuals(worker: Worker, debts: Sequence[ResidualSlice], *, members: int) -> None:
+    """Makes a worker send residuals, in units of the gradient, that count toward the mean of `members` workers."""
+    _carry(worker, [_times(debt, worker.units.members / members) for debt in debts])
+
+
+def _carry(worker: Worker, debts: Sequence[ResidualSlice]) -> None:
+    for bucket in worker.buckets:
         paid = residual_on(debts, bucket.slices)
-        bucket.carry = None if paid is None else paid.mul_(after.units.rate_of(bucket))
+        bucket.carry = None if paid is None else paid.mul_(worker.units.rate_of(bucket))
 
 
 def _times(debt: ResidualSlice, factor: float) -> ResidualSlice:

@@ -47,8 +47,8 @@ from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
 from commlayer.engine.connection import JobContext
-from commlayer.engine.plan_choice import Forbids
 from commlayer.engine.step import EpochChanged
+from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost
 from commlayer.records import Plan, View, plan_of
@@ -490,4 +490,4 @@ def forbidding(others: Forbids) -> Forbids:
     """Returns a function like `others`, which gives the reason why a sync mode is excluded, for a job whose workers can leave.
     """
     why = "workers of this job can leave (min_workers), and results that are applied bucket by bucket cannot be repeated"
-    return lambda way: why if way == "forward" else others(way)
+    return lambda mode: why if mode == "forward" else others(mode)

@@ -6,10 +6,12 @@ exchange. The format is safetensors plus plain values, without pickle.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,7 +37,7 @@ from commlayer.transport.crc import crc32c
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark values for which msgpack has no type, in the encoded optimizer state."""
-LOCAL = "local."
+LOCAL, OWN = "local.", "own."
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of an optimizer's state; each broadcast has its own deadline."""
 
@@ -55,9 +57,9 @@ class GivenState(Record, frozen=True):
     carried: int = 0
     """Number of training steps whose changes all ranks have (JobContext.carried)."""
     matched: bool = False
-    """Whether ranks exchange the norms of their weight changes (LocalSteps.tells)."""
+    """Whether ranks exchange the norms of their weight changes (OuterSteps.tells)."""
     automatic: bool = False
-    """Whether commlayer chooses the plan (plan="auto")."""
+    """Whether commlayer chooses the plan."""
     optimizer: str = ""
     """Name of the optimizer's class; "NoneType" without an optimizer."""
     state: Any = None
@@ -65,6 +67,10 @@ class GivenState(Record, frozen=True):
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
     followed: dict[str, str] = msgspec.field(default_factory=dict)
     """Results of the functions in JobContext.followers, by name."""
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+    """States of the script's own objects, in a checkpoint."""
+    model: bool = True
+    """Whether the state includes model, optimizer and scaler."""
 
 
 class TakenState(NamedTuple):
@@ -88,74 +94,150 @@ class Replica:
 
     def given(self, context: JobContext, plan: Plan) -> bytes:
         """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
-        tensors: dict[str, torch.Tensor] = {}
         try:
-            worker = context.worker
-            assert worker is not None
-            head_record = GivenState(
-                plan=records.encode(plan), step=worker.step, counted=worker.counters.exchanges, passes=context.passes,
-                carried=context.carried, matched=context.local is not None and context.local.tells,
-                automatic=context.terms.auto, optimizer=type(self._optimizer).__name__,
-                state=None if self._optimizer is None else _plain(self._optimizer.state_dict(), tensors),
-                scaler=_plain(self._scaler.state_dict(), tensors) if self._scaler is not None else {},
-                followed={name: say() for name, say in context.followers.items()})
+            return self.encoded(context, plan)
+        except Exception as error:  # the optimizer's code may raise anything; the others continue to train
+            return _packed(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]), {})
+
+    def encoded(
+        self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
+    ) -> bytes:
+        """Encodes this rank's state. `model`: includes model, optimizer and GradScaler. `plan`: None if the job has one worker.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        worker, local = context.worker, context.local
+        optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
+        head = GivenState(
+            plan=b"" if plan is None else records.encode(plan), step=0 if worker is None else worker.step,
+            counted=context.exchanges, passes=context.passes, carried=context.carried,
+            matched=local is not None and local.tells, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
+            state=None if optimizer is None else _plain(optimizer.state_dict(), tensors),
+            scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
+            followed={name: say() for name, say in context.followers.items()},
+            extra=_states_of(extra, tensors), model=model)
+        if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
-            # The current buffers are one forward pass further, different on each rank.
-            agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+            if worker is not None:
+                # The current buffers are one forward pass further, different on each rank.
+                agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
-            starts: dict[int, torch.Tensor] = {}
-            if context.local is not None:
-                starts = dict(zip(map(id, self._trained), context.local.starts, strict=True))
+            starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
             for name, p in self._model.named_parameters():
                 tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
-            tensors |= {} if context.local is None else context.local.snapshot()
-            head = msgspec.msgpack.encode(head_record)
-        except Exception as error:  # the optimizer's code may raise anything; the others continue to train
-            head = msgspec.msgpack.encode(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))
-            tensors = {}
-        copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-        return len(head).to_bytes(8, "little") + head + safetensors.torch.save(copies)
+        tensors |= {} if local is None else local.snapshot()
+        return _packed(head, tensors)
+
+    @contextlib.contextmanager
+    def averaged(self, context: JobContext) -> Iterator[None]:
+        """See Session.averaged."""
+        local, worker = context.local, context.worker
+        if local is None or worker is None:
+            yield
+            return
+        buffers = dict(self._model.named_buffers())
+        shared = [buffers[name].data for name in self._averaged]
+        tensors = [*(p.data for p in self._trained), *shared]
+        own = [t.clone() for t in tensors]
+        try:
+            for p, start in zip(self._trained, local.starts, strict=True):
+                p.data.copy_(start)
+            agreed(worker.shared_buffers, [*[None] * len(self._trained), *shared])
+            yield
+        finally:
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
+
+    def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What a checkpoint keeps for each rank: its current buffers, and the states of the script's own objects `extra`."""
+        tensors: dict[str, torch.Tensor] = {}
+        head = msgspec.msgpack.encode(_states_of(extra, tensors))
+        buffers = dict(self._model.named_buffers())
+        tensors |= {f"buffer.{name}": buffers[name] for name in self._averaged}
+        tensors["head"] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        return {f"{OWN}{name}": t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
     # ---- receiver
 
     def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
-        """Installs a received state in model, optimizer and scaler. `check` receives the plan. Raises ValueError if the state
+        """Installs the state of a running job that this rank joins. `check` receives the plan. Raises ValueError if the state
         does not fit."""
-        size = int.from_bytes(data[:8], "little")
-        try:
-            transfer = msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState)
-            tensors = safetensors.torch.load(data[8 + size :])
-        except (*MALFORMED, ValueError) as error:
-            raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
+        transfer, tensors = _unpacked(data, "the state received from the job")
         if transfer.error:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
                                                f"{transfer.error}")
-        mine = type(self._optimizer).__name__
-        if transfer.optimizer != mine:
-            raise InvalidInput("E-JOIN-STATE",
-                               f"joining a running job: the optimizer is {mine}, but that of the job is "
-                               f"{transfer.optimizer}; it must be the same on all ranks")
         plan = records.decode(transfer.plan, Plan, "plan of the running job")
         check(plan)
+        restore = self._install(transfer, tensors, "E-JOIN-STATE", "joining a running job")
+        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+
+    def load(
+        self, data: bytes, extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Installs the state in a checkpoint, and returns the state of local steps in it. `own`: what `own_state` returned on
+        this rank; None if the checkpoint has nothing for this rank. Raises ValueError if the state does not fit."""
+        saved, tensors = _unpacked(data, "the checkpoint")
+        states, of_states = saved.extra, tensors
+        if own is not None:
+            of_states = {name.removeprefix(OWN): t for name, t in own.items() if name.startswith(OWN)}
+            states = msgspec.msgpack.decode(of_states["head"].numpy().tobytes())
+        if set(extra) != set(states):
+            given, kept = (", ".join(sorted(names)) or "nothing" for names in (extra, states))
+            raise InvalidInput("E-CHECKPOINT", f"resume(): extra names {given}, but the checkpoint was saved with {kept}")
+        if saved.model:
+            self._install(saved, tensors, "E-CHECKPOINT", "resume()")
+        for name, value in extra.items():
+            value.load_state_dict(_whole(states[name], of_states))
+        buffers = dict(self._model.named_buffers())
+        for name in self._averaged if own is not None and saved.model else ():
+            buffers[name].data.copy_(of_states[f"buffer.{name}"])
+        return {name: t for name, t in tensors.items() if name.startswith(LOCAL)}
+
+    def _install(self, given: GivenState, tensors: Mapping[str, torch.Tensor], code: str, what: str) -> Callable[[], None]:
+        """Writes model, optimizer and scaler. Returns a function that writes the optimizer's state once more."""
+        mine = type(self._optimizer).__name__
+        if given.optimizer != mine:
+            raise InvalidInput(code, f"{what}: the optimizer is {mine}, but that of the job is {given.optimizer}; it must be "
+                                     "the same")
         targets = {f"parameter.{name}": p.data for name, p in self._model.named_parameters()}
         targets |= {f"buffer.{name}": b for name, b in self._model.named_buffers()}
         for name, tensor in targets.items():
             if name not in tensors or tensors[name].shape != tensor.shape:
-                raise InvalidInput("E-JOIN-STATE", f"joining a running job: {name} has shape {tuple(tensor.shape)} in this "
-                                                   "script and "
-                                                   f"{tuple(tensors[name].shape) if name in tensors else 'does not exist'} in "
-                                                   "the job")
+                other = tuple(tensors[name].shape) if name in tensors else "does not exist"
+                raise InvalidInput(code, f"{what}: {name} has shape {tuple(tensor.shape)} here, and {other} in the saved state")
 
         def restore() -> None:
             if self._optimizer is not None:
-                _restore(self._optimizer, transfer.state, tensors)
+                _restore(self._optimizer, given.state, tensors)
 
         restore()
-        if self._scaler is not None and transfer.scaler:
-            self._scaler.load_state_dict(_whole(transfer.scaler, tensors))
+        if self._scaler is not None and given.scaler:
+            self._scaler.load_state_dict(_whole(given.scaler, tensors))
         for name, tensor in targets.items():
             tensor.data.copy_(tensors[name])
-        return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
+        return restore
+
+
+def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The states of the script's own objects, in which names replace tensors, which are added to `tensors`."""
+    for name, value in extra.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
+                                               "state_dict() and load_state_dict()")
+    return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
+
+
+def _packed(head: GivenState, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    encoded = msgspec.msgpack.encode(head)
+    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    return len(encoded).to_bytes(8, "little") + encoded + safetensors.torch.save(copies)
+
+
+def _unpacked(data: bytes, what: str) -> tuple[GivenState, dict[str, torch.Tensor]]:
+    size = int.from_bytes(data[:8], "little")
+    try:
+        return msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState), safetensors.torch.load(data[8 + size :])
+    except (*MALFORMED, ValueError) as error:
+        raise CorruptFrame(f"{what} is malformed: {error}".splitlines()[0]) from None
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
@@ -176,13 +258,19 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
     error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
     if error:
         raise InvalidInput("E-JOIN-STATE", error)
-    received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
-    if groups.rank == source:
-        received.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-    for piece in received.split(PIECE_NBYTES):
-        groups.broadcast_all(piece, source).wait(time.monotonic() + deadline_s)
+    received = broadcast_bytes(body, nbytes, groups, source)
     if groups.rank != source:
-        _restore(optimizer, state, safetensors.torch.load(received.cpu().numpy().tobytes()))
+        _restore(optimizer, state, safetensors.torch.load(received))
+
+
+def broadcast_bytes(data: bytes, nbytes: int, groups: Groups, source: int = 0) -> bytes:
+    """Copies `nbytes` bytes of rank `source` to all ranks, in pieces with a deadline each."""
+    received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
+    if groups.rank == source and nbytes:
+        received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    for piece in received.split(PIECE_NBYTES):
+        groups.broadcast_all(piece, source).wait(time.monotonic() + groups.waits_s)
+    return received.cpu().numpy().tobytes()
 
 
 def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -261,7 +349,7 @@ def enter(
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
                 log.warning("still waiting for the other workers after %.0f s: under local steps "
                             "a worker can join only at a scheduled exchange, and there is none "
-                            "if the script calls drain() more often than exchanges are due", time.monotonic() - begin)
+                            "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
                 continue
             if AWAY in ready:
                 raise CommError("members were lost while the job was saving, changing its plan or "

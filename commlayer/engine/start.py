@@ -54,10 +54,11 @@ from commlayer.config import (
 from commlayer.engine import optimizers, plan_choice
 from commlayer.engine.connection import JobContext, WaitsFor
 from commlayer.engine.interrupted import print_one_line
-from commlayer.engine.plan_choice import Forbids, RequestedModes, agreed_plan, check_plan, from_rank_0, stepping
+from commlayer.engine.plan_choice import agreed_plan, check_plan, from_rank_0
 from commlayer.engine.regroup import MembershipChange, forbidding, unfit
 from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
+from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import in_words, without_buffers
@@ -67,20 +68,20 @@ from commlayer.transport.key_folder import Keys
 
 
 def connect(
-    job: Job, device: torch.device, start: Start, *, plan: Any, config: Config, align: Sequence[torch.Tensor] = (),
-    forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(), full_job: Job | None = None,
-    must: Mapping[str, str] | None = None,
+    job: Job, device: torch.device, start: Start, *, plan: Plan | Path | str, config: Config,
+    align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
+    full_job: Job | None = None, must: Mapping[str, str] | None = None,
     settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
 ) -> JobContext:
     """Connects this rank to the job that the environment names. All ranks call it together, inside `start`.
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
-    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (allowed_ways.py). `optimizer`: name of the
+    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `optimizer`: name of the
     optimizer's family. `replica`: the state that this rank sends to workers that join later, or receives if it joins.
     `full_job`: this job with buffers that are not averaged here; a plan can be for either job.
     """
     kernels.choose(config.backend)
-    must = {"plan": plan_kind(plan), "steps": str(requested), **(must or {})}
+    must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
     # Server child processes get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
@@ -89,7 +90,7 @@ def connect(
     job_context = JobContext()
     job_context.logs = met.logs
     job_context.terms.requested, job_context.terms.forbids = requested, forbids
-    job_context.terms.auto = isinstance(plan, str) and plan == "auto" and not requested.updates
+    job_context.terms.auto = plan == "auto" and not requested.updates
     job_context.terms.optimizer, job_context.terms.max_loss = optimizer, config.max_loss
     job_context.terms.loss, job_context.terms.learning = config.loss, config.learning
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
@@ -103,10 +104,9 @@ def connect(
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
     if elastic:
         job_context.terms.forbids = forbids = forbidding(forbids)
-    how: dict[str, Any] = {"updates": requested.updates, "optimizer": optimizer, "forward": requested.overlap == "forward",
-                           "fragments": requested.fragments or 1}
+    how: dict[str, Any] = {"requested": requested, "optimizer": optimizer}
     if met.members is None and not config.join:
-        settled = stepping(_of(plan_choice.settle(plan, job, config, 1, 1, **how), full_job), requested)
+        settled = with_modes(_of(plan_choice.settle(plan, job, config, 1, 1, **how), full_job), requested)
         # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -133,14 +133,14 @@ def connect(
                 f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
                 "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
         nodes = job_context.world // per_node
-        job_context.plan = agreed_plan(lambda: stepping(_of(plan_choice.with_server_nodes(
+        job_context.plan = agreed_plan(lambda: with_modes(_of(plan_choice.with_server_nodes(
             plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
             job_context.terms.basis, nodes, job_context.say,
         ), full_job), requested), job_context.groups)
         if job_context.rank == 0 and (requested.fragments or 1) > job_context.plan.fragments:
             job_context.say(
-                f"fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a plan cannot have more "
-                f"fragments than buckets ({len(job_context.plan.buckets)})")
+                f"{requested}: fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a plan cannot "
+                f"have more fragments than buckets ({len(job_context.plan.buckets)})")
         if elastic and (why := unfit(job_context.plan)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(job_context.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
@@ -576,14 +576,6 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
     exchange(store, range(world), rank, b"", config.join_deadline_s, "start")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                             timeout=timedelta(seconds=config.deadline_s))
-
-
-def plan_kind(plan: Any) -> str:
-    """The part of the argument `plan` that must be the same on all ranks. For plans and plan files, the one on rank 0 is used.
-    """
-    if isinstance(plan, Plan | Path) or (isinstance(plan, str) and plan != "auto" and "(" not in plan):
-        return "a plan"
-    return str(plan)
 
 
 def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:

@@ -38,7 +38,7 @@ from commlayer.errors import StepAbandoned
 
 
 class StepLoop:
-    """Runs the training steps of one attached model. Without other workers, callers use only `drain`, `weigh`, `report` and
+    """Runs the training steps of one attached model. Without other workers, callers use only `flush`, `weigh`, `log_loss` and
     `detach`."""
 
     def __init__(
@@ -303,13 +303,13 @@ class StepLoop:
         if worker is not None:
             (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
 
-    def report(self, loss: float | torch.Tensor) -> None:
-        """Passes a loss to the controller, as Session.report describes."""
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Passes a loss to the controller, as Session.log_loss describes."""
         if self._controller is not None:
             self._controller.report(loss)
 
-    def drain(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Completes late exchanges, as Session.drain describes. `parameters` are in the order of their numbers."""
+    def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Completes late exchanges, as Session.flush describes. `parameters` are in the order of their numbers."""
         if self._schedule is not None and self.connection.worker is not None:
             self._schedule.drain()
         worker = self.connection.worker  # read after the exchange, which replaces the worker if a member died in it

@@ -12,8 +12,9 @@ from commlayer.cluster.collectives import Groups, all_or_none, gather
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import trim
 from commlayer.engine.connection import JobContext
-from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, plan_in, stepping
+from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.step import EpochChanged
+from commlayer.engine.sync_modes import with_modes
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
 from commlayer.records import Member, Plan, plan_of, with_updates
@@ -105,7 +106,7 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
 def _go_over(
     context: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
 ) -> None:
-    offer = OfferedPlan(lambda: bytes_of(stepping(_given(plan), context.terms.requested)), context.rank)
+    offer = OfferedPlan(lambda: bytes_of(with_modes(_given(plan), context.terms.requested)), context.rank)
     stands = _stand_alike(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
     note = ""

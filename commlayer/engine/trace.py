@@ -1,7 +1,7 @@
 """Records a trace of a few steps: predictions and each rank's measurements, in one file that rank 0 writes.
 
-All ranks count steps alike, so they record the same steps and gather them after the same step. With plan="auto", only rank 0
-knows when a plan has been found. Until then rank 0 informs the other ranks at agreed steps.
+All ranks count steps alike, so they record the same steps and gather them after the same step. With an automatic plan, only
+rank 0 knows when a plan has been found. Until then rank 0 informs the other ranks at agreed steps.
 """
 
 from __future__ import annotations

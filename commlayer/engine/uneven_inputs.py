@@ -73,8 +73,8 @@ class UnevenInputs:
                                "every step")
         if terms.auto and terms.requested.exact is False:
             raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() is not supported with exact=False, because the automatic plan might use "
-                               "local steps, of which all ranks must make the same number; leave exact out")
+                               "session.join() is not supported with sync='auto', because the automatic plan might use "
+                               "local steps, of which all ranks must make the same number; use sync='step'")
         if connection.members is not None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported if workers of this job can leave (min_workers), because "

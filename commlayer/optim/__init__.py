@@ -2,11 +2,11 @@
 
 from commlayer.optim.lans import CLAN as CLAN
 from commlayer.optim.lans import LANS as LANS
-from commlayer.optim.outer import Outer as Outer
+from commlayer.optim.outer import OuterSGD as OuterSGD
 from commlayer.optim.outer import family_of as family_of
 from commlayer.optim.outer import usual as usual
 from commlayer.optim.sparse import SparseAdam as SparseAdam
 from commlayer.optim.sparse import SparseAdamW as SparseAdamW
 from commlayer.optim.sparse import SparseSGD as SparseSGD
 
-__all__ = ["CLAN", "LANS", "Outer", "SparseAdam", "SparseAdamW", "SparseSGD", "family_of", "usual"]
+__all__ = ["CLAN", "LANS", "OuterSGD", "SparseAdam", "SparseAdamW", "SparseSGD", "family_of", "usual"]

@@ -14,7 +14,7 @@ import torch
 from commlayer.errors import InvalidInput
 
 
-class Outer(msgspec.Struct, frozen=True):
+class OuterSGD(msgspec.Struct, frozen=True):
     """The outer optimizer: SGD whose gradient is the workers' mean change since the last outer step, start minus end.
 
     The defaults give parameter averaging. DiLoCo (Douillard et al. 2023) found lr=0.7 and Nesterov momentum of 0.9 best for
@@ -31,10 +31,10 @@ class Outer(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: lr is {self.lr}, allowed: a finite number above 0")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"OuterSGD: lr is {self.lr}, allowed: a finite number above 0")
         if not 0 <= self.momentum < 1:
-            raise InvalidInput("E-OPTIM-ARGUMENT", f"Outer: momentum is {self.momentum}, allowed: a number of at least 0 and "
-                                                   "below 1")
+            raise InvalidInput("E-OPTIM-ARGUMENT", f"OuterSGD: momentum is {self.momentum}, allowed: a number of at least 0 "
+                                                   "and below 1")
 
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Updates `starts` by the mean change of the same elements, as torch.optim.SGD does with a gradient.
@@ -47,9 +47,9 @@ class Outer(msgspec.Struct, frozen=True):
         starts.add_(change, alpha=-self.lr)
 
 
-def usual(family: Family) -> Outer:
+def usual(family: Family) -> OuterSGD:
     """Returns the default outer optimizer: averaging, norm-matched if optimizers of that family need it."""
-    return Outer(matched=family == "adam")
+    return OuterSGD(matched=family == "adam")
 
 
 Family = Literal["sgd", "adam", "other"]

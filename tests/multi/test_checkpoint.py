@@ -1,4 +1,5 @@
-"""save_residuals() and load_residuals(): training resumes bit for bit, in every sync mode. Real ranks and two servers."""
+"""Session.checkpoint() and resume(): a resumed run equals one that continued, bit for bit, in every sync mode; with other
+workers residuals continue. Real ranks and two servers."""
 
 from __future__ import annotations
 
@@ -10,23 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from support.attached import mlp
 from support.rank_pool import Servers, pool
 from support.sync_modes import WORLD, Net, Training
 
+import commlayer
 from commlayer.errors import code_of
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 
 SERVERS, MORE = 2, 6
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
-FILES = ["manifest.json", "plan.json", *(f"{who}-{n}.safetensors" for who in ("rank", "server") for n in range(2))]
+FILES = ["manifest.json", "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors",
+         "server-1.safetensors", "training-0"]
 
 
 def training(rank: int, address: str, mode: str = "gradients", how: str = "scaled", codec: str = TOPK) -> Training:
-    """Under local steps with an outer optimizer, whose momentum is a part of the save, too."""
+    """Under local steps with an outer optimizer, whose momentum is a part of the checkpoint, too."""
     local = mode not in ("gradients", "late", "forward")
     return Training(rank, address, mode, optimizer="adamw", codec=codec, how=how, servers=SERVERS,
-                    outer=Outer(lr=0.7, momentum=0.9) if local else None,
+                    outer=OuterSGD(lr=0.7, momentum=0.9) if local else None,
                     model=Net().to(torch.bfloat16) if "bfloat16" in how else None)
 
 
@@ -34,32 +39,47 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def save_and_continue(rank: int, address: str, mode: str, how: str, before: int, folder: str) -> tuple[Any, list[torch.Tensor]]:
+class Counter:
+    """An object of the script with a state of its own on each rank."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "history": torch.tensor([self.value])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = int(state["history"][0])
+
+
+def save_and_continue(rank: int, address: str, mode: str, how: str, before: int, folder: str) -> list[torch.Tensor]:
     job = training(rank, address, mode, how)
     job.train(before, infinite=before - 1 if "skipped" in how else -1)
     if folder:
-        job.session.save_residuals(folder)
-    state = job.state()
+        job.session.checkpoint(folder, extra={"counter": Counter(rank)})
     job.train(MORE, infinite=before + MORE - 1 if "skipped" in how else -1)
     end = job.tensors()
     if folder and "skipped" not in how:  # the running job can go back, too
-        job.session.load_residuals(folder)
-        job.load(state)
+        assert job.session.resume(folder, extra={"counter": Counter(rank)})
+        job.step = before
         job.train(MORE)
         assert equal(job.tensors(), end)
     job.session.close()
-    return state, end
+    return end
 
 
-def resume(rank: int, address: str, mode: str, how: str, before: int, folder: str, states: list[Any]) -> list[torch.Tensor]:
+def resumed(rank: int, address: str, mode: str, how: str, before: int, folder: str) -> tuple[list[torch.Tensor], int, int]:
     job = training(rank, address, mode, how)
-    job.load(states[rank])
-    if folder:
-        job.session.load_residuals(folder)
+    with torch.no_grad():
+        for p in job.model.parameters():
+            p.add_(1.0)  # another initialisation: everything comes from the checkpoint
+    counter = Counter(7)
+    assert job.session.resume(folder, extra={"counter": counter})
+    job.step, step = before, job.session.step
     job.train(MORE, infinite=before + MORE - 1 if "skipped" in how else -1)
     end = job.tensors()
     job.session.close()
-    return end
+    return end, counter.value, step
 
 
 @pytest.mark.commit(4)
@@ -71,74 +91,134 @@ def resume(rank: int, address: str, mode: str, how: str, before: int, folder: st
 def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     with Servers(WORLD, SERVERS) as servers:
-        saved = pool(WORLD).call(save_and_continue, servers.address, mode, how, before, folder)
-    states = [state for state, _ in saved]
+        ends = pool(WORLD).call(save_and_continue, servers.address, mode, how, before, folder)
     assert [p.name for p in tmp_path.iterdir()] == ["save-1"]
-    assert sorted(p.name for p in (tmp_path / "save-1").iterdir()) == FILES
-    resumed = []
-    for place in (folder, ""):
-        with Servers(WORLD, SERVERS) as servers:
-            resumed.append(pool(WORLD).call(resume, servers.address, mode, how, before, place, states))
-    for rank, (_, end) in enumerate(saved):
-        assert equal(resumed[0][rank], end)
-        assert not equal(resumed[1][rank], end), "residuals matter"
+    own = ["training-1"] if mode in ("round", "every", "updates", "whole round") else []
+    assert sorted(p.name for p in (tmp_path / "save-1").iterdir()) == [*FILES, *own]
+    with Servers(WORLD, SERVERS) as servers:
+        again = pool(WORLD).call(resumed, servers.address, mode, how, before, folder)
+    for rank, (end, (later, counter, step)) in enumerate(zip(ends, again, strict=True)):
+        assert equal(end, later)
+        assert (counter, step) == (rank, before)
 
 
-def test_a_save_does_not_change_the_run(tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
     ends = []
     for folder in ("", str(tmp_path)):
         with Servers(WORLD, SERVERS) as servers:
-            ends.append(pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 3, folder)[0][1])
+            ends.append(pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 3, folder)[0])
     assert equal(*ends)
 
 
-def state_dict_round_trip(rank: int, address: str, file: str) -> None:
-    job = training(rank, address)
-    job.train(MORE)
-    path = f"{file}.{rank}"
-    torch.save(job.session.state_dict(), path)
-    saved = torch.load(path, weights_only=True)
-    job.train(1)
-    assert not all(torch.equal(t, job.session.state_dict()["tensors"][n]) for n, t in saved["tensors"].items())
-    # Servers would answer the step before with the results that they still have of it.
-    with pytest.raises(ValueError, match=rf"step {MORE}\b.*step {MORE + 1}\b.*E-CHECKPOINT"):
-        job.session.load_state_dict(saved)
-    saved["step"] += 1
-    job.session.load_state_dict(saved)
-    now = job.session.state_dict()
-    assert now["step"] == MORE + 1
-    assert set(now["tensors"]) == set(saved["tensors"])
-    assert all(torch.equal(t, saved["tensors"][n]) for n, t in now["tensors"].items())
-    with pytest.raises(ValueError, match="plan 00.*E-CHECKPOINT"):
-        job.session.load_state_dict(saved | {"plan": "00"})
+# ---- another number of workers, another plan, files on other disks
+
+def owed(job: Training, world: int) -> torch.Tensor:
+    """What this rank's residuals add to the mean, over all elements of the model."""
+    worker = job.connection.worker
+    worker.undone()
+    total = torch.zeros(sum(t.numel for t in worker.job.tensors), dtype=torch.float64)
+    starts = [sum(t.numel for t in worker.job.tensors[:number]) for number in range(len(worker.job.tensors))]
+    for bucket in worker.buckets:
+        for debt in bucket.debts():
+            at = starts[debt.tensor] + debt.start
+            total[at : at + debt.values.numel()] += debt.values.double() / world
+    return total
+
+
+def saved(rank: int, address: str, folder: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    job = training(rank, address, how="")
+    job.train(5)
+    job.session.checkpoint(f"{folder}/{rank}" if rank else folder)
+    result = owed(job, WORLD), job.tensors(buffers=False)
     job.session.close()
+    return result
 
 
-def test_state_dict_passes_through_torch_save(tmp_path: Path) -> None:
+def taken(
+    rank: int, address: str, folder: str, world: int, codec: str,
+) -> tuple[torch.Tensor, list[torch.Tensor], int, list[str]]:
+    job = training(rank, address, how="", codec=codec)
+    with torch.no_grad():
+        for p in job.model.parameters():
+            p.add_(1.0)
+    assert job.session.resume(f"{folder}/{rank}" if rank else folder)
+    result = owed(job, world), job.tensors(buffers=False), job.session.step, job.session.inspect.decisions()
+    job.train(2)
+    job.session.close()
+    return result
+
+
+@pytest.mark.parametrize(("world", "codec", "shared"), [(3, TOPK, True), (2, "int8()", True), (3, TOPK, False)])
+def test_residuals_continue_with_other_workers_and_plans(world: int, codec: str, shared: bool, tmp_path: Path) -> None:
+    """`shared`: all ranks see one disk; otherwise each has its own, and the third rank has none of the files."""
     with Servers(WORLD, SERVERS) as servers:
-        pool(WORLD).call(state_dict_round_trip, servers.address, str(tmp_path / "state"))
+        before = pool(WORLD).call(saved, servers.address, str(tmp_path))
+    if shared:
+        for path in (tmp_path / "1" / "save-1").iterdir():
+            shutil.copy(path, tmp_path / "save-1") if not (tmp_path / "save-1" / path.name).exists() else None
+        for rank in (1, 2):
+            shutil.rmtree(tmp_path / str(rank), ignore_errors=True)
+            (tmp_path / str(rank)).symlink_to(tmp_path)
+    with Servers(world, SERVERS) as servers:
+        after = pool(world).call(taken, servers.address, str(tmp_path), world, codec)
+    server = torch.zeros_like(before[0][0])
+    torch.testing.assert_close(sum(part for part, *_ in after), sum(part for part, _ in before) + server)
+    assert sum(part for part, *_ in after).abs().max() > 0
+    for _, weights, step, decisions in after:
+        assert equal(weights, before[0][1])
+        assert step == 5
+        assert any("residuals of the 2 workers" in line for line in decisions)
 
 
-def error_of(action: Callable[[], None]) -> str:
+def alone(folder: str, start: int) -> tuple[list[torch.Tensor], int]:
+    torch.manual_seed(start)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with commlayer.attach(model, optimizer) as session:
+        found = session.resume(folder)
+        assert found is (start > 0)
+        for step in range(session.step, session.step + 3):
+            optimizer.zero_grad()
+            model(torch.full((4, 12), 0.1 * step)).square().sum().backward()
+            optimizer.step()
+        session.checkpoint(folder)
+        return [p.detach().clone() for p in model.parameters()], session.step
+
+
+def test_a_script_alone_resumes_too(tmp_path: Path) -> None:
+    (first, three), (second, six) = alone(str(tmp_path), 0), alone(str(tmp_path), 3)
+    assert (three, six) == (3, 6)
+    assert not equal(first, second)
+    assert [p.name for p in tmp_path.iterdir()] == ["save-2"]
+
+
+def averaged(rank: int, address: str, mode: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    job = training(rank, address, mode, how="")
+    job.train(5)
+    own = job.tensors()
+    with job.session.averaged():
+        common = job.tensors()
+    after = job.tensors()
+    job.session.close()
+    return own, common, after
+
+
+@pytest.mark.parametrize("mode", ["every", "round", "gradients"])
+def test_averaged_weights_are_the_same_on_all_ranks_and_leave_again(mode: str) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        (own, common, after), (other, as_common, _) = pool(WORLD).call(averaged, servers.address, mode)
+    parameters = len(list(Net().parameters()))
+    assert equal(common[:parameters], as_common[:parameters])
+    assert equal(own, after)
+    assert equal(own[:parameters], other[:parameters]) is (mode == "gradients")
+
+
+# ---- failures
+
+def error_of(action: Callable[[], object]) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
         action()
     return str(caught.value)
-
-
-def load_under_another_plan(rank: int, address: str, folder: str) -> str:
-    job = training(rank, address, codec="int8()")
-    line = error_of(lambda: job.session.load_residuals(folder))
-    job.session.close()
-    return line
-
-
-def test_a_save_under_another_plan_is_refused(tmp_path: Path) -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 1, str(tmp_path))
-    with Servers(WORLD, SERVERS) as servers:
-        for line in pool(WORLD).call(load_under_another_plan, servers.address, str(tmp_path)):
-            assert line.startswith(f"{tmp_path}/save-1 ")
-            assert code_of(line) == "E-CHECKPOINT"
 
 
 @contextlib.contextmanager
@@ -152,53 +232,79 @@ def full_disk(nbytes: int | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def failing_saves_and_loads(rank: int, address: str, folder: str) -> dict[str, Any]:
-    """One connected job: mixed saves, an empty folder, a folder that is a file, a full disk."""
+def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
+    """One connected job: damaged checkpoints, an empty folder, a folder that is a file, a full disk, wrong objects."""
     job = training(rank, address)
-    session, early, late, broken = job.session, f"{folder}/early", f"{folder}/late", f"{folder}/broken"
-    session.save_residuals(early)
-    session.load_residuals(early)
+    session, good, broken = job.session, f"{folder}/good", f"{folder}/broken"
     job.train(2)
-    report: dict[str, Any] = {"step after a load of step 0": int(session.state_dict()["step"])}
-    session.save_residuals(late)
-    mixed = ("rank-0", "server-0", "server-1")
+    session.checkpoint(good)
     if rank == 0:
         Path(f"{folder}/empty").mkdir()
-        for name in mixed:
-            shutil.copytree(late, f"{folder}/{name}")
-            shutil.copy(f"{early}/save-1/{name}.safetensors", f"{folder}/{name}/save-1")
+        for name, keep in (("unsealed", "manifest.json"), ("no model", "training-0"), ("cut", "")):
+            shutil.copytree(good, f"{folder}/{name}")
+            if keep:
+                Path(f"{folder}/{name}/save-1/{keep}").unlink()
+        model = Path(f"{folder}/cut/save-1/training-0")
+        model.write_bytes(model.read_bytes()[:-7])
     torch.distributed.barrier()
-    report["mixed"] = [error_of(lambda name=name: session.load_residuals(f"{folder}/{name}")) for name in mixed]
-    report["empty"] = error_of(lambda: session.load_residuals(f"{folder}/empty"))
+    report: dict[str, Any] = {"empty": session.resume(f"{folder}/empty")}
+    for name in ("unsealed", "no model", "cut"):
+        report[name] = error_of(lambda name=name: session.resume(f"{folder}/{name}"))
+    report["extra"] = error_of(lambda: session.resume(good, extra={"counter": Counter(0)}))
+    report["no state"] = error_of(lambda: session.checkpoint(good, extra={"rank": rank}))
     before = job.tensors(buffers=False)
     job.train(1, infinite=2)
     assert equal(job.tensors(buffers=False), before), "the step was to be skipped"
-    report["no directory"] = error_of(lambda: session.save_residuals(__file__ if rank == 1 else f"{folder}/none"))
+    report["no directory"] = error_of(lambda: session.checkpoint(__file__ if rank == 1 else f"{folder}/none"))
     with full_disk(200 if rank == 1 else None):
-        report["save"] = error_of(lambda: session.save_residuals(broken))
+        report["disk"] = error_of(lambda: session.checkpoint(broken))
     torch.distributed.barrier()
     report["left"] = [path.name for path in Path(broken).iterdir()]
     job.train(1)
-    report["step"] = int(session.state_dict()["step"])
+    report["step"] = session.step
     session.close()
     return report
 
 
-def test_saves_and_loads_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> None:
+def test_checkpoints_succeed_or_fail_on_all_ranks_together(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
-        results = pool(WORLD).call(failing_saves_and_loads, servers.address, str(tmp_path))
+        results = pool(WORLD).call(failing, servers.address, str(tmp_path))
     for report in results:
-        assert report["step after a load of step 0"] == 2
-        assert report["step"] == 4, "neither a refused load nor a failed save, after an abandoned step, disturbs the job"
-        for line in report["mixed"]:
-            assert code_of(line) == "E-CHECKPOINT"
-            assert "of step 0" in line
-            assert "of step 2" in line
-        assert code_of(report["empty"]) == "E-CHECKPOINT"
+        assert report["step"] == 4, "neither a refused load nor a failed save, after a dropped step, disturbs the job"
+        assert report["empty"] is False
+        for name in ("unsealed", "no model", "cut", "extra", "no state"):
+            assert code_of(report[name]) == "E-CHECKPOINT", report[name]
+            assert "\n" not in report[name]
         assert report["left"] == []
-        assert not any("\n" in line for line in (*report["mixed"], report["empty"], report["save"], report["no directory"]))
-    assert code_of(results[0]["save"]) == code_of(results[0]["no directory"]) == "E-OTHER-RANK"
-    assert "Not a directory" in results[1]["no directory"]
-    assert "File too large" in results[1]["save"]
-    assert "-1.safetensors" in results[1]["save"]
-    assert sorted(p.name for p in (tmp_path / "late" / "save-1").iterdir()) == FILES
+    assert code_of(results[0]["disk"]) == code_of(results[0]["no directory"]) == "E-OTHER-RANK"
+    assert code_of(results[1]["no directory"]) == "E-FILE"
+    assert "File too large" in results[1]["disk"]
+    assert sorted(p.name for p in (tmp_path / "good" / "save-1").iterdir()) == FILES
+
+
+def incomplete(rank: int, address: str, folder: str) -> tuple[bool, list[str]]:
+    job = training(rank, address)
+    job.train(2)
+    job.session.checkpoint(folder)
+    if rank == 0:
+        Path(f"{folder}/save-1/rank-1.safetensors").unlink()
+    torch.distributed.barrier()
+    result = job.session.resume(folder), job.session.inspect.decisions()
+    job.train(1)
+    job.session.close()
+    return result
+
+
+def test_what_no_rank_has_is_named(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        for loaded, decisions in pool(WORLD).call(incomplete, servers.address, str(tmp_path)):
+            assert loaded
+            assert any("rank-1" in line for line in decisions)
+
+
+def test_codec_state_holds_each_residual_once(tmp_path: Path) -> None:
+    with Servers(WORLD, SERVERS) as servers:
+        pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 1, str(tmp_path))
+    tensors = safetensors.torch.load_file(tmp_path / "save-1" / "rank-0.safetensors")
+    assert any(name.startswith("residual.") for name in tensors)
+    assert not any(name.split(".")[0].isdecimal() and name.endswith(".residual") for name in tensors)

@@ -21,7 +21,7 @@ _ranks = ranks_first(WORLD)
 def trained(rank: int, codec: str, compiled: bool, address: str) -> dict[str, torch.Tensor]:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with commlayer.attach(model, optimizer, plan=codec, config=quick(join=address)):
+    with commlayer.attach(model, optimizer, compression=codec, config=quick(join=address)):
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()

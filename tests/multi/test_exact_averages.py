@@ -127,7 +127,7 @@ def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple
     codec: Any = "auto" if plan == "auto" else commlayer.compressors.parse(plan)
     where: dict[str, Any] = {"join": address} if address else {}
     count = torch.zeros(())
-    with commlayer.attach(model, plan=codec, config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
+    with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
         session.weight(3 + 4 * rank)
         for step in range(steps):
             x, y = data(rank, step)
@@ -153,7 +153,7 @@ def test_buffers_that_are_equal_everywhere_keep_their_bits(plan: str, per_node: 
 def counted(rank: int, address: str) -> list[float]:
     """A counter in float32, over a server."""
     model, seen = Still(), []
-    with commlayer.attach(model, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
+    with commlayer.attach(model, compression=commlayer.compressors.identity(), config=quick(join=address)) as session:
         for step in range(12):
             session.weight(41 + 8 * rank + step)
             with torch.no_grad():
@@ -173,7 +173,7 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
     model = Still()
     where: dict[str, Any] = {"join": address} if address else {}
     codec: Any = plan if plan == "auto" else commlayer.compressors.parse(plan)
-    with commlayer.attach(model, plan=codec, config=quick(ranks_per_node=per_node, **where)) as session:
+    with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, **where)) as session:
         session.weight(0.3 if rank else 0)
         for step in range(3):
             if not rank:
@@ -225,7 +225,7 @@ def gone_over(rank: int) -> tuple[bool, torch.Tensor]:
         for step in range(6):
             if step == 3:
                 assert session.inspect.plan is not None
-                commlayer.switch(session, halves(session.inspect.plan))
+                session.switch(halves(session.inspect.plan))
             nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
     return torch.equal(model.f64, Still().f64), model.norm.running_var
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from support.arguments import plan_or_codec, sync_of
 from support.attached import data, mlp
 from support.rank_pool import pool, quick
 from torch import nn
@@ -51,8 +52,8 @@ class Script:
         if how == "allreduce":
             plan = default_plan(job_of(self.model), codec=codec, path="allreduce", servers=0, ranks_per_node=1,
                                 fuse_nbytes=4096, cut_nbytes=4096)
-        self.session = commlayer.attach(self.wrapped, self.optimizer, plan=plan,
-                                        config=quick(ranks_per_node=1, drift="end"), **ways.get(how, {}))
+        self.session = commlayer.attach(self.wrapped, self.optimizer, **plan_or_codec(plan),
+                                        config=quick(ranks_per_node=1, drift="end"), sync=sync_of(**ways.get(how, {})))
         if kind == "whole" and rank == 0:  # it waits for all of a step, the other rank does not
             self.model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
         self.model[2].weight.register_hook(self._spoil)
@@ -96,7 +97,7 @@ def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...],
     try:
         for script.number in range(STEPS):
             script.step()
-        script.session.drain()
+        script.session.flush()
         if "forward" in how and kind != "whole":
             script.session.synchronize()
     except commlayer.CommError as error:

@@ -1,4 +1,4 @@
-"""overlap="forward": results arrive during the next forward pass, and scripts read and train the same bits. Real ranks."""
+"""sync="forward": results arrive during the next forward pass, and scripts read and train the same bits. Real ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def order(rank: int, address: str) -> list[str]:
     """The events of the second forward pass, if the results for the hidden layer arrive once the convolution has run."""
     training = Training(rank, address, "forward", codec="int8()")
     training.train(0, 1)
-    training.session.drain()
+    training.session.flush()
     training.optimizer.zero_grad()
     held = Held(training.worker, ["hidden.2.weight"])
     training.backward(1)
@@ -105,7 +105,7 @@ def by_change(t: Training) -> torch.Tensor:
 
 
 def by_drain(t: Training) -> torch.Tensor:
-    assert not t.session.drain()
+    assert not t.session.flush()
     return t.model.hidden[2].weight.detach().clone()
 
 
@@ -334,7 +334,7 @@ def has_a_closure(t: Training) -> Seen:
 def switches(t: Training) -> Seen:
     for step, codec in enumerate(("int4()", "topk(ratio=0.2)", "identity()")):
         t.train(2 * step, 2 * step + 2)
-        commlayer.switch(t.session, plan_of(t.model, codec, nbytes=(1024, 2048)))
+        t.session.switch(plan_of(t.model, codec, nbytes=(1024, 2048)))
     t.train(6, 8)
     return []
 
@@ -612,7 +612,7 @@ def plain(seen: Any) -> Any:
     (False, "sgd"), (False, "foreach"), (False, "fused"), (True, "sgd"), (True, "adam"), (True, "adamw"), (True, "tensor rate"),
 ])
 def test_scripts_read_and_train_the_same_bits(requested: bool, optimizer: str) -> None:
-    """`requested`: attach() was given overlap="forward". Otherwise the plan has it, and scripts use gradients as ever."""
+    """`requested`: attach() was given sync="forward". Otherwise the plan has it, and scripts use gradients as ever."""
     for waited, overlapped in zip(*with_and_without(play, requested, optimizer), strict=True):
         for number, ((seen, state), (seen_too, state_too)) in enumerate(zip(waited, overlapped, strict=True)):
             assert seen == seen_too, f"script {number}"
@@ -625,7 +625,7 @@ def averaged(rank: int, address: str, overlap: str) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mean = torch.zeros_like(model.conv.weight)
     optimizer.register_step_post_hook(lambda *_: mean.lerp_(model.conv.weight.detach(), 0.5))
-    session = commlayer.attach(model, optimizer, plan=commlayer.compressors.int8(), overlap=overlap or None,
+    session = commlayer.attach(model, optimizer, compression=commlayer.compressors.int8(), sync=overlap or None,
                                config=rank_pool.quick(join=address))
     for step in range(STEPS):
         if overlap and step == 1:
@@ -688,7 +688,7 @@ def main(how: str) -> None:
             Held(training.worker, until_awaited=True)
         training.train(3, 4)
         return
-    training.session.drain()
+    training.session.flush()
     held = Held(training.worker, ["hidden.2.weight"])
     training.train(3, 4)
     for name, p in training.model.named_parameters():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from support.arguments import sync_of
 from support.attached import Run, Setting, loss_of, mlp, weights
 from support.rank_pool import Servers, pool, quick
 
@@ -68,7 +69,7 @@ def test_two_settings_are_all_that_it_takes(how: str, per_node: int) -> None:
 def over_to_another(rank: int, where: Setting, fields: dict[str, Any]) -> dict[str, Any]:
     job = Training(rank, where)
     job.train(0, 4)
-    commlayer.switch(job.session, replace(job.session.inspect.plan, **fields))
+    job.session.switch(replace(job.session.inspect.plan, **fields))
     job.train(4, STEPS)
     told = job.told()
     job.run.close()
@@ -89,13 +90,13 @@ def saved_and_loaded(rank: int, where: Setting, after: Setting, directory: str, 
     job = Training(rank, where)
     job.train(0, half)
     kept = weights(job.model)
-    job.session.save_residuals(directory)
+    job.session.checkpoint(directory, model=False)
     job.train(half, STEPS)
     whole = job.told()
     job.run.close()
     again = Training(rank, after)
     again.model.load_state_dict({name.removeprefix("0."): value for name, value in kept.items()})
-    again.session.load_residuals(directory)
+    again.session.resume(directory)
     again.train(half, STEPS)
     second = again.told()
     again.run.close()
@@ -119,12 +120,13 @@ def locally(rank: int, address: str, how: dict[str, Any]) -> dict[str, Any]:
     run.parts = [rank]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = quick(join=address, **dict(FIELDS))
-    with commlayer.attach(model, optimizer, plan=commlayer.compressors.topk(ratio=0.05), config=config, **how) as session:
+    with commlayer.attach(model, optimizer, compression=commlayer.compressors.topk(ratio=0.05), config=config,
+                          sync=sync_of(**how)) as session:
         for step in range(32):
             optimizer.zero_grad()
             loss_of(run, model, step).backward()
             optimizer.step()
-        session.drain()
+        session.flush()
         coded = session.inspect.connection.worker.coded
         return weights(model) | {"asked": [bucket.state["inner"]["entries"] for bucket in coded],
                                  "plain": [-(-bucket.numel // 20) for bucket in coded]}

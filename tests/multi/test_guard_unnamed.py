@@ -11,7 +11,6 @@ from support.attached import Run, Setting, coordinators, mlp, play
 from support.rank_pool import pool
 from torch import nn
 
-import commlayer
 from commlayer.autotune import quality as policy
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
@@ -28,16 +27,16 @@ def rising(run: Run, asked: bool) -> Any:
         run.wrap(model)
         session = run.sessions[0]
         model(torch.ones(2, 12)).sum().backward()
-        commlayer.switch(session, default_plan(job_of(model), codec="int8(block=32)", path="service", servers=SERVERS,
+        session.switch(default_plan(job_of(model), codec="int8(block=32)", path="service", servers=SERVERS,
                                                ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
         session.inspect.connection.terms.auto = not asked
-        before_s = session.stats()["guard_s"]
+        before_s = session.metrics()["guard_s"]
         for step in range(130):
             model.zero_grad()
             nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
-            session.report(1.0 + (step > 80))
+            session.log_loss(1.0 + (step > 80))
         codecs = {b.codec for b in session.inspect.plan.buckets}
-        return session.inspect.decisions(), codecs, session.stats()["guard_s"] - before_s
+        return session.inspect.decisions(), codecs, session.metrics()["guard_s"] - before_s
 
 
 @pytest.mark.commit(1)

@@ -256,7 +256,7 @@ def play(rank: int, script: Script, kind: str, how: str, ranks: tuple[int, ...] 
     def run() -> None:
         with t.session:
             script(t) if rank in ranks else t.train(0, STEPS)
-            t.session.drain()
+            t.session.flush()
 
     with log_lines() as lines:
         t = Attached(rank, how, kind)
@@ -563,12 +563,12 @@ def accumulates_as_frameworks_do(rank: int, address: str) -> list[torch.Tensor]:
     """Accelerate sets require_backward_grad_sync before the last backward pass of a step."""
     model: Any = mlp()
     seen = []
-    with commlayer.attach(model, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
+    with commlayer.attach(model, compression=commlayer.compressors.identity(), config=quick(join=address)) as session:
         for micro in range(2):
             model.require_backward_grad_sync = micro == 1
             model(data(rank, micro)[0]).sum().backward()
             seen.append(model[0].weight.grad.clone())
-        assert session.stats()["steps"] == 1
+        assert session.metrics()["steps"] == 1
     return seen
 
 

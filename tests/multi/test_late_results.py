@@ -60,7 +60,7 @@ class Training:
             self.optimizer.step()
 
     def drain(self) -> bool:
-        if late := self.session.drain():
+        if late := self.session.flush():
             self.optimizer.step()
         return late
 
@@ -104,9 +104,9 @@ def delayed(rank: int, address: str, late: str, optimizer: str, how: str, per_no
     begin = int(how == "ddp")
     training.train(0, begin)
     if begin:  # the order of DDP's parameters is known now
-        commlayer.switch(training.session, plan(training.session.inspect.connection.worker.job, late=late, per_node=per_node))
+        training.session.switch(plan(training.session.inspect.connection.worker.job, late=late, per_node=per_node))
     training.train(begin, STEPS)
-    drained = training.drain(), training.session.drain()
+    drained = training.drain(), training.session.flush()
     training.session.close()
     return *drained, training.weights()
 

@@ -62,7 +62,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "engine": [
         {"connection"},
         # one subject each, around a connection
-        {"allowed_ways", "exchange_schedule", "finite_steps", "observers", "parameter_drift", "regroup", "replica", "start",
+        {"exchange_schedule", "finite_steps", "observers", "parameter_drift", "regroup", "replica", "start",
          "switch", "trace", "uneven_inputs"},
         {"checkpoint", "inspection"},
         {"step_loop"},

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import rank_pool
+from support.arguments import sync_of
 from support.attached import data, refusals, said_in_lines
 from support.rank_pool import Servers, pool
 from torch import nn
@@ -21,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.optimizers import job_of
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan, verify_alone
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Bucket, Plan, Slice
 
 WORLD, H, ROUNDS, TENSORS, SIZE = 2, 4, 3, 4, 600
-NESTEROV = Outer(lr=0.7, momentum=0.9)
+NESTEROV = OuterSGD(lr=0.7, momentum=0.9)
 RATE, SLOPE = 0.05, 2.0
 
 
@@ -59,7 +60,7 @@ class Training:
     """One rank's."""
 
     def __init__(self, rank: int, address: str, *, codec: str = "identity()", path: str = "service", per_node: int = 1,
-                 outer: Outer | None = None, config: dict[str, Any] | None = None, ends: Sequence[int] = (),
+                 outer: OuterSGD | None = None, config: dict[str, Any] | None = None, ends: Sequence[int] = (),
                  scaler: Any = None, **how: Any) -> None:
         self.rank, self.model = rank, Wells()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
@@ -71,7 +72,8 @@ class Training:
                         for n, slices in cut)
         self.session = commlayer.attach(
             self.model, self.optimizer, config=rank_pool.quick(join=address, ranks_per_node=per_node) | (config or {}),
-            plan=Plan(plan.job, buckets, plan.servers, per_node), sync=outer or "step", scaler=self.scaler, **how)
+            plan=Plan(plan.job, buckets, plan.servers, per_node), grad_scaler=self.scaler,
+            sync=sync_of(outer=outer, **{"every": H} | how))
 
     @property
     def local(self) -> Any:
@@ -98,7 +100,7 @@ class Training:
         return np.stack([s.numpy().copy() for s in self.local.starts])
 
 
-def reference(steps: int, fragments: Sequence[Any], outer: Outer, *, overlap: bool, every: int = H,
+def reference(steps: int, fragments: Sequence[Any], outer: OuterSGD, *, overlap: bool, every: int = H,
               shares: Sequence[float] = (0.5, 0.5)) -> Any:
     """All workers' weights behind each step, and what they have in common. `fragments`: tensors, or which elements of all."""
     common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
@@ -135,11 +137,8 @@ def follow(rank: int, address: str, steps: int, how: dict[str, Any]) -> dict[str
         training.session.weight(1 + 2 * rank)
     rows = [(training.step(step), training.starts()) for step in range(steps)]
     under_way = training.local.under_way
-    if under_way:
-        with pytest.raises(ValueError, match="local steps.*E-CHECKPOINT"):
-            training.session.state_dict()
-    training.session.drain()
-    report = {"rows": rows, "end": training.weights(), "under way": under_way, "stats": training.session.stats()}
+    training.session.flush()
+    report = {"rows": rows, "end": training.weights(), "under way": under_way, "stats": training.session.metrics()}
     training.session.close()
     return report
 
@@ -168,7 +167,7 @@ def turned(cuts: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
     ({"overlap": "round", "fragments": 2, "ends": ENDS, "path": STAGED}, turned([1100])),
     ({"fragments": 4, "ends": ENDS}, turned([700, 1100, 1900])),
     ({"outer": NESTEROV, "uneven": True}, [[0, 1, 2, 3]]),
-    ({"overlap": "round", "path": "allreduce", "outer": Outer(0.5, 0.5), "uneven": True}, [[0, 1, 2, 3]]),
+    ({"overlap": "round", "path": "allreduce", "outer": OuterSGD(0.5, 0.5), "uneven": True}, [[0, 1, 2, 3]]),
     ({"every": 1, "codes": "updates", "overlap": "round"}, [[0, 1, 2, 3]]),
     ({"every": 1, "codes": "updates", "overlap": "round", "outer": NESTEROV, "per_node": 2}, [[0, 1, 2, 3]]),
 ], ids=["whole", "halves, nesterov", "allreduce", "two ranks to a node", "staged", "one after the other",
@@ -179,7 +178,7 @@ def test_weights_equal_the_reference(how: dict[str, Any], parts: Sequence[Any]) 
     with Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(follow, servers.address, steps, how)
     every = how.get("every", H)
-    wanted = reference(steps, parts, how.get("outer", Outer()), overlap="overlap" in how, every=every,
+    wanted = reference(steps, parts, how.get("outer", OuterSGD()), overlap="overlap" in how, every=every,
                        shares=(0.25, 0.75) if "uneven" in how else (0.5, 0.5))
     for step, (workers, common) in enumerate(wanted):
         for rank, result in enumerate(results):
@@ -209,7 +208,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
         training.optimizer.step()
         put[masks[turn]] += 0 if spoilt else since[masks[turn]]
         since[masks[turn]] = 0
-    training.session.drain()
+    training.session.flush()
     residuals = np.zeros((TENSORS, SIZE))
     for bucket in training.session.inspect.connection.worker.buckets:
         for residual in bucket.debts():
@@ -258,7 +257,7 @@ def mishaps(rank: int, address: str) -> tuple[list[str], Any]:
     decisions = training.session.inspect.decisions()
     for step in range(24, 32):
         training.step(step, infinite="weights" if step == 26 and rank == 1 else "")
-    training.session.drain()
+    training.session.flush()
     training.session.close()
     return decisions, training.weights()
 
@@ -287,8 +286,8 @@ def test_weights_that_are_not_finite_go_back_to_those_of_the_last_exchange() -> 
 def skipped(rank: int, address: str, at: int) -> tuple[Any, Any, float]:
     training = Training(rank, address, every=H, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
     rows = [training.step(step, infinite="gradients" if rank and step == at else "") for step in range(2 * H + 1)]
-    training.session.drain()
-    exchanges = training.session.stats()["exchanges"]
+    training.session.flush()
+    exchanges = training.session.metrics()["exchanges"]
     training.session.close()
     return rows[2 * H - 1], training.weights(), exchanges
 
@@ -308,7 +307,7 @@ def few(rank: int, address: str) -> tuple[int, list[str], Any]:
     training = Training(rank, address, every=6, fragments=6)
     for step in range(12):
         training.step(step)
-    training.session.drain()
+    training.session.flush()
     fragments, lines = training.session.inspect.connection.plan.fragments, training.session.inspect.decisions()
     training.session.close()
     return fragments, lines, training.weights()
@@ -425,8 +424,8 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
     if "ddp" in how:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.002, find_unused_parameters="unused" in how,
                                           static_graph="static" in how, gradient_as_bucket_view="view" in how)
-    session = commlayer.attach(wrapped, optimizer, plan=codec, every=every, codes="updates", scaler=scaler,
-                               config=rank_pool.quick(join=address))
+    session = commlayer.attach(wrapped, optimizer, compression=codec, grad_scaler=scaler,
+                               sync=commlayer.LocalSteps(every, overlap=False), config=rank_pool.quick(join=address))
     no_sync = wrapped.no_sync if "own no_sync" in how else session.no_sync
     rows, grads = [], []
     for step in range(ROUNDS * every):
@@ -435,7 +434,7 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
         stepped(wrapped, optimizer, scaler, rank, step, how, no_sync)
         rows.append(tensors(model))
         grads.append(model.head.weight.grad.clone())
-    report = {"rows": rows, "grads": grads, "stats": session.stats(), "plan": session.inspect.plan}
+    report = {"rows": rows, "grads": grads, "stats": session.metrics(), "plan": session.inspect.plan}
     session.close()
     if "ddp" in how:  # it reduces again
         optimizer.zero_grad()
@@ -500,30 +499,28 @@ def refused(rank: int, address: str) -> dict[str, str]:
     hooked.register_comm_hook(None, commlayer.comm_hook)
     attach = commlayer.attach
     tries: dict[str, Callable[[], Any]] = {
-        "every=0": lambda: attach(model, adamw, every=0),
-        "every=2.5": lambda: attach(model, adamw, every=2.5),
-        "codes": lambda: attach(model, adamw, codes="weights"),
-        "gradients": lambda: attach(model, adamw, every=4, codes="gradients"),
-        "no optimizer": lambda: attach(model, every=4),
-        "no optimizer, updates": lambda: attach(model, codes="updates"),
+        "every=0": lambda: attach(model, adamw, sync=commlayer.LocalSteps(0, overlap=False)),
+        "every=2.5": lambda: attach(model, adamw, sync=commlayer.LocalSteps(2.5, overlap=False)),
+        "no optimizer": lambda: attach(model, sync=commlayer.LocalSteps(4, overlap=False)),
+        "no optimizer, updates": lambda: attach(model, sync=commlayer.LocalSteps(1, overlap=False)),
         "no optimizer, plan": lambda: attach(model, plan=plan, config=config),
-        "lbfgs": lambda: attach(model, torch.optim.LBFGS(model.parameters()), every=4),
-        "hooked": lambda: attach(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), every=4),
-        "plan": lambda: attach(model, sgd, plan=plan, every=4, config=config),
-        "stale": lambda: attach(model, sgd, plan=stale, codes="updates", config=config),
-        "ranks differ": lambda: attach(model, sgd, plan="int4()", every=2 + rank, config=config),
-        "overlap": lambda: attach(model, sgd, every=4, overlap="always"),
-        "overlap, every=1": lambda: attach(model, sgd, every=1, overlap="round"),
-        "overlap alone": lambda: attach(model, sgd, plan="int4()", overlap="round", config=config),
-        "fragments > every": lambda: attach(model, sgd, every=2, fragments=4),
-        "fragments=3": lambda: attach(model, sgd, every=4, fragments=3),
-        "fragments=0": lambda: attach(model, sgd, every=4, fragments=0),
+        "lbfgs": lambda: attach(model, torch.optim.LBFGS(model.parameters()), sync=commlayer.LocalSteps(4, overlap=False)),
+        "hooked": lambda: attach(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), sync=commlayer.LocalSteps(4)),
+        "plan": lambda: attach(model, sgd, plan=plan, sync=commlayer.LocalSteps(4, overlap=False), config=config),
+        "stale": lambda: attach(model, sgd, plan=stale, sync=commlayer.LocalSteps(1, overlap=False), config=config),
+        "ranks differ": lambda: attach(model, sgd, compression="int4", config=config,
+                                       sync=commlayer.LocalSteps(2 + rank, overlap=False)),
+        "overlap": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap="always")),
+        "fragments > every": lambda: attach(model, sgd, sync=commlayer.LocalSteps(2, overlap=False, fragments=4)),
+        "fragments=3": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap=False, fragments=3)),
+        "fragments=0": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap=False, fragments=0)),
     }
     lines = refusals(tries)
-    session = attach(model, adamw, plan="int4()", every=2, config=config)  # the refusals left nothing attached
-    commlayer.switch(session, msgspec.structs.replace(plan, local_steps=1))
+    session = attach(model, adamw, compression="int4()", sync=commlayer.LocalSteps(2, overlap=False),
+                     config=config)  # the refusals left nothing attached
+    session.switch(msgspec.structs.replace(plan, local_steps=1))
     assert session.inspect.plan.local_steps == 2, "the script's value stays"
-    lines |= refusals({"switch": lambda: commlayer.switch(session, plan)})
+    lines |= refusals({"switch": lambda: session.switch(plan)})
     session.close()
     return lines
 
@@ -531,14 +528,14 @@ def refused(rank: int, address: str) -> dict[str, str]:
 def test_contradictions_and_wrong_values_are_refused_in_one_line() -> None:
     with Servers(WORLD, 1) as servers:
         said_in_lines(pool(WORLD).call(refused, servers.address), {
-            "every=0": "every: got 0", "every=2.5": "every: got 2.5", "codes": "codes: got 'weights'",
-            "gradients": "every=1", "no optimizer": "every=4", "no optimizer, updates": "codes='updates'",
-            "no optimizer, plan": "E-SYNC-OPTIMIZER", "lbfgs": "LBFGS", "hooked": "communication hook",
-            "plan": "every=4, but the plan has 8", "stale": "E-SYNC-MODE",
-            "ranks differ": "every=2, codes='updates' on rank 0",
-            "overlap": "overlap: got 'always'", "overlap, every=1": "every=1", "overlap alone": "every=2 or more",
-            "fragments > every": "fragments: got 4 with every=2", "fragments=3": "fragments: got 3",
-            "fragments=0": "fragments: got 0", "switch": "every=2, but the plan has 8",
+            "every=0": "every is 0", "every=2.5": "every is 2.5", "no optimizer": "E-SYNC-OPTIMIZER",
+            "no optimizer, updates": "E-SYNC-OPTIMIZER", "no optimizer, plan": "E-SYNC-OPTIMIZER",
+            "lbfgs": "LBFGS", "hooked": "communication hook",
+            "plan": "but the plan has 8", "stale": "E-SYNC-MODE",
+            "ranks differ": "every=2, overlap=False, fragments=None, outer=None) on rank 0",
+            "overlap": "E-SYNC-MODE",
+            "fragments > every": "fragments is 4 with every=2", "fragments=3": "fragments is 3",
+            "fragments=0": "fragments is 0", "switch": "but the plan has 8",
         })
 
 
@@ -552,5 +549,5 @@ def test_local_steps_and_late_results_exclude_each_other() -> None:
 @pytest.mark.parametrize("arguments", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}])
 def test_impossible_outer_optimizers_are_refused(arguments: dict[str, float]) -> None:
     (name, value), = arguments.items()
-    with pytest.raises(ValueError, match=f"Outer: {name} is {value}.*E-OPTIM-ARGUMENT"):
-        Outer(**arguments)
+    with pytest.raises(ValueError, match=f"OuterSGD: {name} is {value}.*E-OPTIM-ARGUMENT"):
+        OuterSGD(**arguments)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from support.arguments import plan_or_codec
 from support.attached import data, mlp
 from support.rank_pool import Servers, pool, quick
 from torch import nn
@@ -42,7 +43,7 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
     plan = plan_of(model, local_steps=2) if how == "local" else "auto"
     line = ""
     config = quick(ranks_per_node=WORLD, drift=drift, drift_steps=2)
-    session = commlayer.attach(wrapped, optimizer, plan=plan, config=config)
+    session = commlayer.attach(wrapped, optimizer, **plan_or_codec(plan), config=config)
     try:
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -10,13 +10,14 @@ import pytest
 import torch
 from msgspec import structs
 from support import rank_pool
+from support.arguments import sync_of
 from support.attached import data, mlp
 from support.rank_pool import Servers, pool
 
 import commlayer
 from commlayer import plan_file, records
 from commlayer.engine.optimizers import job_of
-from commlayer.engine.plan_choice import RequestedModes, read_ways, stepping, ways_of
+from commlayer.engine.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
 from commlayer.errors import RecordError
 from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
@@ -35,30 +36,31 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
     ({}, {"every": 4, "overlap": "round", "fragments": 2}, {"local_steps": 4, "overlap": "round", "fragments": 2}),
     ({}, {"codes": "updates"}, {"codes": "updates"}),
     ({}, {"overlap": "forward"}, {"overlap": "forward"}),
-    ({"local_steps": 4}, {"overlap": "round"}, {"local_steps": 4, "overlap": "round"}),
-    ({"local_steps": 4, "overlap": "round"}, {"every": 4}, {"local_steps": 4, "overlap": "round"}),
-    ({"overlap": "forward"}, {"codes": "gradients", "every": 1}, {"overlap": "forward"}),
+    ({"local_steps": 4}, {"every": 4, "overlap": "round"}, {"local_steps": 4, "overlap": "round"}),
+    ({"overlap": "forward"}, {"overlap": "forward"}, {"overlap": "forward"}),
     ({}, {"every": 4, "fragments": 4}, {"local_steps": 4, "fragments": 2}),
 ])
 def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[str, Any], wanted: dict[str, Any]) -> None:
-    every, codes = asked.pop("every", None), asked.pop("codes", None)
-    laid = stepping(plan(**planned), read_ways(every, codes, **asked))
+    laid = with_modes(plan(**planned), requested_modes(sync_of(**asked)))
     as_planned = structs.replace(laid, step_s=0.5) == plan(**planned)
     assert laid == structs.replace(plan(**wanted), step_s=0.5 if as_planned else 0.0)
     assert verify_alone(laid) == []
 
 
 @pytest.mark.parametrize(("planned", "asked", "said"), [
-    ({"local_steps": 8}, RequestedModes(every=4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
-    ({"codes": "updates"}, RequestedModes(codes="gradients"), "codes='gradients'.* updates.*E-SYNC-PLAN"),
-    ({"local_steps": 8}, RequestedModes(codes="gradients"), "codes='gradients'.* 8 local.*E-SYNC-PLAN"),
-    ({"overlap": "forward"}, RequestedModes(every=4, overlap="round"), "overlap='round'.*overlap='forward'.*E-SYNC-PLAN"),
-    ({"local_steps": 4, "fragments": 2}, RequestedModes(fragments=1), r"fragments: got 1\b.*every=4\b.* 2\b.*E-SYNC-FRAGMENTS"),
-    ({"stale": True}, RequestedModes(codes="updates"), "late.* updates.*E-SYNC-MODE"),
+    ({"local_steps": 8}, LocalSteps(4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
+    ({"codes": "updates"}, "step", "sync='step'.* weight changes.*E-SYNC-PLAN"),
+    ({"codes": "updates"}, "forward", "sync='forward'.* weight changes.*E-SYNC-PLAN"),
+    ({"local_steps": 8}, "step", "sync='step'.* 8 local.*E-SYNC-PLAN"),
+    ({"stale": True}, "step", "sync='step'.* late.*E-SYNC-PLAN"),
+    ({"overlap": "forward"}, LocalSteps(4), "LocalSteps.*overlap='forward'.*E-SYNC-PLAN"),
+    ({"local_steps": 4, "overlap": "round"}, LocalSteps(4, overlap=False), "overlap=False.*overlap='round'.*E-SYNC-PLAN"),
+    ({"local_steps": 4, "fragments": 2}, LocalSteps(4, False, 1), r"fragments=1\b.* 2 fragments.*E-SYNC-PLAN"),
+    ({"stale": True}, LocalSteps(1), "late.* weight changes.*E-SYNC-MODE"),
 ])
-def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: RequestedModes, said: str) -> None:
+def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        stepping(plan(**planned), asked)
+        with_modes(plan(**planned), requested_modes(asked))
     assert "\n" not in str(caught.value)
 
 
@@ -77,10 +79,10 @@ def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], said: str
 
 
 def test_a_plan_names_its_ways() -> None:
-    assert [way for way, _ in ways_of(plan(local_steps=4, overlap="round"))] == ["local", "round"]
-    assert [way for way, _ in ways_of(plan(codes="updates"))] == ["updates"]
-    assert [way for way, _ in ways_of(plan(overlap="forward"))] == ["forward"]
-    assert ways_of(plan()) == []
+    assert [mode for mode, _ in modes_of(plan(local_steps=4, overlap="round"))] == ["local", "round"]
+    assert [mode for mode, _ in modes_of(plan(codes="updates"))] == ["updates"]
+    assert [mode for mode, _ in modes_of(plan(overlap="forward"))] == ["forward"]
+    assert modes_of(plan()) == []
 
 
 def test_plan_files_from_before_still_load_and_new_ones_keep_the_fields(tmp_path: Path) -> None:
@@ -107,15 +109,16 @@ WAYS: dict[str, dict[str, Any]] = {
 def follow(rank: int, address: str, planned: Plan, how: dict[str, Any]) -> dict[str, Any]:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    session = commlayer.attach(model, optimizer, plan=planned, config=rank_pool.quick(join=address), **how)
+    session = commlayer.attach(model, optimizer, plan=planned, config=rank_pool.quick(join=address),
+                               sync=sync_of(**how))
     for step in range(9):
         optimizer.zero_grad()
         x, y = data(rank, step)
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    session.drain()
+    session.flush()
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = {"plan": session.inspect.plan, "weights": weights, "stats": session.stats()}
+    found = {"plan": session.inspect.plan, "weights": weights, "stats": session.metrics()}
     session.close()
     return found
 
@@ -125,8 +128,7 @@ def test_a_plan_runs_as_the_arguments_would(way: str) -> None:
     made = default_plan(job_of(mlp()), codec="int8(block=32)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
                         cut_nbytes=4096)
     told = WAYS[way]
-    laid = stepping(made, read_ways(told.get("every"), told.get("codes"), overlap=told.get("overlap"),
-                                    fragments=told.get("fragments")))
+    laid = with_modes(made, requested_modes(sync_of(**told)))
     runs = []
     for planned, how in ((made, told), (laid, {})):
         with Servers(2, 1) as servers:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.arguments import sync_of
 from support.attached import data, mlp
 from support.rank_pool import pool, quick
 from torch import nn
@@ -104,8 +105,8 @@ def resumed(rank: int, how: str, what: str, drift: str) -> dict[str, Any]:
     for number in range(3):
         step(other, trained, rank if what == "own state" else 0, number)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
-    plan: Any = {"every": 4} if how == "local" else {}
-    session = commlayer.attach(wrapped, optimizer, config=quick(ranks_per_node=WORLD, drift=drift), **plan)
+    sync = sync_of(every=4) if how == "local" else None
+    session = commlayer.attach(wrapped, optimizer, config=quick(ranks_per_node=WORLD, drift=drift), sync=sync)
     loads = rank == 0 or what == "own state"
     if what == "lr":
         optimizer.param_groups[0]["lr"] = 0.01 if rank == 0 else 0.02

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import rank_pool
+from support.arguments import sync_of
 from support.attached import data, mlp
 from support.broken import Cutter, random_cuts
 from support.rank_pool import Servers, pool
@@ -41,8 +42,8 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
     model: Any = mlp(width=64)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     called = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
-    session = commlayer.attach(called, optimizer, plan=commlayer.compressors.topk(ratio=0.1),
-                               config=rank_pool.quick(join=address), **WAYS[how])
+    session = commlayer.attach(called, optimizer, compression=commlayer.compressors.topk(ratio=0.1),
+                               config=rank_pool.quick(join=address), sync=sync_of(**WAYS[how]))
     for number in range(STEPS):
         optimizer.zero_grad()
         x, y = data(rank, number)
@@ -53,9 +54,9 @@ def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.
             continue
         optimizer.step()
         if how == "states" and number in (4, 6):
-            session.save_residuals(folder) if number == 4 else session.load_residuals(folder)
-    session.drain()
-    stats = session.stats()
+            session.checkpoint(folder, model=False) if number == 4 else session.resume(folder)
+    session.flush()
+    stats = session.metrics()
     session.close()
     return [p.detach().clone() for p in model.parameters()], stats
 

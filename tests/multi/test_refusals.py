@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer import records
+from commlayer import LocalSteps, records
 from commlayer.compressors import parse
 from commlayer.errors import code_of
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
 WORLD = 2
@@ -82,7 +82,7 @@ def attach(model: nn.Module | None = None, optimizer: Callable[[nn.Module], Any]
 
 
 def forward(optimizer: Callable[[nn.Module], Any], **how: Any) -> None:
-    attach(Net(), optimizer, **{"overlap": "forward"} | how)
+    attach(Net(), optimizer, **{"sync": "forward"} | how)
 
 
 def with_buckets(**bucket: Any) -> Any:
@@ -118,7 +118,7 @@ ALONE: dict[str, Row] = {
     "address": row(lambda: attach(config={"join": "nowhere"}), "E-ADDRESS", "join: got 'nowhere'", "argument join"),
     "sync": row(lambda: attach(sync="never"), "E-SYNC-MODE", "sync: got 'never'"),
     "plan file": row(lambda: attach(plan="missing.json"), "E-PLAN-NAME", "plan 'missing.json'"),
-    "plan's type": row(lambda: attach(plan=17), "E-CODEC-NAME", "codec '17'"),
+    "plan's type": row(lambda: attach(plan=17), "E-PLAN-NAME", "plan: got 17"),
     "another model's plan": row(lambda: attach(plan=plan_of(mlp(width=8))), "E-PLAN-REFUSED", "plan: ", "job "),
     "plan with a gap": row(lambda: attach(plan=without_a_bucket()), "E-PLAN-REFUSED", "0.weight: "),
     "plan's codec": row(lambda: attach(plan=with_buckets(codec="topq()")), "E-CODEC-NAME", "bucket 0: ", "'topq'"),
@@ -131,12 +131,14 @@ ALONE: dict[str, Row] = {
     "weight inf": row(lambda: weight(float("inf")), "E-WEIGHT", "weight: got inf"),
     "trace alone": row(lambda: trace(3), "E-TRACE", "alone"),
     "trace of 0": row(lambda: trace(0), "E-TRACE", "steps: got 0"),
-    "max_norm": row(lambda: forward(sgd, max_norm=-1.0), "E-CLIP", "max_norm", "-1.0"),
-    "max_norm alone": row(lambda: attach(max_norm=1.0), "E-CLIP", "attach(model, optimizer, max_norm"),
-    "outer lr": row(lambda: Outer(lr=0.0), "E-OPTIM-ARGUMENT", "Outer: lr is 0"),
-    "outer lr nan": row(lambda: Outer(lr=float("nan")), "E-OPTIM-ARGUMENT", "Outer: lr is nan"),
-    "outer momentum": row(lambda: Outer(momentum=1.0), "E-OPTIM-ARGUMENT", "Outer: momentum is 1"),
-    "overlap": row(lambda: forward(sgd, overlap="both"), "E-SYNC-MODE", "overlap: ", "'both'"),
+    "clip": row(lambda: forward(sgd, clip_grad_norm=-1.0), "E-CLIP", "clip_grad_norm", "-1.0"),
+    "clip alone": row(lambda: attach(clip_grad_norm=1.0), "E-CLIP", "attach(model, optimizer, clip_grad_norm"),
+    "outer lr": row(lambda: OuterSGD(lr=0.0), "E-OPTIM-ARGUMENT", "OuterSGD: lr is 0"),
+    "outer lr nan": row(lambda: OuterSGD(lr=float("nan")), "E-OPTIM-ARGUMENT", "OuterSGD: lr is nan"),
+    "outer momentum": row(lambda: OuterSGD(momentum=1.0), "E-OPTIM-ARGUMENT", "OuterSGD: momentum is 1"),
+    "plan and codec": row(lambda: attach(compression="int4", plan="p.json"), "E-PLAN-NAME", "'int4'", "'p.json'"),
+    "codec as plan": row(lambda: attach(plan="int4"), "E-PLAN-NAME", "compression='int4'"),
+    "two-part codec": row(lambda: attach(compression="topq()"), "E-CODEC-NAME", "compression: ", "'topq'"),
     "forward, no optimizer": row(lambda: forward(lambda m: None), "E-SYNC-FORWARD", "attach(model, optimizer"),
     "forward, lbfgs": row(lambda: forward(lbfgs), "E-SYNC-FORWARD", "LBFGS", "closure"),
     "forward, own step": row(lambda: forward(lambda m: CountsItself(m.parameters(), lr=0.1)), "E-SYNC-FORWARD",
@@ -147,21 +149,18 @@ ALONE: dict[str, Row] = {
     "forward, no torch": row(lambda: forward(lambda m: object()), "E-SYNC-FORWARD", "object ", "torch.optim.Optimizer"),
     "forward, a part": row(lambda: forward(lambda m: torch.optim.SGD([m.scale], lr=0.1)), "E-SYNC-FORWARD", "10 ",
                            "words.weight"),
-    "forward, sparse": row(lambda: attach(nn.Sequential(nn.Embedding(9, 4, sparse=True)), sgd, overlap="forward"),
+    "forward, sparse": row(lambda: attach(nn.Sequential(nn.Embedding(9, 4, sparse=True)), sgd, sync="forward"),
                            "E-SYNC-FORWARD", "0.weight"),
-    "every=0": row(lambda: attach(None, sgd, every=0), "E-SYNC-EVERY", "every: got 0"),
-    "every=2.5": row(lambda: attach(None, sgd, every=2.5), "E-SYNC-EVERY", "every: got 2.5"),
-    "codes": row(lambda: attach(None, sgd, codes="weights"), "E-SYNC-MODE", "codes: got 'weights'"),
-    "coded gradients": row(lambda: attach(None, sgd, every=4, codes="gradients"), "E-SYNC-MODE", "every=1"),
-    "every, no optimizer": row(lambda: attach(every=4), "E-SYNC-OPTIMIZER", "every=4"),
-    "updates, no optimizer": row(lambda: attach(codes="updates"), "E-SYNC-OPTIMIZER", "codes='updates'"),
-    "every, lbfgs": row(lambda: attach(None, lbfgs, every=4), "E-SYNC-OPTIMIZER", "LBFGS"),
-    "overlap always": row(lambda: attach(None, sgd, every=4, overlap="always"), "E-SYNC-MODE", "overlap: got 'always'"),
-    "overlap, every=1": row(lambda: attach(None, sgd, every=1, overlap="round"), "E-SYNC-MODE", "every=1"),
-    "fragments > every": row(lambda: attach(None, sgd, every=2, fragments=4), "E-SYNC-FRAGMENTS", "fragments: got 4",
+    "every=0": row(lambda: LocalSteps(0), "E-SYNC-EVERY", "every is 0"),
+    "every=2.5": row(lambda: LocalSteps(2.5), "E-SYNC-EVERY", "every is 2.5"),
+    "every, no optimizer": row(lambda: attach(sync=LocalSteps(4)), "E-SYNC-OPTIMIZER", "NoneType"),
+    "updates, no optimizer": row(lambda: attach(sync=LocalSteps(1)), "E-SYNC-OPTIMIZER", "NoneType"),
+    "every, lbfgs": row(lambda: attach(None, lbfgs, sync=LocalSteps(4)), "E-SYNC-OPTIMIZER", "LBFGS"),
+    "overlap always": row(lambda: LocalSteps(4, overlap="always"), "E-SYNC-MODE", "'always'"),
+    "fragments > every": row(lambda: LocalSteps(2, fragments=4), "E-SYNC-FRAGMENTS", "fragments is 4",
                              "every=2"),
-    "fragments=3": row(lambda: attach(None, sgd, every=4, fragments=3), "E-SYNC-FRAGMENTS", "fragments: got 3"),
-    "fragments=0": row(lambda: attach(None, sgd, every=4, fragments=0), "E-SYNC-FRAGMENTS", "fragments: got 0"),
+    "fragments=3": row(lambda: LocalSteps(4, fragments=3), "E-SYNC-FRAGMENTS", "fragments is 3"),
+    "fragments=0": row(lambda: LocalSteps(4, fragments=0), "E-SYNC-FRAGMENTS", "fragments is 0"),
 }
 
 
@@ -235,18 +234,17 @@ RANKS: dict[str, Row] = {
     "ranks per node": row(lambda _, __: commlayer.attach(mlp(), config=quick(ranks_per_node=3)), "E-PROCESS-GROUP",
                           "ranks_per_node 3 ", "2 ranks"),
     "plan of local steps": row(lambda _, a: served(a, lambda m: None, plan=many(local_steps=8)), "E-SYNC-OPTIMIZER"),
-    "every=4": row(lambda _, a: served(a, plan=many(local_steps=8), every=4), "E-SYNC-PLAN", "every=4", "8"),
-    "stale and updates": row(lambda _, a: served(a, plan=many(bucket={"stale": True}), codes="updates"), "E-SYNC-MODE"),
-    "every": row(lambda rank, a: served(a, plan="int4()", every=2 + rank), "E-RANKS-DIFFER", "every=2, codes='updates'",
+    "every=4": row(lambda _, a: served(a, plan=many(local_steps=8), sync=LocalSteps(4)), "E-SYNC-PLAN", "every=4", "8"),
+    "stale and updates": row(lambda _, a: served(a, plan=many(bucket={"stale": True}), sync=LocalSteps(1)), "E-SYNC-MODE"),
+    "every": row(lambda rank, a: served(a, compression="int4", sync=LocalSteps(2 + rank)), "E-RANKS-DIFFER", "every=2",
                  "rank 0"),
-    "overlap alone": row(lambda _, a: served(a, plan="int4()", overlap="round"), "E-SYNC-MODE", "every=2 or more"),
-    "hooked": row(lambda _, __: attach(hooked(), sgd, every=4), "E-DDP-LOCAL-STEPS", "communication hook"),
-    "forward, DDP": row(lambda _, a: attach(DistributedDataParallel(mlp()), sgd, plan=many(), overlap="forward",
+    "hooked": row(lambda _, __: attach(hooked(), sgd, sync=LocalSteps(4)), "E-DDP-LOCAL-STEPS", "communication hook"),
+    "forward, DDP": row(lambda _, a: attach(DistributedDataParallel(mlp()), sgd, plan=many(), sync="forward",
                                             config=quick(join=a)), "E-SYNC-FORWARD", "DistributedDataParallel"),
-    "forward, local steps": row(lambda _, a: served(a, plan=many(local_steps=4), overlap="forward"), "E-PLAN-REFUSED",
-                                "4 local steps", "overlap='forward'"),
-    "forward, stale": row(lambda _, a: served(a, plan=many(bucket={"stale": True}), overlap="forward"), "E-PLAN-REFUSED",
-                          "a step late", "overlap='forward'"),
+    "forward, local steps": row(lambda _, a: served(a, plan=many(local_steps=4), sync="forward"), "E-SYNC-PLAN",
+                                "4 local steps", "sync='forward'"),
+    "forward, stale": row(lambda _, a: served(a, plan=many(bucket={"stale": True}), sync="forward"), "E-SYNC-PLAN",
+                          "late results", "sync='forward'"),
 }
 
 
@@ -254,17 +252,18 @@ def refused(rank: int, address: str) -> dict[str, str]:
     """All rows, one after the other, and changes of plan in running jobs."""
     lines = {name: outcome(lambda act=act: act(rank, address)) for name, (act, _, _) in RANKS.items()}
     model = mlp()
-    with commlayer.attach(model, sgd(model), plan="int4()", every=2, config=quick(join=address)) as session:
-        commlayer.switch(session, many())
+    with commlayer.attach(model, sgd(model), compression="int4", sync=LocalSteps(2),
+                          config=quick(join=address)) as session:
+        session.switch(many())
         assert session.inspect.plan is not None
         assert session.inspect.plan.local_steps == 2, "the script's value stays"
-        return lines | {"switch": outcome(lambda: commlayer.switch(session, many(local_steps=8)))}
+        return lines | {"switch": outcome(lambda: session.switch(many(local_steps=8)))}
 
 
 def refused_by_forward(rank: int, address: str) -> list[str]:
     model = mlp()
-    with commlayer.attach(model, sgd(model), plan=many(), overlap="forward", config=quick(join=address)) as session:
-        lines = [outcome(lambda plan=plan: commlayer.switch(session, plan))
+    with commlayer.attach(model, sgd(model), plan=many(), sync="forward", config=quick(join=address)) as session:
+        lines = [outcome(lambda plan=plan: session.switch(plan))
                  for plan in (many(local_steps=4), many(bucket={"stale": True}))]
         model(data(rank, 0)[0]).sum().backward()
         return lines
@@ -278,8 +277,8 @@ def test_what_ranks_give_together_is_refused_on_each() -> None:
                 assert_refused(line, RANKS[name].code, *RANKS[name].names)
     with Servers(WORLD, 1) as servers:
         for local, stale in pool(WORLD).call(refused_by_forward, servers.address):
-            assert_refused(local, "E-PLAN-REFUSED", "4 local steps", "overlap='forward'")
-            assert_refused(stale, "E-PLAN-REFUSED", "a step late", "overlap='forward'")
+            assert_refused(local, "E-SYNC-PLAN", "4 local steps", "sync='forward'")
+            assert_refused(stale, "E-SYNC-PLAN", "late results", "sync='forward'")
 
 
 def sharding(rank: int, how: str) -> str:

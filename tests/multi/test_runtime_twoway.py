@@ -56,7 +56,7 @@ def test_the_mean_over_steps_tends_to_the_plain_mean(codec: str, fields: dict[st
 def attached(rank: int, address: str, text: str) -> tuple[set[tuple[str, str]], torch.Tensor, torch.Tensor]:
     """What the plan has, this rank's gradient, and what came back."""
     model = torch.nn.Linear(64, 8, bias=False)
-    with commlayer.attach(model, plan=text, config=quick(join=address)) as session:
+    with commlayer.attach(model, compression=text, config=quick(join=address)) as session:
         torch.manual_seed(rank)
         x = torch.randn(4, 64)
         model(x).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from support.arguments import sync_of
 from support.attached import Run, Setting, coordinators, play, weights
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
@@ -81,7 +82,8 @@ def coded(rank: int, how: dict[str, Any], address: str) -> tuple[set[int], dict[
     model = Tables()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = set()
-    with commlayer.attach(model, optimizer, plan="topk(ratio=0.05)", config=quick(join=address), **how) as session:
+    with commlayer.attach(model, optimizer, compression="topk(ratio=0.05)", config=quick(join=address),
+                          sync=sync_of(**how)) as session:
         for step in range(STEPS):
             (model(batch(rank, step), bags=True) ** 2).mean().backward()
             assert model.words.weight.grad is not None
@@ -89,7 +91,7 @@ def coded(rank: int, how: dict[str, Any], address: str) -> tuple[set[int], dict[
             rows.add(len(model.words.weight.grad._indices()[0]))
             optimizer.step()
             optimizer.zero_grad()
-        session.drain()
+        session.flush()
         return rows, weights(model)
 
 
@@ -104,7 +106,7 @@ def test_replicas_stay_equal_under_other_codecs_and_sync_modes(how: dict[str, An
 def test_overlap_refuses_them_by_name() -> None:
     model = Tables()
     with pytest.raises(ValueError, match=r"words\.weight.*E-SYNC-FORWARD"):
-        commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap="forward")
+        commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), sync="forward")
 
 
 def broken_off(rank: int, address: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +121,7 @@ def broken_off(rank: int, address: str) -> tuple[torch.Tensor, torch.Tensor]:
         raise RuntimeError("broken off")
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address)) as session:
+    with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address)) as session:
         with session.no_sync():
             loss(1).backward()
         assert model.words.weight.grad is not None

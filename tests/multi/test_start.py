@@ -45,7 +45,7 @@ def settings(rank: int, odd: dict[str, Any]) -> tuple[str, float]:
 
 
 def another_plan(rank: int) -> tuple[str, float]:
-    return said_by(lambda: commlayer.attach(mlp(), plan="auto" if rank else commlayer.compressors.fp16(), config=quick()))
+    return said_by(lambda: commlayer.attach(mlp(), compression=None if rank else "fp16", config=quick()))
 
 
 def an_optimizer_on_one(rank: int) -> tuple[str, float]:
@@ -266,7 +266,7 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
                 got.append(gradient(model, wrapped, rank, 0))
                 place, close = session.inspect.connection, session.close
             else:
-                state = commlayer.HookState(plan_of(model, path), config=config)
+                state = commlayer.HookState(plan=plan_of(model, path), config=config)
                 wrapped.register_comm_hook(state, commlayer.comm_hook)
                 got.append(gradient(model, wrapped, rank, 0))
                 place, close = state.connection, state.connection.close
@@ -296,7 +296,7 @@ def meshes(rank: int, address: str) -> tuple[int, str]:
     one, two = init_device_mesh("cpu", (WORLD,)), init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("dp", "tp"))
     refused = said_by(lambda: commlayer.attach(mlp(), process_group=two, config=quick(join=address)))[0]
     session = commlayer.attach(mlp(), process_group=one, config=quick(join=address))
-    world = session.world
+    world = session.world_size
     session.close()
     return world, refused
 

@@ -1,4 +1,4 @@
-"""session.stats(): one definition of each counter, alone and in every kind of job. Real ranks."""
+"""session.metrics(): one definition of each counter, alone and in every kind of job. Real ranks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 from support import rank_pool
+from support.arguments import plan_or_codec, sync_of
 from support.attached import data, mlp
 from support.rank_pool import Servers, pool
 from torch import nn
@@ -35,13 +36,13 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
     if how == "staged":
         plan = structs.replace(plan, buckets=tuple(structs.replace(b, path=STAGED) for b in plan.buckets))
     if how in ("alone", "no optimizer"):
-        plan = commlayer.compressors.identity()
+        plan = "identity"
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
     config = rank_pool.quick(**({"join": address} if address else {}))
     wrapped = DistributedDataParallel(model) if how == "DDP" else model
-    session = commlayer.attach(wrapped, None if how == "no optimizer" else optimizer, plan=plan, config=config,
-                               every=H if how in ("local steps", "overlapped") else None,
-                               overlap="round" if how == "overlapped" else None)
+    session = commlayer.attach(wrapped, None if how == "no optimizer" else optimizer, config=config, **plan_or_codec(plan),
+                               sync=sync_of(H if how in ("local steps", "overlapped") else None,
+                                            overlap="round" if how == "overlapped" else None))
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro in range(2):
@@ -49,7 +50,7 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
             with session.no_sync() if micro == 0 and how != "DDP" else wrapped.no_sync() if micro == 0 else torch.enable_grad():
                 nn.functional.mse_loss(wrapped(x), y).backward()
         optimizer.step()
-    found = {"stats": session.stats(), "step": session.step, "nbytes": nbytes, "unsent": 0}
+    found = {"stats": session.metrics(), "step": session.step, "nbytes": nbytes, "unsent": 0}
     if (local := session.inspect.connection.local) is not None:
         found["unsent"] = local.unsent
     session.close()

@@ -89,8 +89,8 @@ def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
 def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:
     session = commlayer.attach(mlp())
     public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
-    assert len(public) <= 17
-    assert {"no_sync", "synchronize", "weight", "state_dict", "save_residuals", "load_residuals", "stats", "close",
+    assert len(public) <= 18
+    assert {"no_sync", "synchronize", "weight", "checkpoint", "resume", "metrics", "close",
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",

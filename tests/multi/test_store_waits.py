@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.arguments import sync_of
 from support.attached import data, mlp
 from support.rank_pool import pool, quick, tree
 from torch import nn
@@ -76,7 +77,7 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
         made += 1
         return real(*args, **named)
 
-    with commlayer.attach(model, optimizer, config=quick(drift_steps=2), **how) as session:
+    with commlayer.attach(model, optimizer, compression="fp16", config=quick(drift_steps=2), sync=sync_of(**how)) as session:
         dist.new_group = counted
         try:
             for step in range(12):
@@ -90,7 +91,7 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
     return made
 
 
-@pytest.mark.parametrize("how", [{"plan": "fp16()"}, {"plan": "fp16()", "every": 2}], ids=["gradients", "local steps"])
+@pytest.mark.parametrize("how", [{}, {"every": 2}], ids=["gradients", "local steps"])
 def test_no_group_is_made_behind_attach(how: dict[str, Any]) -> None:
     assert pool(2).call(made_behind_attach, how) == [0, 0]
 

@@ -16,7 +16,6 @@ from support.attached import Run, Setting, coordinators, mlp, play
 from support.rank_pool import pool
 from torch import nn
 
-import commlayer
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import CommError
 from commlayer.planner import default_plan
@@ -53,7 +52,7 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = 0
     for kind in kinds:
-        commlayer.switch(session, plan(job_of(model), kind))
+        session.switch(plan(job_of(model), kind))
         for _ in range(STEPS):
             optimizer.zero_grad()
             sum((p * s).sum() for p, s in zip(model.parameters(), slopes(run.rank, step, model), strict=True)).backward()
@@ -95,12 +94,12 @@ def misfit(run: Run) -> dict[str, Any]:
                 msgspec.structs.replace(good, buckets=good.buckets[:-1]),
                 msgspec.structs.replace(good, job="0" * 16)):
         with pytest.raises(ValueError) as caught:
-            commlayer.switch(session, bad)
+            session.switch(bad)
         said.append(str(caught.value))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(2, 12)).sum().backward()
     optimizer.step()
-    return {"said": said, "steps": session.stats()["steps"]}
+    return {"said": said, "steps": session.metrics()["steps"]}
 
 
 def test_a_plan_that_does_not_fit_changes_nothing() -> None:
@@ -123,7 +122,7 @@ def half_announced(run: Run) -> list[str]:
 
     def ask(_: torch.Tensor) -> None:
         try:
-            commlayer.switch(session, good)
+            session.switch(good)
         except ValueError as error:
             said.append(str(error))
 
@@ -134,9 +133,9 @@ def half_announced(run: Run) -> list[str]:
     model(torch.ones(2, 12)).sum().backward()
     if run.rank == 1:
         handle.remove()
-    commlayer.switch(session, good)
+    session.switch(good)
     model(torch.ones(2, 12)).sum().backward()
-    return [*said, str(session.stats()["steps"])]
+    return [*said, str(session.metrics()["steps"])]
 
 
 def test_a_step_that_is_half_announced_is_ended_first() -> None:
@@ -153,7 +152,7 @@ def refused(run: Run) -> list[str]:
     run.wrap(model)
     session, said = run.sessions[0], []
     again = plan(job_of(model), "topk")
-    for act in (lambda: commlayer.switch(session, again), lambda: model(torch.ones(2, 12)).sum().backward()):
+    for act in (lambda: session.switch(again), lambda: model(torch.ones(2, 12)).sum().backward()):
         try:
             act()
         except CommError as error:
@@ -182,7 +181,7 @@ def again_and_again(run: Run) -> dict[str, Any]:
     run.wrap(model)
     session, seen, threads, residuals = run.sessions[0], [], [], []
     for number in range(6):
-        commlayer.switch(session, plan(job_of(model), ("staged topk", "small int8")[number % 2]))
+        session.switch(plan(job_of(model), ("staged topk", "small int8")[number % 2]))
         model(torch.ones(2, 12)).sum().backward()
         seen.append(weakref.ref(session.inspect.connection.worker))
         threads.append(threading.active_count())
@@ -210,7 +209,7 @@ def kept(run: Run) -> dict[str, Any]:
     session = run.sessions[0]
     for number in range(24):
         if number == 4:
-            commlayer.switch(session, plan(job_of(model), "small topk"))
+            session.switch(plan(job_of(model), "small topk"))
         model(torch.ones(2, 12)).sum().backward()
     return {"decisions": session.inspect.decisions(), "buckets": len(session.inspect.plan.buckets)}
 
@@ -236,12 +235,12 @@ def save_under_another(run: Run, directory: str) -> dict[str, Any]:
             optimizer.step()
 
     if saved.is_file():
-        session.load_residuals(directory)
+        session.resume(directory)
     else:
         some(0)
-        commlayer.switch(session, plan(job_of(model), "small topk"))
+        session.switch(plan(job_of(model), "small topk"))
         some(STEPS)
-        session.save_residuals(directory)
+        session.checkpoint(directory, model=False)
     middle = [p.detach().clone() for p in model.parameters()]
     some(2 * STEPS)
     moved = [p.detach() - m for p, m in zip(model.parameters(), middle, strict=True)]

@@ -44,7 +44,7 @@ def changes(rank: int, _world: int, address: str) -> dict[str, Any]:
         training.train(4)
     local = training.connection.local
     told = local is not None and local._lengths is not None
-    training.session.drain()
+    training.session.flush()
     training.session.close()
     return {**found, "told": told}
 

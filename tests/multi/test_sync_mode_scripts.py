@@ -13,9 +13,9 @@ from support import rank_pool
 from support.rank_pool import Servers, pool
 from support.sync_modes import WORLD, Training, plan
 
-from commlayer.engine.allowed_ways import allowed_ways
 from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.engine.switch import switch as go_over
+from commlayer.engine.sync_modes import allowed_modes
 
 _ranks = rank_pool.ranks_first(WORLD)
 STEPS, PATIENCE = 42, 3
@@ -52,7 +52,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     training.train(1)
     made, ways, gone, count = training.connection, list[str](), list[str](), [0]
     made.terms.auto = True
-    for way in sorted(allowed_ways(made)):
+    for way in sorted(allowed_modes(made)):
         ways += [NAMES[way], "gradients"]
 
     def propose() -> None:
@@ -65,13 +65,13 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     while training.step < STEPS:
         training.train(1)
         if training.step % 7 == 0:
-            training.session.drain()
+            training.session.flush()
         if training.step % 5 == 0:
-            training.session.save_residuals(folder)
+            training.session.checkpoint(folder, model=False)
             kept = made.plan
-    training.session.drain()
+    training.session.flush()
     found = {"gone": gone, "rows": training.tensors(buffers=False), "losses": training.seen}
-    training.session.load_residuals(folder)
+    training.session.resume(folder)
     found["loaded"] = made.plan == kept
     training.session.close()
     return found

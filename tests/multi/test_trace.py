@@ -38,7 +38,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     """`changes`: what happens after that many steps. Returns how many were done when the file was there."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with commlayer.attach(model, optimizer, plan=commlayer.compressors.identity(), config=quick(join=address)) as session:
+    with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
         session.inspect.connection.terms.auto = True  # as if somebody were looking for a plan
         trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
         for done in range(steps):
@@ -49,7 +49,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
                 session.inspect.connection.terms.basis = basis_of(session, "3xcpu@10g")
             if what == "switch":
                 assert session.inspect.plan is not None
-                commlayer.switch(session, msgspec.structs.replace(session.inspect.plan, step_s=1.0))
+                session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))
             optimizer.zero_grad()
             x, y = data(rank, done)
             nn.functional.mse_loss(model(x), y).backward()
@@ -106,7 +106,7 @@ def refused(rank: int, address: str, file: str) -> str:
         except ValueError as error:
             return str(error)
         finally:
-            session.drain()
+            session.flush()
     return "nothing"
 
 

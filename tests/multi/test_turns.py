@@ -22,7 +22,7 @@ import commlayer.engine.switch as by_itself
 from commlayer.autotune import replanner, search
 from commlayer.cli import plan_output
 from commlayer.engine.connection import JobContext
-from commlayer.engine.plan_choice import RequestedModes, stepping
+from commlayer.engine.sync_modes import LocalSteps, RequestedModes, requested_modes, with_modes
 from commlayer.planner import default_plan
 from commlayer.planner import search as planning
 from commlayer.planner.buckets import fragments_of
@@ -242,7 +242,7 @@ class _Changes:
 def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_not() -> None:
     connection = JobContext()
     assert replanner.limits_of(connection).policy.fragments
-    connection.terms.requested = RequestedModes(fragments=2)
+    connection.terms.requested = requested_modes(LocalSteps(4, fragments=2))
     assert not replanner.limits_of(connection).policy.fragments
     connection.terms.requested, connection.members = RequestedModes(), _Changes()  # type: ignore[assignment]
     assert not replanner.limits_of(connection).policy.fragments
@@ -250,8 +250,8 @@ def test_auto_chooses_fragments_only_where_nobody_may_leave_and_the_script_has_n
 
 def test_a_prediction_is_not_kept_where_the_script_asks_for_other_fragments() -> None:
     whole = structs.replace(rounds(SMALL, 8, 1), step_s=1.0, steps=1.5, steps_high=2.0)
-    assert stepping(whole, RequestedModes()) == whole
-    laid = stepping(whole, RequestedModes(fragments=4))
+    assert with_modes(whole, RequestedModes()) == whole
+    laid = with_modes(whole, requested_modes(LocalSteps(8, fragments=4)))
     assert (laid.fragments, laid.step_s, laid.steps_high) == (4, 0.0, 0.0)
 
 
@@ -273,7 +273,7 @@ def goes_over(rank: int, address: str) -> list[dict[str, Any]]:
         found.append({"turns": [[b.id for b in turn] for turn in worker.turns], "plan": worker.plan,
                       "planned": fragments_of(worker.plan.buckets, count), "weights": training.tensors()})
     training.train(5)
-    training.session.drain()
+    training.session.flush()
     found.append({"weights": training.tensors()})
     training.session.close()
     return found

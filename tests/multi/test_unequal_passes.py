@@ -44,10 +44,10 @@ def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str,
     if how == "buffers":  # which DDP copies in each forward pass
         model.insert(0, nn.BatchNorm1d(data(0, 0)[0].shape[1]))
     wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=0.002) if how in ("ddp", "buffers") else model
-    plan: Any = "auto" if how == "allreduce" else commlayer.compressors.parse("topk(ratio=0.1)")
+    codec = None if how == "allreduce" else "topk(ratio=0.1)"
     config = quick(deadline_s=FAR_S, ranks_per_node=WORLD if how == "allreduce" else 1, join=address)
     said, begin = "", 0.0
-    session = commlayer.attach(wrapped, plan=plan, config=config)
+    session = commlayer.attach(wrapped, compression=codec, config=config)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
     if cause == "lbfgs":
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=STEPS - (rank == odd), tolerance_change=0.0)

@@ -53,9 +53,9 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
     optimizer = make(kind, model)
     config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, deadline_s=FAR_S, drift_steps=2)
     passes, states = [], []
-    chosen: Any = "auto" if plan in ("auto", "forward") else commlayer.compressors.parse(plan)
-    with commlayer.attach(model, optimizer, plan=chosen, config=config,
-                          overlap="forward" if plan == "forward" else None) as session:
+    chosen = None if plan in ("auto", "forward") else plan
+    with commlayer.attach(model, optimizer, compression=chosen, config=config,
+                          sync="forward" if plan == "forward" else None) as session:
         if weighed:
             session.weight(rank + 1)
         for batches in BATCHES:
@@ -70,7 +70,7 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             optimizer.step()
-        session.drain()
+        session.flush()
         states.append(state_of(model, optimizer))
         return {"passes": passes, "states": states, "said": [*session.inspect.connection.decisions]}
 
@@ -151,8 +151,7 @@ def train_slopes(rank: int, plan: str, skipped: str, address: str) -> list[torch
     for p in model.parameters():
         nn.init.zeros_(p)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    chosen = commlayer.compressors.parse(plan)
-    with commlayer.attach(model, optimizer, plan=chosen, config=quick(join=address, deadline_s=FAR_S)) as session:
+    with commlayer.attach(model, optimizer, compression=plan, config=quick(join=address, deadline_s=FAR_S)) as session:
         with session.join():
             for step in range(BATCHES[0][rank]):
                 optimizer.zero_grad()
@@ -163,7 +162,7 @@ def train_slopes(rank: int, plan: str, skipped: str, address: str) -> list[torch
             optimizer.zero_grad()
             sum((p * 0.0).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
             optimizer.step()
-        session.drain()
+        session.flush()
         return [p.detach().clone() for p in model.parameters()]
 
 
@@ -186,7 +185,7 @@ def traced(rank: int, file: str, address: str) -> int:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = quick(join=address, deadline_s=FAR_S, trace=file)
-    with commlayer.attach(model, optimizer, plan="int4()", config=config) as session:
+    with commlayer.attach(model, optimizer, compression="int4()", config=config) as session:
         for batches in ((4, 8, 4), (6, 6, 6)):
             with session.join():
                 for step in range(batches[rank]):
@@ -263,7 +262,7 @@ def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
     """Rank 0's only backward pass raises, which its script catches."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address)) as session:
+    with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address)) as session:
         with session.join():
             for step in range((1, 3, 3)[rank]):
                 optimizer.zero_grad()
@@ -319,24 +318,25 @@ def refused(rank: int, address: str) -> dict[str, str]:
         return enter
 
     return refusals({
-        "every": entering(every=4), "updates": entering(codes="updates"), "exact": entering(exact=False),
+        "every": entering(sync=commlayer.LocalSteps(4)), "updates": entering(sync=commlayer.LocalSteps(1)),
+        "auto": entering(sync="auto"),
         "optimizer": entering(optimizer=None),
         "part": entering(optimizer=torch.optim.SGD(list(model.parameters())[:2], lr=0.05)),
         "ddp": entering(module=DistributedDataParallel(mlp())),
         "twice": twice, "total": inside(lambda session: session.weight(8, 16)),
-        "drain": inside(lambda session: session.drain()),
-        "save": inside(lambda session: session.save_residuals("nowhere")),
-        "switch": inside(lambda session: commlayer.switch(session, session.inspect.plan)),
+        "flush": inside(lambda session: session.flush()),
+        "save": inside(lambda session: session.checkpoint("nowhere")),
+        "switch": inside(lambda session: session.switch(session.inspect.plan)),
     })
 
 
 @pytest.mark.nightly
 def test_what_join_cannot_do_is_refused_in_a_line() -> None:
     said_in_lines(pool(WORLD).call(refused, ""), {
-        "every": "every=4", "updates": "local steps", "exact": "exact=False", "optimizer": "attach(model, optimizer)",
+        "every": "every=4", "updates": "local steps", "auto": "sync='auto'", "optimizer": "attach(model, optimizer)",
         "part": "2.weight",
         "ddp": "with ddp_model.join()", "twice": "once", "total": "leave total out",
-        "drain": "drain()", "save": "save_residuals()", "switch": "switch()",
+        "flush": "flush()", "save": "checkpoint()", "switch": "switch()",
     })
 
 

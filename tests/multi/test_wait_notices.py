@@ -43,7 +43,7 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         config = quick(ranks_per_node=1, deadline_s=LIMIT_S)
-        with commlayer.attach(model, optimizer, plan="identity()", config=config) as session:
+        with commlayer.attach(model, optimizer, compression="identity()", config=config) as session:
             model(data(rank, 0)[0]).sum().backward()
             if where == "join":
                 with session.join():
@@ -52,7 +52,7 @@ def waited(rank: int, where: str, folder: str) -> list[str]:
             else:
                 if rank == 1:
                     until(seen.exists)
-                session.save_residuals(folder)
+                session.checkpoint(folder, model=False)
             if rank == 0:
                 until(lambda: len(lines) > 1)
     finally:

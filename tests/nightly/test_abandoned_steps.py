@@ -66,7 +66,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
     config = rank_pool.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if alone else {"join": address}))
     with cuda.unread() if "unread" in how else contextlib.nullcontext():
         session = commlayer.attach(model, optimizer, plan=planned(model, how, per_node), config=config,
-                                   overlap="forward" if "forward" in how else None)
+                                   sync="forward" if "forward" in how else None)
     said, seen = [], []
     try:
         for step in range(4):
@@ -78,12 +78,12 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
                 second(Breaks.apply(hidden, broken and not late)).sum().backward()
                 optimizer.step()
                 if "forward" in how:
-                    session.drain()
+                    session.flush()
             except (ArithmeticError, StepAbandoned) as error:
                 said.append(f"{type(error).__name__}: {error}")
                 continue
             seen.append([p.detach().clone() for p in model.parameters()])
-        return {"said": said, "seen": seen, "steps": session.stats()["exchanges"]}
+        return {"said": said, "seen": seen, "steps": session.metrics()["exchanges"]}
     finally:
         session.close()
 

@@ -75,10 +75,10 @@ def train(run: Run) -> dict[str, Any]:
             time.sleep(sleep_s)
             if sleep_s == SLOW_S:  # on a slow line all wait
                 session.inspect.connection.worker.counters.exposed_s += sleep_s
-            before = session.stats()["sent_nbytes"]
+            before = session.metrics()["sent_nbytes"]
             loss.backward()
             optimizer.step()
-            sent.append(session.stats()["sent_nbytes"] - before)
+            sent.append(session.metrics()["sent_nbytes"] - before)
             digests.append(digest(session.inspect.plan))
 
         step(0.03)

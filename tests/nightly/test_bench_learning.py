@@ -22,7 +22,7 @@ from bench.learning_run import LOOKS, Variant, optimizer_of, plan_of, train
 from bench.learning_store import Run, Store
 from bench.learning_tasks import TASKS
 from bench.virtual_training import TrainingTask, outer_of
-from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
@@ -46,7 +46,7 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
             task, worker = tasks[rank], rig.workers[rank]
             parameters = list(task.model.parameters())
             optimizer, feed = optimizer_of(way, task.model, RATE), task.batches(rank, way.workers)
-            local = LocalSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
+            local = OuterSteps(parameters, way.every, outer_of(way), StepWeights(1.0, None), overlap=way.overlap == "round",
                                lengths=rows.of(rank))
             for i in range(STEPS):
                 optimizer.param_groups[0]["lr"] = RATE * min(1.0, (i + 1) / learning_run.WARMUP)

@@ -126,7 +126,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
 
     with pytest.MonkeyPatch.context() as patch, before_each(record):
         patch.setattr(checkpoint, "all_or_none", counted)
-        job.session.save_residuals(directory)
+        job.session.checkpoint(directory, model=False)
     record("end", ())
     return found
 
@@ -143,7 +143,7 @@ def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, 
     own = f"{folder}/disk-{rank}"
     job.train(0, 2)
     old = job.kept()
-    job.session.save_residuals(own)
+    job.session.checkpoint(own, model=False)
     job.train(2, 3)
     new = job.kept()
     assert not equal(old, new)
@@ -157,7 +157,7 @@ def crash_everywhere(rank: int, where: Setting, folder: str) -> tuple[int, int, 
         dist.barrier()
         for place in ((i, j)[rank].copy, shared):
             try:
-                job.session.load_residuals(place)
+                job.session.resume(place)
             except Exception as error:
                 wrong.append(f"{place}: {error}")
                 continue
@@ -189,9 +189,9 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
         def count(*_: Any, counted: list[int] = counted) -> None:
             counted[0] += 1
 
-        job.session.save_residuals(place)
+        job.session.checkpoint(place, model=False)
         with before_each(count):
-            job.session.save_residuals(place)
+            job.session.checkpoint(place, model=False)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
                 left, before, there = [at if rank == victim else -1], job.kept(), checkpoint.numbers(Path(place))
@@ -204,7 +204,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                 failed = ""
                 try:
                     with before_each(fail):
-                        job.session.save_residuals(place)
+                        job.session.checkpoint(place, model=False)
                 except (OSError, ValueError) as error:
                     failed = str(error)
                 failures: list[Any] = [None] * WORLD
@@ -218,8 +218,8 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: the failed save changed the state")
                 if failed and checkpoint.numbers(Path(place)) != there:
                     wrong.append(f"{at}: left {os.listdir(place)}")
-                job.session.load_residuals(place)
-        job.session.save_residuals(place)
+                job.session.resume(place)
+        job.session.checkpoint(place, model=False)
         dist.barrier()
         if len(os.listdir(place)) != 1:
             wrong.append(f"the last save left {os.listdir(place)}")
@@ -241,19 +241,19 @@ def killed(rank: int, where: Setting, folder: str, victim: int, operation: str, 
         torch.save(job.kept(), f"{folder}/kept-{step}-{rank}.pt")
         dist.barrier()
         if step == 0:
-            job.session.save_residuals(f"{folder}/save")
+            job.session.checkpoint(f"{folder}/save", model=False)
 
     def kill(name: str, args: tuple[Any, ...]) -> None:
         if rank == victim and name == operation and str(args[-1]).endswith(file):
             os.kill(os.getpid(), signal.SIGKILL)
 
     with before_each(kill):
-        job.session.save_residuals(f"{folder}/save")
+        job.session.checkpoint(f"{folder}/save", model=False)
 
 
 def which(rank: int, where: Setting, folder: str) -> list[bool]:
     job = Job(rank, where)
-    job.session.load_residuals(f"{folder}/save")
+    job.session.resume(f"{folder}/save")
     now = job.kept()
     job.run.close()
     return [equal(now, torch.load(f"{folder}/kept-{step}-{rank}.pt", weights_only=True)) for step in range(2)]
@@ -272,14 +272,14 @@ def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: in
 
 
 def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
-    """What load_residuals() says of directories that no save filled; the last one is as earlier versions wrote it."""
+    """What resume() says of directories that no save filled; the last one is as earlier versions wrote it."""
     job = Job(rank, where)
     for name in ("first", "second", "same-step"):
         if name != "same-step":
             job.train(0, 1)
-        job.session.save_residuals(f"{folder}/{name}/{rank}")
-    job.session.save_residuals(f"{folder}/shared")
-    job.session.save_residuals(f"{folder}/shared")
+        job.session.checkpoint(f"{folder}/{name}/{rank}", model=False)
+    job.session.checkpoint(f"{folder}/shared", model=False)
+    job.session.checkpoint(f"{folder}/shared", model=False)
     old = Path(f"{folder}/old")
     old.mkdir(exist_ok=True)
     safetensors.torch.save_file({}, old / f"rank-{rank}.safetensors", metadata={"format": "commlayer-state-1", "step": "1"})
@@ -287,7 +287,7 @@ def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
     for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}",
                   f"{folder}/{('first', 'nowhere')[rank]}/{rank}", f"{folder}/old"):
         with pytest.raises(ValueError) as caught:
-            job.session.load_residuals(place)
+            job.session.resume(place)
         said.append(str(caught.value))
     assert equal(job.kept(), before)
     job.run.close()

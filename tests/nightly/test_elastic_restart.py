@@ -34,17 +34,17 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     whole = Path(folder) / "model.pt"
-    with commlayer.attach(model, optimizer, plan=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
+    with commlayer.attach(model, optimizer, compression=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
         first = 0
         if whole.is_file():
             held = torch.load(whole, weights_only=True)
             model.load_state_dict(held["model"])
             optimizer.load_state_dict(held["optimizer"])
-            session.load_residuals(f"{folder}/session")
+            session.resume(f"{folder}/session")
             first = held["step"]
         for step in range(first, STEPS):
             if step == SAVED and first == 0:
-                session.save_residuals(f"{folder}/session")
+                session.checkpoint(f"{folder}/session", model=False)
                 if rank == 0:
                     held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                     torch.save(held, f"{whole}.new")
@@ -109,15 +109,15 @@ def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_pat
 
 
 def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
-    """What session.load_residuals says in a world that did not save that, and whether a step goes on behind it."""
+    """What session.resume says in a world that did not save that, and whether a step goes on behind it."""
     said = ""
     held = torch.load(Path(folder) / "model.pt", weights_only=True)
     model = mlp()
     model.load_state_dict(held["model"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with commlayer.attach(model, optimizer, plan=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
+    with commlayer.attach(model, optimizer, compression=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
         try:
-            session.load_residuals(f"{folder}/session")
+            session.resume(f"{folder}/session")
         except ValueError as error:
             said = str(error)
         x, y = data(rank, held["step"])

@@ -15,7 +15,6 @@ from support.fidelity import measure
 from support.rank_pool import pool
 from torch import nn
 
-import commlayer
 from commlayer.autotune import quality, replanner
 from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
@@ -50,22 +49,22 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
         if text:
             plan = default_plan(job_of(model), codec=text.removeprefix("auto: "), path="service", servers=SERVERS,
                                 ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
-            commlayer.switch(session, plan)
+            session.switch(plan)
             session.inspect.connection.terms.auto = text.startswith("auto: ")
         for _ in range(count):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(wrapped(x), torch.stack([x[:, 0], x[:, 2], x.mean(1)], 1))
             loss.backward()
-            session.report(1.0 + (run.rank == 1 and step > rises_at) if rises_at else loss)
+            session.log_loss(1.0 + (run.rank == 1 and step > rises_at) if rises_at else loss)
             optimizer.step()
             levels.append(plan_choice.lowest(session.inspect.plan))
-            sent.append(session.stats()["sent_nbytes"])
+            sent.append(session.metrics()["sent_nbytes"])
             step += 1
         codecs.append({b.codec for b in session.inspect.plan.buckets})
         decisions.append(len(session.inspect.decisions()))
     return {"levels": levels, "sent": [b - a for a, b in itertools.pairwise(sent)], "codecs": codecs,
-            "decisions": session.inspect.decisions(), "decisions before": decisions, "guard_s": session.stats()["guard_s"],
+            "decisions": session.inspect.decisions(), "decisions before": decisions, "guard_s": session.metrics()["guard_s"],
             "weights": torch.cat([p.detach().view(-1) for p in model.parameters()]),
             "floor": session.inspect.connection.terms.floor}
 

@@ -26,7 +26,7 @@ def main() -> None:
     import commlayer
 
     model = mlp()
-    with commlayer.attach(model, plan=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
+    with commlayer.attach(model, compression=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
         model(data(session.inspect.connection.rank, 0)[0]).sum().backward()
         gradient = float(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]).double().norm())
         told = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}

@@ -63,7 +63,7 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
     """Two models, two optimizers, alternating passes: the second one's loss gives the first gradients that nobody wants."""
     models = [Given(), Given()]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-    sessions = [commlayer.attach(m, o, plan=commlayer.compressors.parse(codec), config=rank_pool.quick(join=address))
+    sessions = [commlayer.attach(m, o, compression=commlayer.compressors.parse(codec), config=rank_pool.quick(join=address))
                 for m, o, address in zip(models, optimizers, addresses, strict=True)]
     for step in range(20):
         optimizers[0].zero_grad()
@@ -100,7 +100,7 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
     model = Given()
     optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parts]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
-    session = commlayer.attach(model, optimizers[0], scaler=scaler, config=rank_pool.quick(join=address),
+    session = commlayer.attach(model, optimizers[0], grad_scaler=scaler, config=rank_pool.quick(join=address),
                                plan=plan_of(job_of(model), "topk", 1))
     put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for step in range(STEPS):

@@ -30,8 +30,8 @@ def main(how: str, fail_on: int) -> None:
     rank = torch.distributed.get_rank()
     model: Any = mlp(seed=rank)
     model = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
-    together = {"plan": "auto", "config": {"ranks_per_node": torch.distributed.get_world_size()}}
-    apart = {"plan": commlayer.compressors.parse("topk(ratio=0.1)")}
+    together = {"config": {"ranks_per_node": torch.distributed.get_world_size()}}
+    apart = {"compression": "topk(ratio=0.1)"}
     stages = {"plan": staged(model)} if how == "staged" else {}
     if how == "groups" and rank == fail_on:
         RowChannel.__init__ = end  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.arguments import sync_of
 from support.attached import Run, Setting, coordinators, data, loss_of, mlp, play, weights
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
@@ -117,8 +118,8 @@ def broken(rank: int, how: str, address: str) -> tuple[list[str], torch.Tensor]:
     model: Any = All()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    arguments: dict[str, Any] = {"overlap": "forward"} if how == "forward" else {}
-    with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address), **arguments):
+    sync = "forward" if how == "forward" else None
+    with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address), sync=sync):
         for step in range(STEPS):
             optimizer.zero_grad()
             x, y = data(rank, step)
@@ -150,13 +151,14 @@ def overlapped(rank: int, arguments: dict[str, Any], address: str) -> tuple[list
     log.setLevel(logging.INFO)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        with commlayer.attach(model, optimizer, plan="identity()", config=quick(join=address), **arguments) as session:
+        with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address),
+                              sync=sync_of(**arguments)) as session:
             for step in range(STEPS):
                 optimizer.zero_grad()
                 x, y = data(rank, step)
                 nn.functional.mse_loss(model(x), y).backward()
                 optimizer.step()
-            session.drain()
+            session.flush()
             return [line for line in lines if line == REENTRANT], weights(model)
     finally:
         log.removeHandler(handler)

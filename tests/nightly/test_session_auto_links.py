@@ -30,13 +30,13 @@ SETTLED, MOST = 40, 4000
 COMPUTING_S = 0.03
 
 
-def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
+def train(run: Run, slow: bool, sync: str | None) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if slow:
             patch.setattr(calibration, "measure_collectives", lambda _groups, _budget_s: CollectiveCosts(Line(1.0), Line(1.0)))
         model = mlp(width=128)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        run.wrap(model, optimizer=optimizer, exact=exact)
+        run.wrap(model, optimizer=optimizer, sync=sync)
         session, sent, plans = run.sessions[0], [0.0], []
         same, judged = 0, torch.zeros(1)
         while len(plans) < MOST and not (judged and same > SETTLED):
@@ -46,13 +46,13 @@ def train(run: Run, slow: bool, exact: bool | None) -> dict[str, Any]:
             time.sleep(COMPUTING_S)
             loss.backward()
             optimizer.step()
-            sent.append(session.stats()["sent_nbytes"])
+            sent.append(session.metrics()["sent_nbytes"])
             same = same + 1 if plans and session.inspect.plan == plans[-1] else 0
             plans.append(session.inspect.plan)
             judged.fill_(any("under plan" in one or "kept the current plan" in one for one in session.inspect.decisions()))
             dist.broadcast(judged, 0)
         steps = [after - before for before, after in itertools.pairwise(sent)]
-        session.drain()
+        session.flush()
         # Where steps are slow enough the second is the last under the first plan.
         return {"plans": (plans[0], plans[-1]), "first": steps[0], "last": sum(steps[-32:]) / 32,
                 "decisions": session.inspect.decisions(),
@@ -63,14 +63,14 @@ def codecs(plan: Any) -> set[str]:
     return {str(parse_spec(codec).core) for b in plan.buckets for codec in (b.codec, b.down) if codec}
 
 
-def ran(slow: bool, exact: bool | None, folder: Path) -> list[dict[str, Any]]:
+def ran(slow: bool, sync: str | None, folder: Path) -> list[dict[str, Any]]:
     fields = (("shape", f"path={folder}/links,hosts=4,up_bps=1.5e5,down_bps=1.5e5,delay_s=0.005"),) if slow else ()
     setting = Setting("module", servers=SERVERS, plan="auto", fields=fields)
-    return list(pool(WORLD).call(play, WORLD, train, setting, slow, exact))
+    return list(pool(WORLD).call(play, WORLD, train, setting, slow, sync))
 
 
 def test_on_fast_links_it_stays_with_what_is_fine(tmp_path: Path) -> None:
-    results = ran(False, False, tmp_path)
+    results = ran(False, "auto", tmp_path)
     for r in results:
         first, last = r["plans"]
         assert codecs(first) == {"int4()"}
@@ -79,19 +79,19 @@ def test_on_fast_links_it_stays_with_what_is_fine(tmp_path: Path) -> None:
     assert torch.equal(results[0]["weights"], results[1]["weights"])
 
 
-@pytest.mark.parametrize("exact", [None, False])
-def test_on_slow_links_it_sends_less(exact: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", [None, "auto"])
+def test_on_slow_links_it_sends_less(sync: str | None, tmp_path: Path) -> None:
     """Local steps are taken where the script allows them; otherwise rank 0 says once what they would bring."""
-    results = ran(True, exact, tmp_path)
+    results = ran(True, sync, tmp_path)
     for r in results:
         first, last = r["plans"]
         assert codecs(first) == {"int4()"}
         assert r["last"] < 0.7 * r["first"], "\n".join(r["decisions"])
         away = last.steps_locally or any(b.stale for b in last.buckets)
-        assert not (exact is None and away), "only steps on the average of all gradients"
+        assert not (sync is None and away), "only steps on the average of all gradients"
         left, hinted = ([one for one in r["decisions"] if text in one] for text in (
-            "attach() without exact=False keeps to averaged gradients", "attach(..., exact=False) allows them"))
+            "sync='step' keeps to averaged gradients", "attach(..., sync='auto') allows them"))
         leads = r is results[0]
-        assert (len(left), len(hinted)) == (away and leads, exact is None and leads)
+        assert (len(left), len(hinted)) == (away and leads, sync is None and leads)
     assert results[0]["plans"] == results[1]["plans"]
     assert torch.equal(results[0]["weights"], results[1]["weights"])

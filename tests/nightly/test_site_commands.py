@@ -197,13 +197,13 @@ def main(how: str, *arguments: str) -> None:
 def switched_off(model: Any, optimizer: Any, train: Callable[[Any], None], start: str) -> None:
     import commlayer
 
-    with commlayer.attach(model, optimizer, plan="identity()") as session:
-        first, worlds = session.step, [session.world]
+    with commlayer.attach(model, optimizer, compression="identity()") as session:
+        first, worlds = session.step, [session.world_size]
         for step in range(first, MOST):
             train(session)
-            worlds.append(session.world)
+            worlds.append(session.world_size)
             if step == first + SWITCHED_OFF_STEPS:
-                print(json.dumps({"first": first, "world": session.world}), flush=True)
+                print(json.dumps({"first": first, "world": session.world_size}), flush=True)
             if ((start == "again" and step == SWITCHED_OFF_STEPS) or (first and step == first + SWITCHED_OFF_STEPS)
                     or (start == "joins" and min(worlds) < worlds[-1] == 2)):
                 break
@@ -268,7 +268,7 @@ def over_a_coordinator(model: Any, optimizer: Any, train: Callable[[Any], None],
         return there.item() > 0
 
     step, left = 0, BETWEEN
-    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)") as session:
+    with commlayer.attach(model, optimizer, compression="topk(ratio=0.1)") as session:
         while left:
             train(session)
             step += 1

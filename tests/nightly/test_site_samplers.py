@@ -61,8 +61,8 @@ def main(site: int, case: Case) -> None:
     sampler = Sampler(LENGTH, BATCH)
     loader: Any = torch.utils.data.DataLoader(range(LENGTH), batch_sampler=sampler, num_workers=case.workers)
     worlds, last, arrival, epoch = list[int](), EPOCHS - 1 if case.joins else 1, sys.maxsize, -1
-    local: dict[str, Any] = {"every": case.every, "overlap": "round" if case.overlap else None} if case.every > 1 else {}
-    with commlayer.attach(model, optimizer, plan=EXACT, **local) as session:
+    sync = commlayer.LocalSteps(case.every, overlap=case.overlap) if case.every > 1 else None
+    with commlayer.attach(model, optimizer, compression=EXACT, sync=sync) as session:
         connection = session.inspect.connection
         while epoch < last:
             epoch += 1
@@ -83,7 +83,7 @@ def main(site: int, case: Case) -> None:
                 if case.joins:
                     time.sleep(PAUSE_S)
                 elif session.step % STEPS == 6:
-                    session.save_residuals(case.folder)
+                    session.checkpoint(case.folder, model=False)
             scheduler.step()
         marks = model.marks.detach()[: last + 1]
         report = {"marks": marks.ne(0).int().tolist(), "sums": marks.sum(1).tolist(), "world": connection.world,

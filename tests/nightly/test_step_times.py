@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import rank_pool
+from support.arguments import sync_of
 from support.attached import Run, Setting, data, mlp, play
 from support.autotuning import FIRST_PLANNING, JOB, START
 from support.rank_pool import pool
@@ -31,7 +32,7 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
     """When each backward pass began and ended, and what an observer was told of its end: of some steps it looks at sums."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = commlayer.attach(model, optimizer, plan="fp16()", overlap=overlap, config=rank_pool.quick(servers="each"))
+    session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
     made, times, told = session.inspect.connection, list[tuple[float, float]](), list[float]()
 
@@ -65,7 +66,7 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     """What rank 0's planning finds under local steps that each compute for SLEEP_S; and what a round of them takes."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    session = commlayer.attach(model, optimizer, plan="fp16()", every=EVERY, overlap=overlap,
+    session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
     made = session.inspect.connection

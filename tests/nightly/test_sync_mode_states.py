@@ -21,10 +21,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.switch import switch as go_over
+from commlayer.engine.sync_modes import allowed_modes, forbidden_modes
 
 _ranks = rank_pool.ranks_first(WORLD)
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
@@ -59,9 +59,9 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
     for way in ("every", "round", "whole round", "updates", "gradients"):
         training.switch(way)
         found["rows"].append(training.tensors(buffers=False))
-        before = training.session.stats()["sent_nbytes"]
+        before = training.session.metrics()["sent_nbytes"]
         found["losses"].append(training.train(12))
-        found["sent"].append(training.session.stats()["sent_nbytes"] - before)
+        found["sent"].append(training.session.metrics()["sent_nbytes"] - before)
     for bad in ("forward", "late"):
         with pytest.raises(ValueError) as caught:
             training.switch(bad)
@@ -73,7 +73,7 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
         training.train(1)
         found["undone"].append(training.session.inspect.plan)
     training.train(1)
-    training.session.drain()
+    training.session.flush()
     found["rows"].append(training.tensors(buffers=False))
     found |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
     training.session.close()
@@ -147,7 +147,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     training.train(3)
     wanted[0] = "every"
     session = training.session
-    for act in (lambda: session.save_residuals(folder), lambda: session.load_residuals(folder), session.drain):
+    for act in (lambda: session.checkpoint(folder, model=False), lambda: session.resume(folder), session.flush):
         act()
         note()
     training.train(3)
@@ -161,7 +161,7 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     training.switch("every")
     training.train(1)
     wanted[0] = "updates"
-    training.session.drain()
+    training.session.flush()
     training.session.close()
     note()
     return found | {"left": wanted[0]}
@@ -201,7 +201,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
     training.switch("round")
     training.session.close()
     wrapped = DistributedDataParallel(Net())
-    wrapped.register_comm_hook(commlayer.HookState(plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    wrapped.register_comm_hook(commlayer.HookState(plan=plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
     with pytest.raises(ValueError) as caught:
         wrapped(torch.ones(4, 12)).sum().backward()
     return said | {"hook": str(caught.value)}
@@ -243,32 +243,32 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     optimizer = how.pop("optimizer", "adamw")
     stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
     if how.pop("scaled", False):
-        how["scaler"] = torch.amp.GradScaler("cpu")
+        how["grad_scaler"] = torch.amp.GradScaler("cpu")
     called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
     session = commlayer.attach(called, stepped, plan=plan(job_of(model), how.pop("way", "gradients")),
                                config=rank_pool.quick(join=address), **how)
     torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
-    if stepped and optimizer != "lbfgs" and "scaler" not in how:
+    if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
         stepped.step()
     made = session.inspect.connection
-    found = allowed_ways(made), forbidden_ways(made)
-    session.drain()
+    found = allowed_modes(made), forbidden_modes(made)
+    session.flush()
     session.close()
     return found
 
 
 @pytest.mark.parametrize(("how", "wanted", "said"), [
     ({}, {"forward", "updates", "local", "round"}, ""),
-    ({"optimizer": None}, set(), "local: got optimizer NoneType"),
-    ({"optimizer": "lbfgs"}, set(), "local: LBFGS is not supported with local steps"),
-    ({"optimizer": "wrapping"}, set(), "local: got optimizer Wrapping, which does not support step hooks"),
-    ({"optimizer": "sharded"}, set(), "local: ZeroRedundancyOptimizer is not supported with local steps"),
-    ({"ddp": True}, {"updates", "local", "round"}, "forward: overlap='forward' is not supported with DistributedDataParallel"),
+    ({"optimizer": None}, set(), "local: local steps need a torch.optim.Optimizer"),
+    ({"optimizer": "lbfgs"}, set(), "local: local steps are not supported with LBFGS"),
+    ({"optimizer": "wrapping"}, set(), "local: local steps: optimizer Wrapping does not support step hooks"),
+    ({"optimizer": "sharded"}, set(), "local: local steps are not supported with ZeroRedundancyOptimizer"),
+    ({"ddp": True}, {"updates", "local", "round"}, "forward: sync='forward' is not supported with DistributedDataParallel"),
     ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler needs all gradients"),
-    ({"max_norm": 1.0}, {"updates", "local", "round"}, "forward: max_norm="),
-    ({"every": 4}, {"local", "round"}, "updates: attach() was given every=4"),
-    ({"codes": "gradients"}, {"forward"}, "local: attach() was given every=as planned, codes='gradients'"),
-    ({"overlap": "forward"}, {"forward"}, "updates: attach() was given"),
+    ({"clip_grad_norm": 1.0}, {"updates", "local", "round"}, "forward: clip_grad_norm clips"),
+    ({"sync": commlayer.LocalSteps(4)}, {"local", "round"}, "updates: attach() was given sync=LocalSteps(every=4"),
+    ({"sync": "step"}, {"forward"}, "local: attach() was given sync='step'"),
+    ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
     ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
 def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:

@@ -47,7 +47,7 @@ def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
         # Behind a step of gradients DDP leaves buffers as they are, to copy rank 0's ahead of the next.
         rows.append(training.tensors(buffers="ddp" not in how or before in LOCAL))
         losses.append(training.train(3))
-    training.session.drain()
+    training.session.flush()
     rows.append(training.tensors(buffers="ddp" not in how))
     found = {"rows": rows, "losses": losses, "local": local, "said": training.session.inspect.decisions()}
     training.session.close()

@@ -43,7 +43,7 @@ class Run:
         self._addresses = list(setting.addresses) if setting else []
 
     def wrap(
-        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, exact: bool | None = None, **ddp: Any,
+        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, sync: str | None = None, **ddp: Any,
     ) -> Any:
         """The model to call; alone, as it is."""
         if self.setting is None:
@@ -54,15 +54,16 @@ class Run:
         config = rank_pool.quick(ranks_per_node=self.setting.ranks_per_node, servers=servers) | dict(self.setting.fields)
         if self._addresses:
             config["join"] = self._addresses.pop(0)
-        plan: Any = "auto" if self.setting.plan == "auto" else commlayer.compressors.parse(self.setting.codec)
+        codec = None if self.setting.plan == "auto" else self.setting.codec
         if self.setting.how == "module":
-            self.sessions.append(commlayer.attach(model, optimizer, plan=plan, config=config, scaler=scaler, exact=exact))
+            self.sessions.append(commlayer.attach(model, optimizer, compression=codec, sync=sync, grad_scaler=scaler,
+                                                  config=config))
             return model
         wrapped = DistributedDataParallel(model, **{"bucket_cap_mb": 0.002} | ddp)
         if self.setting.how == "ddp":
-            self.sessions.append(commlayer.attach(wrapped, optimizer, plan=plan, config=config, scaler=scaler))
+            self.sessions.append(commlayer.attach(wrapped, optimizer, compression=codec, config=config, grad_scaler=scaler))
         else:
-            state = commlayer.HookState(plan, config=config, scaler=scaler)
+            state = commlayer.HookState(compression=codec, config=config, grad_scaler=scaler)
             wrapped.register_comm_hook(state, commlayer.comm_hook)
             self.sessions.append(state)
         return wrapped

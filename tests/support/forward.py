@@ -12,6 +12,7 @@ from torch import nn
 import commlayer
 from commlayer.records import Plan
 from support import rank_pool
+from support.arguments import plan_or_codec
 
 
 class Net(nn.Module):
@@ -74,9 +75,9 @@ class Training:
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5 + 0.5 ** (1 + step / 50))
         where: dict[str, Any] = {"join": address} if address else {}
-        plan: Any = given or (codec if codec == "auto" else commlayer.compressors.parse(codec))
+        plan: Any = given or codec
         self.session = commlayer.attach(
-            self.model, self.optimizer, plan=plan, overlap=overlap, scaler=scaler, max_norm=max_norm,
+            self.model, self.optimizer, **plan_or_codec(plan), sync=overlap, grad_scaler=scaler, clip_grad_norm=max_norm,
             config=rank_pool.quick(**where, **fields))
 
     @property

@@ -17,6 +17,7 @@ from commlayer.planner import default_plan, lower
 from commlayer.planner.plan_rules import together
 from commlayer.records import Job, Plan
 from support import rank_pool
+from support.arguments import sync_of
 from support.forward import Held
 
 WORLD, STEPS = 2, 8
@@ -96,8 +97,8 @@ class Script:
         config = rank_pool.quick(ranks_per_node=per_node, join=address)
         self.way = next((name for name in WAYS if name in how), "")
         self.session = commlayer.attach(self.wrapped, None if "unnamed" in how else self.optimizer, config=config,
-                                        plan=plan_of(job_of(self.model), kind, per_node), scaler=self.scaler,
-                                        **WAYS.get(self.way, {}))
+                                        plan=plan_of(job_of(self.model), kind, per_node), grad_scaler=self.scaler,
+                                        sync=sync_of(**WAYS.get(self.way, {})))
         if "late" in how:
             self.held = Held(self.session.inspect.connection.worker, until_awaited=True)
         self.put = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
@@ -120,7 +121,7 @@ class Script:
         self.step += 1
 
     def account(self) -> dict[str, Any]:
-        if self.session.drain() and not self.way:
+        if self.session.flush() and not self.way:
             self.optimizer.step()
             self.optimizer.zero_grad()
         return {"put": [p.clone() for p in self.put], "owed": owed_by(self.session), "applied": applied_to(self.model)}
@@ -219,7 +220,7 @@ def there_and_back(s: Script) -> None:
     assert first is not None
     for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
                               ranks_per_node=first.ranks_per_node, fuse_nbytes=2048, cut_nbytes=4096), first):
-        commlayer.switch(s.session, plan)
+        s.session.switch(plan)
         for _ in range(2):
             probe(s)
             plain(s)
@@ -231,7 +232,7 @@ def thrown_away_at_other_weights(s: Script) -> None:
     assert first is not None
     for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
                               ranks_per_node=first.ranks_per_node, fuse_nbytes=2048, cut_nbytes=4096), first):
-        commlayer.switch(s.session, plan)
+        s.session.switch(plan)
         s.session.weight([64.0, 32.0][s.rank])
         s.backward(put=0.0, salt=1)
         s.optimizer.zero_grad()
@@ -249,7 +250,7 @@ def owed_by_another_rank(s: Script) -> None:
     bare = msgspec.structs.replace(turned, buckets=tuple(
         msgspec.structs.replace(b, codec="identity()", down="", shape=()) for b in turned.buckets)) if served else first
     for plan in (turned, first, bare, first):
-        commlayer.switch(s.session, plan)
+        s.session.switch(plan)
         for n, mine in enumerate(([3.0, 5.0], [2.0, 4.0])):
             s.session.weight(mine[s.rank], sum(mine) if n else None)
             s.backward(put=mine[s.rank] * WORLD / sum(mine))
@@ -266,7 +267,7 @@ def broken_off(s: Script) -> None:
         try:
             s.backward(put=0.0 if breaks else 1.0)
             if breaks and s.way == "forward":
-                s.session.drain()  # else it would be heard of at the next forward pass
+                s.session.flush()  # else it would be heard of at the next forward pass
             assert not breaks
         except (StepAbandoned, ZeroDivisionError):
             assert breaks
@@ -288,12 +289,12 @@ def saved_and_loaded(s: Script) -> None:
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
-    s.session.save_residuals(s.folder)
+    s.session.checkpoint(s.folder, model=False)
     kept, put, step = [p.detach().clone() for p in s.model.parts], [p.clone() for p in s.put], s.step
     plain(s)
     s.backward(put=0.0, salt=1)
     s.optimizer.zero_grad()
-    s.session.load_residuals(s.folder)
+    s.session.resume(s.folder)
     with torch.no_grad():
         for p, before in zip(s.model.parts, kept, strict=True):
             p.copy_(before)

@@ -23,6 +23,7 @@ from torch import nn
 
 from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine import checkpoint
+from support.arguments import sync_of
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -400,13 +401,13 @@ def main(site: int, script: Script) -> None:
     put = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
     worlds, sums, codecs, buckets, errors = list[int](), list[float](), list[str](), list[int](), list[str]()
     invited_in_vain = 0
-    modes = dict(script.attach) | ({"sync": commlayer.optim.Outer(matched=True)} if script.matched else {})
-    if script.scaler:
-        modes["scaler"] = scaler
-    with commlayer.attach(wrapped, optimizer, plan=script.codec, **modes) as session:
+    outer = commlayer.optim.OuterSGD(matched=True) if script.matched else None
+    sync = sync_of(outer=outer, **dict(script.attach))
+    with commlayer.attach(wrapped, optimizer, compression=None if script.codec == "auto" else script.codec, sync=sync,
+                          grad_scaler=scaler if script.scaler else None) as session:
         first, again = session.step, MOST
         if first and not script.ddp:
-            session.load_residuals("nowhere")  # as in a script that begins with it
+            session.resume("nowhere")  # as in a script that begins with it
         if first and script.second_first:
             second.touch()
         faults.begin(first)
@@ -486,13 +487,13 @@ def main(site: int, script: Script) -> None:
                     break
                 time.sleep(PAUSE_S)
             elif script.between == "load" and step == 4:
-                attempt(lambda: session.load_residuals(script.folder))
+                attempt(lambda: session.resume(script.folder))
                 attempt(lambda: train(4))
                 break
             elif step % 4 == 3 and script.between in ("save", "load"):
-                session.save_residuals(script.folder)
+                session.checkpoint(script.folder, model=False)
             elif step % 4 == 3 and script.between == "drain":
-                session.drain()
+                session.flush()
             elif step % 4 == 3 and script.between == "sum":
                 x = torch.tensor([10.0**site])
                 dist.all_reduce(x)
@@ -502,7 +503,7 @@ def main(site: int, script: Script) -> None:
                 commlayer.session.switch(session, other_plan(connection, step) if wanted else None)
         report: dict[str, Any] = {"site": site, "errors": errors}
         if not errors:
-            session.drain()
+            session.flush()
             connection = session.inspect.connection
             if script.workers:
                 x = torch.tensor([10.0**site])

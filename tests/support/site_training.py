@@ -34,8 +34,8 @@ def main(how: str, *arguments: str) -> None:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02 if how == "rate" and rank == 1 else 0.01)
     config = {"ranks_per_node": 2 if how == "inside" else 1}
-    with commlayer.attach(model, optimizer, plan="topk(ratio=0.1)", config=config,
-                          every=-1 if how == "refused" else None) as session:
+    with commlayer.attach(model, optimizer, compression="topk(ratio=0.1)", config=config,
+                          sync="never" if how == "refused" else None) as session:
         if how == "resumed":  # as if each site had loaded its own state
             for p in model.parameters():
                 optimizer.state[p] = {"step": torch.tensor(9.0), "exp_avg": torch.full_like(p, 0.01 * rank),

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.optimizers import job_of
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 from support import rank_pool
+from support.arguments import sync_of
 from support.attached import data
 
 WORLD = 2
@@ -64,7 +65,7 @@ class Training:
     """One rank's."""
 
     def __init__(self, rank: int, address: str, mode: str, *, optimizer: str = "plain", codec: str = "identity()",
-                 how: str = "", model: nn.Module | None = None, servers: int = 1, outer: Outer | None = None,
+                 how: str = "", model: nn.Module | None = None, servers: int = 1, outer: OuterSGD | None = None,
                  **fields: Any) -> None:
         self.rank, self.how, self.codec, self.model = rank, how, codec, model or Net()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
@@ -75,9 +76,12 @@ class Training:
             self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
                                                   gradient_as_bucket_view="view" in how)
         fields |= {"servers": "each"} if servers > 1 else {}
+        made = plan(job_of(self.model), mode, codec, self.per_node, servers)
+        every = made.local_steps if made.local_steps > 1 else None
         self.session = commlayer.attach(
-            self.called, self.optimizer, plan=plan(job_of(self.model), mode, codec, self.per_node, servers),
-            scaler=self.scaler if "scaled" in how else None, sync=outer or "step",
+            self.called, self.optimizer, plan=made,
+            grad_scaler=self.scaler if "scaled" in how else None,
+            sync=sync_of(every, made.codes, made.overlap, made.fragments, outer) if outer else None,
             config=rank_pool.quick(join=address, ranks_per_node=self.per_node, **fields) if address else None)
 
     @property
@@ -85,7 +89,7 @@ class Training:
         return self.session.inspect.connection
 
     def switch(self, mode: str, **changes: Any) -> None:
-        commlayer.switch(self.session, plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes))
+        self.session.switch(plan(self.connection.worker.job, mode, self.codec, self.per_node, **changes))
 
     def loss(self, number: int) -> torch.Tensor:
         dtype = next(self.model.parameters()).dtype

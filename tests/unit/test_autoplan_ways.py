@@ -13,9 +13,8 @@ from commlayer.autotune import replanner, search
 from commlayer.autotune.measuring import RankMeasurement
 from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, steps_of
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.allowed_ways import allowed_ways, forbidden_ways
 from commlayer.engine.connection import JobContext
-from commlayer.engine.plan_choice import RequestedModes, read_ways, stepping
+from commlayer.engine.sync_modes import LocalSteps, allowed_modes, forbidden_modes, requested_modes, with_modes
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, PlanInputs, Policy, Profile
@@ -51,7 +50,7 @@ def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user
     if away:
         assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
         assert "times as many to the loss at best): switches to 16 local steps" in leaves
-        assert leaves.endswith("attach() without exact=False keeps to averaged gradients")
+        assert leaves.endswith("sync='step' keeps to averaged gradients")
         again = search.best_plan(inputs(links, exact=exact), plan)
         assert again == search.Best(plan), "said once"
 
@@ -65,7 +64,7 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
     monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
     result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     assert result == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
-    assert kept.local is None, "exact=True"
+    assert kept.local is None, "averaged gradients"
 
 
 @pytest.mark.parametrize(("suggests", "links", "hinted"), [
@@ -82,7 +81,7 @@ def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bo
         away = search.best_plan(inputs(links, exact=False), current).plan
         times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
         assert f" {times:.1f} times as fast: {away.local_steps} local steps" in result.hint
-        assert "exact=False" in result.hint
+        assert "sync='auto'" in result.hint
 
 
 def test_local_steps_that_would_be_a_little_sooner_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,36 +119,22 @@ def test_codecs_that_need_too_many_steps_are_not_searched() -> None:
     assert steps_of(plan, made_from) < MOST_STEPS
 
 
-@pytest.mark.parametrize(("given", "line"), [
-    ({"every": 4}, "every=4, codes='updates', exact=True"),
-    ({"codes": "updates"}, "codes='updates', exact=True"),
-    ({"overlap": "round", "every": 2}, "overlap='round', exact=True"),
-    ({"exact": 1}, "exact: got 1"),
-])
-def test_what_contradicts_exact_is_one_line(given: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match="E-SYNC-MODE") as caught:
-        read_ways(given.get("every"), given.get("codes"), overlap=given.get("overlap"), exact=given.get("exact", True))
-    assert line in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("fields", "what"), [
-    ({"local_steps": 4}, "4 local steps"), ({"codes": "updates"}, "coded updates"),
+    ({"local_steps": 4}, "4 local steps"), ({"codes": "updates"}, "weight changes"),
     ({"stale": True}, "late results"),
 ])
 def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) -> None:
     plan = plan_of(0.0)
     late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
     plan = structs.replace(plan, **(late if "stale" in fields else fields))
-    assert stepping(plan, RequestedModes()) == plan
-    with pytest.raises(ValueError, match=f"exact=True.* {what}.*E-SYNC-PLAN"):
-        stepping(plan, RequestedModes(exact=True))
+    assert with_modes(plan, requested_modes(None)) == plan
+    with pytest.raises(ValueError, match=f"sync='step'.* {what}.*E-SYNC-PLAN"):
+        with_modes(plan, requested_modes("step"))
 
 
 def test_forward_overlap_is_exact() -> None:
-    assert read_ways(None, None, overlap="forward", exact=True).exact
     plan = structs.replace(plan_of(0.0), overlap="forward")
-    assert stepping(plan, RequestedModes(exact=True)) == plan
+    assert with_modes(plan, requested_modes("step")) == plan
 
 
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
@@ -161,17 +146,17 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     assert young
     connection.terms.suggested = True
     assert not replanner.limits_of(connection).suggests, "once"
-    connection.terms.requested, connection.terms.suggested = RequestedModes(exact=False), False
+    connection.terms.requested, connection.terms.suggested = requested_modes("auto"), False
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
-    connection.terms.requested = RequestedModes(exact=True)
-    assert allowed_ways(connection) == {"forward"}
-    assert forbidden_ways(connection)["local"] == "attach() was given exact=True"
+    connection.terms.requested = requested_modes("step")
+    assert allowed_modes(connection) == {"forward"}
+    assert forbidden_modes(connection)["local"] == "attach() was given sync='step'"
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
-    connection.terms.forbids = lambda way: "no optimizer" if way != "forward" else ""
-    for exact in (None, False):
-        connection.terms.requested = RequestedModes(exact=exact)
+    connection.terms.forbids = lambda mode: "no optimizer" if mode != "forward" else ""
+    for sync in (None, "auto"):
+        connection.terms.requested = requested_modes(sync)
         policy, suggests, _ = replanner.limits_of(connection)
         assert (policy.exact, suggests) == (True, False)
     for passes, young in ((replanner.YOUNG - 1, True), (replanner.YOUNG, False)):
@@ -179,19 +164,17 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
         assert replanner.limits_of(connection).young is young
 
 
-@pytest.mark.parametrize(("modes", "may"), [
-    (RequestedModes(), True), (RequestedModes(exact=True), True), (RequestedModes(codes="gradients"), True),
-    (RequestedModes(overlap="forward"), True),
-    (RequestedModes(codes="updates"), False), (RequestedModes(every=4, overlap="round"), False),
+@pytest.mark.parametrize(("sync", "may"), [
+    (None, True), ("step", True), ("auto", True), ("forward", True), (LocalSteps(1), False), (LocalSteps(4), False),
 ])
-def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(modes: RequestedModes, may: bool) -> None:
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(sync: Any, may: bool) -> None:
     """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
     connection = JobContext()
-    connection.terms.requested = modes
+    connection.terms.requested = requested_modes(sync)
     policy = replanner.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
-    connection.terms.forbids = lambda way: "DistributedDataParallel ends backward() only when" if way == "forward" else ""
+    connection.terms.forbids = lambda mode: "DistributedDataParallel ends backward() only when" if mode == "forward" else ""
     assert not replanner.limits_of(connection).policy.forward
 
 
@@ -220,7 +203,7 @@ def test_late_results_are_none_of_the_ways_unless_they_are_allowed(late: bool | 
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Controllers refuse local steps: a plan that came by itself must not end a script."""
     connection = JobContext()
-    connection.terms.balanced, connection.terms.requested = own, RequestedModes(exact=False)
+    connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert replanner.limits_of(connection, rows).policy.exact is (own or others)
 

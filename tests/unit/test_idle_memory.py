@@ -14,10 +14,10 @@ from commlayer.compressors.feedback import wrap
 from commlayer.compressors.tensors import give_back
 from commlayer.engine import worker as worker_module
 from commlayer.engine.buckets import WorkerBucket
-from commlayer.engine.local_steps import LocalSteps, StepWeights
+from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError
-from commlayer.optim import Outer
+from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.records import Bucket, Slice
 
@@ -91,7 +91,7 @@ class Failing:
 
 def test_weights_survive_an_exchange_that_fails() -> None:
     p = nn.Parameter(torch.randn(12))
-    steps = LocalSteps([p], 2, Outer(), StepWeights(1.0, None))
+    steps = OuterSteps([p], 2, OuterSGD(), StepWeights(1.0, None))
     steps.count()
     with torch.no_grad():
         p.add_(0.25)

@@ -13,7 +13,7 @@ from support.workers import Rig, ToldRows, on_ranks
 from torch import nn
 
 from commlayer.engine.local_steps import LocalSteps, StepWeights, scale_of, square_of
-from commlayer.optim import Outer, usual
+from commlayer.optim import OuterSGD, usual
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, TensorInfo
@@ -71,11 +71,11 @@ def test_the_factor(rows: list[tuple[float, float]], square: float, wanted: floa
 
 def test_it_is_for_adam_and_its_like() -> None:
     assert [usual(family).matched for family in ("adam", "sgd", "other")] == [True, False, False]
-    assert usual("sgd") == Outer()
+    assert usual("sgd") == OuterSGD()
 
 
 def trained(
-    world: int, outer: Outer, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
+    world: int, outer: OuterSGD, weights: list[float], fragments: int, *, overlap: bool, cut_nbytes: int = 4096,
     strided: bool = False,
 ) -> list[Any]:
     """By rank: its starts after each step, and its weights at the end. Steps are given, so all modes make the same."""
@@ -150,7 +150,7 @@ def by_hand(weights: list[float], parts: list[list[int]], *, overlap: bool, matc
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 1.0], [3.0, 1.0], [1.0] * 5], ids=str)
 def test_means_are_as_long_as_changes(weights: list[float], fragments: int, overlap: bool) -> None:
     world = len(weights)
-    results = trained(world, Outer(matched=True), weights, fragments, overlap=overlap)
+    results = trained(world, OuterSGD(matched=True), weights, fragments, overlap=overlap)
     parts = PARTS[fragments]
     wanted = by_hand(weights, parts, overlap=overlap, matched=True)
     plain = by_hand(weights, parts, overlap=overlap, matched=False)
@@ -167,7 +167,7 @@ def test_means_are_as_long_as_changes(weights: list[float], fragments: int, over
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
 def test_cut_tensors_may_lie_in_memory_as_they_like(overlap: bool) -> None:
-    outer = Outer(lr=0.7, momentum=0.9, matched=True)
+    outer = OuterSGD(lr=0.7, momentum=0.9, matched=True)
     results = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
     for (starts, end), (strided_starts, strided_end) in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(end, strided_end, strict=True))

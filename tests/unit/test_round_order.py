@@ -10,8 +10,8 @@ from support.loopback import Hub
 from support.workers import Rig
 from torch import nn
 
-from commlayer.engine.local_steps import LocalSteps, StepWeights
-from commlayer.optim import Outer
+from commlayer.engine.local_steps import OuterSteps, StepWeights
+from commlayer.optim import OuterSGD
 from commlayer.transport import mailbox
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 
@@ -70,7 +70,7 @@ def test_results_come_down_while_a_rounds_other_buckets_still_go_up() -> None:
         rounds = []
         for worker in rig.workers:
             parameters = [nn.Parameter(torch.ones(1000)) for _ in range(BUCKETS)]
-            local = LocalSteps(parameters, 4, Outer(), StepWeights(1.0, None), overlap=True)
+            local = OuterSteps(parameters, 4, OuterSGD(), StepWeights(1.0, None), overlap=True)
             for step in range(4):
                 local.count()
                 torch._foreach_mul_([p.data for p in parameters], 0.9 - 0.1 * step)

@@ -128,7 +128,7 @@ class Controller:
                 _check_plan(self.session)  # each step, because plans change
                 last, step = self.sampler.last, self.sampler.step  # reading its state in the loop body advances the sampler
                 if last and not first:  # evaluation and starting workers may precede an epoch's first step
-                    self._samples[int(self.session.stats()["exchanges"])] = self.sampler.computed
+                    self._samples[int(self.session.metrics()["exchanges"])] = self.sampler.computed
                 first = first and not last
                 yield batch
                 if last:
