@@ -60,14 +60,14 @@ from commlayer.transport.protocol import (
 )
 from commlayer.transport.shaped_links import shaped_by
 
+log = logging.getLogger("commlayer")
+
 TICK_S = 0.25
 REPEAT_S = 2.0
 """Seconds after which a stall report is repeated, since a missing member may have left in the meantime."""
 MAX_PROBE_NBYTES = 16 << 20
-"""Maximum total size of the replies to probes that are being sent to one member."""
-MAX_PROBES = 1024
-"""Maximum number of replies to probes that are being sent to one member. A member may probe again before the server notices
-that a reply has been sent."""
+"""Maximum size of the reply to a probe."""
+_ZEROS = memoryview(bytes(MAX_PROBE_NBYTES))
 FAILURE_NOTICE_S = 2.0
 """Seconds between a failure of the server and the end of its connections, in which the reason can reach the members."""
 MAX_REASON_CHARS = 300
@@ -139,8 +139,6 @@ class SumServer:
         self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
         """Sums that waited for contributions at the last check."""
-        self._probes: dict[int, list[tuple[Handle, int]]] = {}
-        """Maps a member to the replies to its probes that are being sent, each with its size in bytes."""
         self._last_numbers: dict[int, int] = {}
         """Maps a member to the number of its last completed request. Requests arrive in order, some of them twice."""
         self._failing = threading.Lock()
@@ -212,9 +210,7 @@ class SumServer:
         dropped by its number."""
         try:
             for reply in self._replies(message):
-                handle = self._transport.send(reply.peer, reply.header, reply.body)
-                if reply.header.kind == Kind.PROBE_OK:
-                    self._probes.setdefault(reply.peer, []).append((handle, len(reply.body)))
+                self._transport.send(reply.peer, reply.header, reply.body)
         except CorruptFrame as error:
             self._drop(error)
         except Exception as error:
@@ -223,7 +219,7 @@ class SumServer:
     def _replies(self, message: Message) -> list[Reply]:
         h = message.header
         if h.kind == Kind.PUSH:
-            return self._core.push(message, time.monotonic(), self._release)
+            return self._core.push(message, time.monotonic(), lambda added: self._recycle(added.body))
         if h.kind not in NUMBERED or not h.used:
             return self._handle(message)
         if h.used <= self._last_numbers.get(message.peer, 0):
@@ -233,81 +229,73 @@ class SumServer:
         return replies
 
     def _handle(self, message: Message) -> list[Reply]:
-        kind = message.header.kind
-        if kind == Kind.STATE_GET:
-            return self._core.snapshot(message)
-        if kind == Kind.STATE:
-            return self._core.restore(message)
-        if kind == Kind.UNDO:
-            self._core.undo(message)
-            return []
-        if kind == Kind.PROBE:
-            return [self._echo(message)]
-        if kind == Kind.PACE:
-            self._pace(float(message.header.used))
-            return []
-        if kind == Kind.PLAN and message.header.flags & Flag.ABANDON:
-            if self._regroup is None:
-                raise CorruptFrame("sent a change of members, but the members of this job cannot "
-                                   "change (min_workers is not set)", peer=peer_name(message.peer))
-            return [self._change_members(message, self._regroup)]
-        if kind == Kind.PLAN and self._replan is not None:
-            return [self._switch(message)]
-        raise CorruptFrame(f"sent a {Kind(kind).name} message, which a server does not accept", peer=peer_name(message.peer))
+        match message.header.kind:
+            case Kind.STATE_GET:
+                return self._core.snapshot(message)
+            case Kind.STATE:
+                return self._core.restore(message)
+            case Kind.UNDO:
+                self._core.undo(message)
+                return []
+            case Kind.PROBE:
+                return [self._echo(message)]
+            case Kind.PACE:
+                self._pace(float(message.header.used))
+                return []
+            case Kind.PLAN if message.header.flags & Flag.ABANDON:
+                if self._regroup is None:
+                    raise CorruptFrame("sent a change of members, but the members of this job cannot change (min_workers is "
+                                       "not set)", peer=peer_name(message.peer))
+                return [self._change_members(message, self._regroup)]
+            case Kind.PLAN if self._replan is not None:
+                return [self._switch(message)]
+            case kind:
+                raise CorruptFrame(f"sent a {Kind(kind).name} message, which a server does not accept",
+                                   peer=peer_name(message.peer))
 
     def _echo(self, message: Message) -> Reply:
         h = message.header
-        under_way = [(handle, nbytes) for handle, nbytes in self._probes.get(message.peer, []) if not handle.done()]
-        nbytes = h.used + sum(n for _, n in under_way)
-        if nbytes > MAX_PROBE_NBYTES or len(under_way) >= MAX_PROBES:
-            raise CorruptFrame(f"requests probe replies of {nbytes} bytes in total, "
-                               f"{len(under_way)} of them in progress; allowed: "
-                               f"{MAX_PROBE_NBYTES} bytes and {MAX_PROBES} replies", peer=peer_name(message.peer))
-        self._probes[message.peer] = under_way
-        return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), bytes(h.used))
+        if h.used > MAX_PROBE_NBYTES:
+            raise CorruptFrame(f"requests a probe reply of {h.used} bytes, allowed {MAX_PROBE_NBYTES}",
+                               peer=peer_name(message.peer))
+        return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), _ZEROS[: h.used])
 
     def _switch(self, message: Message) -> Reply:
         """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes
         nothing."""
-        h = message.header
-        problem = ""
+        generation, problem = message.header.generation, ""
         with self._switching:
-            if h.generation != self._core.generation + 1:
-                problem = "" if h.generation == self._core.generation else (f"generation {h.generation} does not follow the "
-                                                                            f"server's generation {self._core.generation}")
-            elif self._core.busy():
-                problem = "a sum is in progress"
-            else:
+            if generation == self._core.generation + 1 and not self._core.busy():
                 assert self._replan is not None
                 try:
-                    self._core = self._replan(bytes(message.body), h.generation)
+                    self._core = self._replan(bytes(message.body), generation)
                 except (ValueError, CommError) as error:
                     problem = str(error)
-        self._reported.clear()
-        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
+            elif generation != self._core.generation:
+                problem = "a sum is in progress" if generation == self._core.generation + 1 else \
+                    f"generation {generation} does not follow the server's generation {self._core.generation}"
+        return self._switched(message, problem)
 
     def _change_members(self, message: Message, regroup: CheckChange) -> Reply:
         """Switches to other members in the middle of a step. The change is checked before any sum ends."""
-        h, problem = message.header, ""
-        change = read_change(message)
-        if h.generation > self._core.generation:
+        generation, problem, change = message.header.generation, "", read_change(message)
+        if generation > self._core.generation:
             try:
-                make = regroup(change, h.generation, message.peer)
+                make = regroup(change, generation, message.peer)
             except ValueError as error:
-                problem = str(error)
-            else:
-                self._apply_change(change, h.generation, make)
-        if not problem and h.generation < self._core.generation:
-            problem = f"generation {h.generation} has ended; the server is in generation {self._core.generation}"
-        return Reply(message.peer, h._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
+                return self._switched(message, str(error))
+            with self._switching:
+                if generation > self._core.generation:
+                    self._core.end(change.step, change.undone)
+                    self._core = make()
+                    self._set_members(tuple(m.rank for m in change.view.members))
+        if generation < self._core.generation:
+            problem = f"generation {generation} has ended; the server is in generation {self._core.generation}"
+        return self._switched(message, problem)
 
-    def _apply_change(self, change: EpochChange, generation: int, make: Callable[[], Summation]) -> None:
-        with self._switching:
-            if generation > self._core.generation:
-                self._core.end(change.step, change.undone)
-                self._core = make()
-                self._set_members(tuple(m.rank for m in change.view.members))
+    def _switched(self, message: Message, problem: str) -> Reply:
         self._reported.clear()
+        return Reply(message.peer, message.header._replace(kind=Kind.PLAN_OK, sender=self._core.peer), problem.encode())
 
     def _set_members(self, members: tuple[int, ...]) -> None:
         """Sets the members: disconnects members that are gone, and listens to new ones."""
@@ -319,9 +307,6 @@ class SumServer:
             if member not in former:
                 self._numbers[peer_name(member)] = member
                 self._listen(member)
-
-    def _release(self, message: Message) -> None:
-        self._recycle(message.body)
 
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
@@ -389,8 +374,6 @@ class SumServer:
         self._transport.close(flush_s)
 
 
-log = logging.getLogger("commlayer")
-
 READY_S = 9.0
 """Seconds for which a handshake waits until this server has its plan; less than the handshake's own deadline."""
 NOTICE_HEARTBEATS, POLL_VIEW_S = 3, 0.02
@@ -416,8 +399,8 @@ class DataServer:
         kernels.threads(codec_threads(config, Launch()))
         self._config = config
         self._ready = threading.Event()
-        self._unfit = self._away = ""
-        self._members: tuple[int, ...] = ()
+        self._refusal = ""
+        """Why all workers are refused: the plan cannot be served, or the server is stopping; "" if they are not."""
         self._hello = Hello("", SERVER_BASE, version=messages.version())
         self._audit = Audit(config.audit)
         keys = Keys(config.keys) if config.keys else None
@@ -461,16 +444,18 @@ class DataServer:
     def _admit(self, theirs: Hello) -> str:
         if not self._ready.wait(READY_S):
             return RetryLater("has no plan yet: the coordinator is waiting for other processes")
-        if self._away:
-            return self._away
-        if self._unfit:
-            return self._unfit
+        if self._refusal:
+            return self._refusal
         if theirs.rank not in self._members:
             return coded("E-RANK", f"is not a member of the job, which has {len(self._members)} workers")
         return same_job(self._hello)(theirs)
 
     def _certificate_of(self, rank: int) -> str:
-        return next((m.certificate for m in self._view.members if m.rank == rank), "") if self._view is not None else ""
+        return "" if self._view is None else next((m.certificate for m in self._view.members if m.rank == rank), "")
+
+    @property
+    def _members(self) -> tuple[int, ...]:
+        return () if self._view is None else tuple(m.rank for m in self._view.members)
 
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
         """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the same
@@ -481,7 +466,7 @@ class DataServer:
         """
         former = self._former(view, server)
         self._view = view = former.view if former else view
-        self._members, self._token = tuple(m.rank for m in view.members), token
+        self._token = token
         try:
             self._plan = decoded = _checked_plan(former.plan if former else plan, view)
             self._ops = ops_of(decoded, server, gradients=view.gradients)
@@ -490,14 +475,14 @@ class DataServer:
                 self._recall(core)
             self._write_down(core, former.plan if former else plan, server, view)
         except ValueError as error:
-            self._unfit = str(error)
+            self._refusal = str(error)
             self._ready.set()
             raise
         self._hello = msgspec.structs.replace(self._hello, job=decoded.job, rank=SERVER_BASE + server, plan=view.plan)
         self._transport.hello = self._hello
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
-                                 recycle=self._transport.pool.give, replan=self._replan, pace=self._transport.pace,
+                                 recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
                                  regroup=functools.partial(self._regroup, newest) if newest is not None else None,
                                  out=self._on_drop)
         self._ready.set()
@@ -567,14 +552,8 @@ class DataServer:
         step, missing = overdue
         return messages.Overdue(step, missing if len(missing) <= MAX_OVERDUE else (), limit_s)
 
-    def _replan(self, plan: bytes, generation: int) -> Summation:
-        """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
-        be served."""
-        assert self._view is not None
-        return self._switch_plan(plan, generation, self._view)
-
-    def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int) -> Callable[[],
-                                                                                                                  Summation]:
+    def _regroup(self, newest: Callable[[], View], change: EpochChange, generation: int, sender: int
+                 ) -> Callable[[], Summation]:
         """Checks a change of members against the coordinator's newest epoch. Changes nothing, but returns a function that
         creates the new sums."""
         assert self._view is not None
@@ -589,27 +568,29 @@ class DataServer:
         while newest().generation < change.view.generation and time.monotonic() < until:
             time.sleep(POLL_VIEW_S)
         known = newest()
-        if known.generation == change.view.generation and known != change.view:
-            raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
-                               "coordinator's",
-                               peer=peer_name(sender))
+        if known.generation != change.view.generation:
+            raise InvalidInput("E-EPOCH-ENDED", f"epoch {change.view.generation} is not the coordinator's newest, which is "
+                                                f"{known.generation}")
         if known != change.view:
-            raise InvalidInput("E-EPOCH-ENDED",
-                               f"epoch {change.view.generation} is not the coordinator's newest, which is {known.generation}")
+            raise CorruptFrame(f"PLAN frame with a change of members is invalid: its epoch {known.generation} differs from the "
+                               "coordinator's", peer=peer_name(sender))
         return functools.partial(self._switch_members, change, generation)
 
     def _switch_members(self, change: EpochChange, generation: int) -> Summation:
         """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
         # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
         former, self._view = self._members, change.view
-        self._members = tuple(m.rank for m in change.view.members)
-        core = self._switch_plan(change.plan, generation, change.view, scale=len(self._members) / len(former))
+        core = self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
         absent = ", ".join(peer_name(m) for m in former if m not in self._members)
         new = ", ".join(peer_name(m) for m in self._members if m not in former)
         self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
         return core
 
-    def _switch_plan(self, plan: bytes, generation: int, view: View, scale: float = 1.0) -> Summation:
+    def _switch_plan(self, plan: bytes, generation: int, scale: float = 1.0) -> Summation:
+        """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
+        be served."""
+        assert self._view is not None
+        view = self._view
         decoded = _checked_plan(plan, view)
         server = self._hello.rank - SERVER_BASE
         before, self._ops = self._ops, ops_of(decoded, server, self._ops.values(), scale, gradients=view.gradients)
@@ -638,8 +619,8 @@ class DataServer:
         job. Otherwise, if there is a journal, workers keep reconnecting until a restarted server resumes. `flush_s`: seconds
         allowed for sending queued messages."""
         if self.journal is not None and not over:
-            self._away, reason = RetryLater("is restarting"), CommError("was stopped before the end of the job; its journal "
-                                                                        "is kept")
+            self._refusal = RetryLater("is restarting")
+            reason = CommError("was stopped before the end of the job; its journal is kept")
         if self._server is not None:
             self._server.close(reason, flush_s)
         else:

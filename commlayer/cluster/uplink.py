@@ -24,8 +24,8 @@ from commlayer.transport.endpoint import Address, Settings, StreamTransport
 from commlayer.transport.grpc_stream import GrpcStream
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, Transport, key, peer_name
-from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key, peer_name
+from commlayer.transport.reconnect import Dial, ReconnectingTransport, ReconnectPolicy
 from commlayer.transport.secret import new_nonce
 from commlayer.transport.shaped_links import shaped_by
 
@@ -33,7 +33,7 @@ Fail = Callable[[CommError], None]
 OnStalled = Callable[[int, int, tuple[int, ...]], None]
 Left = Callable[[str, int], None]
 """Called with the name of a worker that left in order, and the number of its completed exchanges."""
-
+log = logging.getLogger("commlayer")
 
 FAILED_S = 0.5
 """Seconds allowed for sending queued data after an error. The data is useless then, and the link may be the cause."""
@@ -42,88 +42,64 @@ FAILED_S = 0.5
 class Uplink:
     """A worker's membership in the job and its connections to the servers.
 
-    A failure that occurs before `subscribe` is kept for the first subscriber. The coordinator reports a failure only once,
-    possibly while the worker changes its epoch. So it is also passed to every later subscriber.
+    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So it is
+    passed to every subscriber.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, address: str, request: messages.Join) -> None:
+        """Registers with the coordinator at `address` and waits for all processes to join. `dial` connects to servers."""
+        keys = Keys(config.keys) if config.keys else None  # invalid keys must leave no registration
+        self._config, self._keys, self.address, self._elastic = config, keys, address, request.elastic
         self._lock = threading.Lock()
-        self._early: CommError | None = None
-        self._generation, self._probes = 1, 0
-        self._fail: Fail | None = None
+        self._failure: CommError | None = None
+        self._generation, self._probes, self._closed = 1, 0, False
+        self._fail: Fail = lambda _: None
         self._stalled: OnStalled = lambda *_: None
         self._left: Left = lambda *_: None
-        self._regroups = False
-        self._membership: Membership | None = None
-        self._missed: Callable[[], tuple[str, ...]] = tuple
-        self._dial: Callable[[float], None] = lambda _: None
         self._names: dict[int, tuple[str, str]] = {}
-        self.address = ""
+        self._membership: Membership | None = None  # None while client.join() runs, whose thread calls the methods below
+        self._membership = self.membership = client.join(
+            address, request, config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job at close(); empty before."""
-        self.transport: Transport
-        self.reconnecting: ReconnectingTransport | None = None
-        """The same object as `transport`, with the state of its reconnects; None before join()."""
-        self.recycle: Callable[[memoryview], None]
-        self.limit_kept: Callable[[int], None]
-        """Sets the maximum bytes, per server, that are in flight or stored here without a posted receive."""
-        self.pace: Callable[[float], None]
+        hello = Hello(request.job, request.rank, self.view.plan, messages.version(), session=new_nonce())
+        window_s = reconnect_window_s(config)
+        self._carrier = StreamTransport(hello, settings=Settings(
+            secret=config.token, user_timeout_s=unheard_s(config), keys=keys, resume=window_s > 0))
+        self.recycle = self._carrier.pool.give
+        self.pace = self._carrier.pace
         """Sets this machine's measured upload rate in bit/s; 0: unknown."""
-
-    def join(self, address: str, request: messages.Join) -> None:
-        """Registers with the coordinator at `address` and waits for all processes to join."""
-        keys = Keys(self._config.keys) if self._config.keys else None  # invalid keys must leave no registration
-        self._membership = membership = client.join(
-            address, request, self._config, self._on_death, on_silence=self._on_silence, on_left=self._on_exit, keep=True)
-        self.address, self._regroups = address, request.elastic
-        hello = Hello(request.job, request.rank, membership.view.plan, messages.version(), session=new_nonce())
-        window_s = reconnect_window_s(self._config)
-        carrier = StreamTransport(hello, settings=Settings(
-            secret=self._config.token, user_timeout_s=unheard_s(self._config), keys=keys, resume=window_s > 0))
-        self.pace, self.recycle = carrier.pace, carrier.pool.give
-        self.transport = transport = ReconnectingTransport(
-            shaped_by(self._config.shape, carrier, membership.view), carrier,
+        self.transport = ReconnectingTransport(
+            shaped_by(config.shape, self._carrier, self.view), self._carrier,
             ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
-        self.reconnecting = transport
+        self.membership.report = lambda: {"missed": self._carrier.missed()}
 
-        def limit_kept(nbytes: int) -> None:
-            carrier.limit_kept(nbytes)
-            transport.limit_kept(nbytes)
-
-        self.limit_kept = limit_kept
-        self._missed = carrier.missed
-        membership.report = lambda: {"missed": carrier.missed()}
-
-        def dial(deadline: float) -> None:
-            for server in membership.view.servers:
-                # The last process to join has little of the deadline left, so each connection gets at least 10 s.
-                to_it = make_dial(carrier, server, address, self._config, keys)
-                transport.connect(SERVER_BASE + server.id, to_it, max(deadline, time.monotonic() + 10.0))
-
-        self._dial = dial
+    def limit_kept(self, nbytes: int) -> None:
+        """Sets the maximum bytes, per server, that are in flight or stored here without a posted receive."""
+        self._carrier.limit_kept(nbytes)
+        self.transport.limit_kept(nbytes)
 
     def dial(self, deadline: float) -> None:
         """Connects to every server of the epoch. Leaves the job if that fails."""
         try:
-            self._dial(deadline)
+            for server in self.view.servers:
+                # The last process to join has little of the deadline left, so each connection gets at least 10 s.
+                dial = make_dial(self._carrier, server, self.address, self._config, self._keys)
+                self.transport.connect(SERVER_BASE + server.id, dial, max(deadline, time.monotonic() + 10.0))
         except BaseException as error:
-            assert self._membership is not None
-            self._membership.leave(f"could not reach a server: {error}")
+            self.membership.leave(f"could not reach a server: {error}")
             self.transport.close()
             raise
 
     @property
     def view(self) -> View:
-        assert self._membership is not None
-        return self._membership.view
+        return self.membership.view
 
     def name_of(self, worker: int) -> str:
         """Returns the name of a present or former worker's machine: from its certificate, or its host name if all certificates
         are the same. Returns "" if the host names are the same, too."""
-        if self._membership is not None:
-            members = (*self._membership.view.members, *self._membership.newest.members)
-            self._names |= {member.rank: (member.certificate, member.name) for member in members}
+        members = (*self.view.members, *self.membership.newest.members)
+        self._names |= {member.rank: (member.certificate, member.name) for member in members}
         for names in zip(*self._names.values(), strict=True):
             if worker in self._names and len(set(names)) > 1:
                 name: str = names[list(self._names).index(worker)]
@@ -139,31 +115,27 @@ class Uplink:
     @property
     def plan(self) -> bytes:
         """Canonical bytes of the plan with which the job began."""
-        assert self._membership is not None
-        return self._membership.plan
+        return self.membership.plan
 
     def check(self) -> None:
-        """Raises the failure that occurred before `subscribe`, if there was one."""
-        if self._early is not None:
-            raise self._early
+        """Raises the failure that the coordinator has reported, if there was one."""
+        if self._failure is not None:
+            raise self._failure
 
     def subscribe_epochs(self, on_view: OnView) -> None:
         """Subscribes to newer epochs. If a newer epoch has already arrived, calls `on_view` at once."""
-        membership = self._membership
-        assert membership is not None
-        membership.on_view = on_view
-        if membership.newest is not membership.view:
-            on_view(membership.newest)
+        self.membership.on_view = on_view
+        if self.membership.newest is not self.view:
+            on_view(self.membership.newest)
 
     def switch_view(self, view: View) -> None:
         """Switches to the epoch. Departures of peers that are not in it are ignored from now on."""
-        assert self._membership is not None
-        self._membership.view = view
+        self.membership.view = view
 
     def finished(self, member: int) -> int:
         """Returns the number of exchanges to which that worker contributed before it left in order; -1 if it has not left in
         order."""
-        departure = None if self._membership is None else self._membership.left.get(peer_name(member))
+        departure = self.membership.left.get(peer_name(member))
         return -1 if departure is None or departure.reason != messages.FINISHED else departure.exchanges
 
     def subscribe(self, fail: Fail, stalled: OnStalled, left: Left, generation: int = 1) -> None:
@@ -172,59 +144,49 @@ class Uplink:
         with self._lock:
             self._fail, self._stalled, self._left = fail, stalled, left
             self._generation = generation
-        for departure in [] if self._membership is None else list(self._membership.left.values()):
+        for departure in list(self.membership.left.values()):
             self._on_exit(departure)
-        if self._early is not None:
-            fail(self._early)
+        if self._failure is not None:
+            fail(self._failure)
         for s in self.view.servers:
             # Receives of earlier generations stay posted forever. They must not refer to objects of a worker that was replaced.
             follow_stalls(self.transport, SERVER_BASE + s.id, generation, functools.partial(self._on_stalled, s.id))
 
     def _on_stalled(self, server: int, report: Stalled) -> None:
         if report.failed:
-            self._failed(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
+            self._fail(CommError(report.failed, peer=peer_name(SERVER_BASE + server), step=report.step, bucket=report.bucket))
             return
         for member, why in report.dropped.items():
             # If the job can continue without the member, the coordinator, to which the server reports the drop, informs this
             # worker.
-            if not (self._regroups and self.coordinated):
-                self._failed(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
+            if not (self._elastic and self.membership.reachable):
+                self._fail(PeerLost(messages.dropped_by(peer_name(SERVER_BASE + server), why), peer=peer_name(member),
                                       step=report.step, bucket=report.bucket))
         self._stalled(report.bucket, report.step, report.missing)
 
     def _on_exit(self, gone: messages.PeerExit) -> None:
-        with self._lock:
-            left = self._left
         awaited = self._membership is None or self._membership.is_expected(gone.peer)
         if awaited and gone.reason == messages.FINISHED and gone.exchanges >= 0:
-            left(gone.peer, gone.exchanges)
+            self._left(gone.peer, gone.exchanges)
 
     def _on_death(self, error: CommError) -> None:
         with self._lock:
-            self._early = self._early or error
-        self._failed(error)
-
-    def _failed(self, error: CommError) -> None:
-        with self._lock:
-            fail = self._fail
-            if fail is None:
-                self._early = self._early or error
-                return
+            self._failure, fail = self._failure or error, self._fail
         fail(error)
 
     def _on_silence(self, silent_s: float) -> None:
         """Called while the coordinator does not answer. Training can continue without it. Training cannot continue without a
         server in the coordinator's process, whose death no other process would report."""
-        near = [] if self._membership is None else [s for s in self.view.servers if s.colocated]
-        over = [s for s in near if f"server {s.id}" in self._missed() and not s.restartable]
+        near = [] if self._membership is None else [s for s in self._membership.view.servers if s.colocated]
+        over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
-            self._failed(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
+            self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "
                                   f"also runs the coordinator ({_place(near[0])}): it was killed "
                                   "or stopped, or its network failed", peer=f"server {near[0].id}"))
 
     def with_address(self, error: CommError) -> CommError:
         """Returns the same error, with the address and node added if the error is about a server."""
-        servers = [] if self._membership is None else [s for s in self.view.servers if error.peer == f"server {s.id}"]
+        servers = [s for s in self.view.servers if error.peer == f"server {s.id}"]
         if not servers or "node " in error.what:
             return error
         return error.located(what=f"{error.what} ({_place(servers[0])})")
@@ -237,7 +199,7 @@ class Uplink:
     @property
     def coordinated(self) -> bool:
         """Whether the coordinator answered the last heartbeat."""
-        return self._membership is not None and self._membership.reachable
+        return self.membership.reachable
 
     def fetch_state(self, server: int, bucket: int, undone: int) -> bytes:
         """Reads a server's codec state of a bucket; see Summation.snapshot. `undone`: slices of the last step that were not
@@ -299,18 +261,18 @@ class Uplink:
     def close(self, reason: str = "", flush_s: float | None = None, exchanges: int = -1) -> bool:
         """Leaves the job: without a `reason` in order, after queued data was sent within `flush_s`. Returns whether the
         coordinator was reached. `exchanges`: number of exchanges to which this worker contributed; -1: unknown."""
-        membership = self._membership
-        if membership is None:
+        if self._closed:
             return True
+        self._closed = True
         if reason:
-            delivered = membership.leave(reason)
+            delivered = self.membership.leave(reason)
             self.transport.close(FAILED_S)
         else:
             with self._lock:
                 self._fail = self.transport.abort  # a server that dies from now on must not be waited for
             self.transport.close(flush_s)  # before leaving: servers do not wait for a worker that has left
-            delivered = membership.leave(exchanges=exchanges)
-        self.remaining, self._membership = membership.remaining, None
+            delivered = self.membership.leave(exchanges=exchanges)
+        self.remaining = self.membership.remaining
         return delivered
 
 
@@ -321,20 +283,15 @@ def _place(server: ServerInfo) -> str:
 def connect(address: str, request: messages.Join, config: Config) -> Uplink:
     """Joins the job at that coordinator and connects to the job's servers."""
     deadline = time.monotonic() + config.join_deadline_s
-    uplink = Uplink(config)
-    uplink.join(address, request)
+    uplink = Uplink(config, address, request)
     uplink.dial(deadline)
     return uplink
 
 
 # ---- Connects to servers over TCP or gRPC: the configured protocol, or the one that works.
 
-log = logging.getLogger("commlayer")
-
 TCP_S = 5.0
 """Seconds to wait for an answer over TCP if gRPC can be tried next. Firewalls often drop packets without an error."""
-Dial = Callable[[float], None]
-"""A function that connects to a server before the given deadline (time.monotonic())."""
 
 
 def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, config: Config, keys: Keys | None) -> Dial:

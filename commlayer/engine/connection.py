@@ -261,7 +261,7 @@ class JobContext:
 
     def metrics(self) -> dict[str, float]:
         counters = Counters() if self.worker is None else self.worker.counters
-        resumed = None if self.uplink is None else self.uplink.reconnecting
+        resumed = None if self.uplink is None else self.uplink.transport
         return {"steps": self.passes, **counters.as_dict(), "reconnects": 0 if resumed is None else resumed.breaks,
                 "resent_nbytes": 0 if resumed is None else resumed.resent_nbytes,
                 "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}

@@ -429,8 +429,7 @@ class MembershipChange:
         job_context.follow(new_worker)
         old.close()
         old.forget_states()
-        if job_context.uplink.reconnecting is not None:
-            job_context.uplink.reconnecting.end(generation)
+        job_context.uplink.transport.end(generation)
         self._stands = self._stands.gone_over()
         for act in job_context.after_regroup:
             act()

@@ -329,8 +329,7 @@ def enter(
     context.groups = Groups(1, config.deadline_s, device, Members())
     context.rows = RowChannel(context.groups.members, config.deadline_s)
     context.on_close.append(context.rows.close)
-    context.uplink = link = Uplink(config)
-    link.join(config.join, request)
+    context.uplink = link = Uplink(config, config.join, request)
     words = EpochMessages(link.view, context.waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:

@@ -57,7 +57,7 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
 def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_where_others_may_go_on(
         regroups: bool, dropped: dict[int, str], errors: list[tuple[Any, ...]], opened: list[Any]) -> None:
     job = Pair(opened)
-    job.ups[1]._regroups = regroups
+    job.ups[1]._elastic = regroups
     sent: Any = job.serving._server
     sent._send_stalled(1, Stalled(0, 3, (0, 1), dropped))
     assert job.stalled.wait(WAIT_S)

@@ -15,7 +15,7 @@ from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
 from support.site_groups import leave, met, options, together
 from support.summation import push, service
 
-from commlayer.cluster import epoch_change, membership
+from commlayer.cluster import client, epoch_change, membership
 from commlayer.cluster.coordinator_journal import CoordinatorRecord, without_times
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
@@ -23,6 +23,7 @@ from commlayer.cluster.site_process_group import RelayedGroup
 from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config
 from commlayer.errors import CommError, PeerLost
+from commlayer.records import View
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
 
@@ -230,11 +231,14 @@ def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_i
     assert ops.residual == 0.0
 
 
-def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view() -> None:
-    link, heard = Uplink(Config()), list[str]()
-    link._membership = SimpleNamespace(left={}, view=SimpleNamespace(servers=()))  # type: ignore[assignment]
+def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks, heard = list[Any](), list[str]()
+    member = SimpleNamespace(left={}, view=View(1, (), ()))
+    monkeypatch.setattr(client, "join", lambda *call, **_: callbacks.append(call[-1]) or member)
+    link = Uplink(Config(), "127.0.0.1:9", worker(0))
     link.subscribe(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
-    link._on_death(PeerLost("is dead, and too few are left", peer="worker 2"))
+    callbacks[0](PeerLost("is dead, and too few are left", peer="worker 2"))
     link.subscribe(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
     assert heard == ["before: worker 2", "behind: worker 2"]
 

@@ -49,7 +49,7 @@ def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
         found.append(step(worker, gradients(rank, number), deadline_s=config.deadline_s))
         print(json.dumps(number), flush=True)
         time.sleep(0.1)
-    print(json.dumps({"digest": digest(found), "reconnects": up.reconnecting.breaks if up.reconnecting else -1}), flush=True)
+    print(json.dumps({"digest": digest(found), "reconnects": up.transport.breaks}), flush=True)
     worker.close()
     up.close(flush_s=5.0, exchanges=steps)
 
