@@ -8,7 +8,6 @@ can tell that from a crash of the parent.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import logging
@@ -20,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -30,7 +29,6 @@ from commlayer.errors import CommError, DeadlineExceeded
 ROOT = Path(__file__).parents[2]
 # The child must run the same package as this process, installed or not, and nothing from the current directory.
 RUN = "import sys; sys.path.append(sys.argv.pop(1)); from commlayer.cluster.server_process import main; main()"
-TAIL_LINES = 15
 GRACE_S = 5.0
 
 
@@ -38,48 +36,41 @@ class EmbeddedServer:
     """A running child process with a coordinator, a summation server, or both. `control`: the coordinator's address; `data`:
     the summation server's. Empty for a role that the child does not have."""
 
-    def __init__(self, process: subprocess.Popen[bytes], stderr: _Stderr, control: str, data: str) -> None:
-        self.control, self.data = control, data
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.control = self.data = ""
         self.pid = process.pid
-        self._process, self._stderr, self._owner = process, stderr, os.getpid()
+        self._process, self._owner = process, os.getpid()
 
     @classmethod
     def start(
         cls, config: Config, *, workers: int = 0, servers: int = 1, join: str = "", number: int | None = 0,
     ) -> EmbeddedServer:
         """Starts a coordinator and summation server `number` in a child process (None: no server). With `join`, a coordinator's
-        address, starts only the server. Returns when the child is ready.
+        address, starts only the server. Returns when the child is ready. Its log appears on this process's standard error.
 
-        Raises CommError with the last lines of the child's standard error if the child does not start. Raises DeadlineExceeded
-        if it takes longer than join_deadline_s.
+        Raises CommError if the child does not start, DeadlineExceeded if that takes longer than join_deadline_s.
         """
-        part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None}
-        part["number"] = -1 if number is None else number
-        command = [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)]
+        part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None,
+                "number": -1 if number is None else number}
         if join:
             # A configured port is the coordinator's, which may be on this machine, as may other servers.
             config = msgspec.structs.replace(config, port=0)
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             # Ctrl-C must reach only the trainer, which ends the child when it no longer needs it.
             start_new_session=True, env=child_environment(config),
         )
-        assert process.stdout is not None
-        assert process.stderr is not None
         send_line(process, config.token.encode())
-        stderr = _Stderr(process.stderr)
-        embedded = cls(process, stderr, "", "")
+        embedded = cls(process)
         try:
-            line = _first_line(process, config.join_deadline_s)
+            started = json.loads(_first_line(process, config.join_deadline_s) or b"{}")
+            if "control" not in started:
+                why = started.get("error") or f"exit code {process.wait(GRACE_S)}, see its output above"
+                raise CommError(f"did not start: {why}", peer="embedded server")
         except BaseException:
             embedded.close()
             raise
-        if line is None:
-            embedded.close()
-            raise CommError(f"did not start: {stderr.tail() or f'exit code {process.returncode}'}", peer="embedded server")
-        addresses = json.loads(line)
-        embedded.control, embedded.data = addresses["control"], addresses["data"]
-        stderr.forward()
+        embedded.control, embedded.data = started["control"], started["data"]
         return embedded
 
     def over(self, timeout_s: float) -> bool:
@@ -103,39 +94,8 @@ class EmbeddedServer:
             if not _ended(process, GRACE_S):
                 process.kill()
                 process.wait()
-        self._stderr.finish()
         assert process.stdout is not None
         process.stdout.close()
-
-
-class _Stderr:
-    """Drains the child's standard error: keeps the last TAIL_LINES lines, and prints new lines after forward()."""
-
-    def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe = pipe
-        self._lines: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self._forward = False
-        self._thread = threading.Thread(target=self._drain, name="commlayer-stderr", daemon=True)
-        self._thread.start()
-
-    def forward(self) -> None:
-        self._forward = True
-
-    def tail(self) -> str:
-        self._thread.join(timeout=1.0)
-        return "\n".join(self._lines).strip()
-
-    def finish(self) -> None:
-        self._thread.join(timeout=1.0)
-        if not self._thread.is_alive():
-            self._pipe.close()
-
-    def _drain(self) -> None:
-        for data in self._pipe:
-            line = data.decode("utf-8", "replace").rstrip("\n")
-            self._lines.append(line)
-            if self._forward:
-                print(line, file=sys.stderr, flush=True)
 
 
 def _first_line(process: subprocess.Popen[bytes], deadline_s: float) -> bytes | None:

@@ -263,5 +263,5 @@ def main() -> None:
         settings = {"token": child_processes.read_line().decode(), "join": options.pop("join")}
         run(read_config({name: value for name, value in settings.items() if value}), ServeOptions(**options))
     except (Coded, ValueError, OSError) as error:
-        print(f"commlayer: {line_of(error)}", file=sys.stderr)
+        print(json.dumps({"error": line_of(error)}), flush=True)
         sys.exit(2)
