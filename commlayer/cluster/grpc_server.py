@@ -1,22 +1,33 @@
-"""A listening port with a gRPC server, behind a TLS terminator if there are keys."""
+"""A listening port with a gRPC server. With keys, TLS connections are accepted here and forwarded to gRPC on a loopback port.
+
+gRPC's own TLS does not report which connection it refused or why, and has no revocation list. With forwarding, control
+connections have the same checks, limits before the handshake and log lines as data connections. Each connection has one thread
+for each direction.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from commlayer import config as settings
 from commlayer.cluster.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
-from commlayer.cluster.tls_terminator import TlsTerminator
 from commlayer.config import join_host
-from commlayer.errors import CorruptFrame, InvalidInput
+from commlayer.errors import CommError, CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
+from commlayer.transport.connection import close_channel, track, tune_socket
+from commlayer.transport.endpoint import accept_connections, shut_down
 from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream
+from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import AuthenticationFailed
+from commlayer.transport.tls import CONTROL, TlsSocket
 
 settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
@@ -25,34 +36,60 @@ import grpc.aio  # noqa: E402
 LOOPBACK = "127.0.0.1"
 REPLY_ARRIVES_S = 1.0
 """Seconds that a reply may take to reach a client before the client's connection is closed."""
+HANDSHAKE_S, CONNECT_S = 5.0, 5.0
+PIECE_NBYTES = 64 << 10
+KEEPALIVE_S, SILENT_S = 10, 60.0
+"""Seconds between keepalive probes, and of silence until a connection is closed. A machine that vanished must not occupy a
+connection with its two threads."""
+
+
+class _TlsConnection(NamedTuple):
+    """An authenticated control connection. `where`: certificate name and address of the other end, since gRPC sees only a
+    loopback address."""
+
+    certified: PeerCertificate
+    sock: TlsSocket
+    where: str
 
 
 class GrpcPort:
-    """A port with a gRPC server. Without keys gRPC listens on the port. With keys a TLS terminator listens on it, and gRPC on a
-    loopback port."""
+    """A port with a gRPC server. It listens from construction on if there are keys, and serves after start(). `refused` is
+    called with the address of a refused peer and the reason. gRPC's names of connections identify them in all methods."""
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
-        self._bind, self.number = bind, port
-        self._terminator = TlsTerminator(keys, bind, port, refused) if keys else None
-        self._host: RpcServer | None = None
+        self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
+        self._server: RpcServer | None = None
+        self._lock = threading.Lock()
+        self._known: dict[str, _TlsConnection] = {}
+        self._distrusted: set[str] = set()
+        self._closed = threading.Event()
+        self._target = (LOOPBACK, 0)
+        self._handshakes = PendingHandshakes(evict_after_s=2 * EVICT_AFTER_S)
+        self._listener: socket.socket | None = None
+        if keys is not None:
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            self._listener = track(socket.create_server((bind, port), family=family, backlog=128))
+            self.number = int(self._listener.getsockname()[1])
 
-    def start(self, host: RpcServer) -> None:
-        self._host = host
-        if self._terminator is None:
-            self.number = host.start(join_host(self._bind, self.number))
-        else:
-            self._terminator.start(host.start(join_host(LOOPBACK, 0)))
-            self.number = self._terminator.port
+    def start(self, server: RpcServer) -> None:
+        self._server = server
+        if self._listener is None:
+            self.number = server.start(join_host(self._bind, self.number))
+            return
+        self._target = (LOOPBACK, server.start(join_host(LOOPBACK, 0)))
+        threading.Thread(target=accept_connections, name="commlayer-control-accept", daemon=True, args=(
+            self._listener, self._handshakes, self._serve, self._keys, CONTROL, self._refused, self._closed)).start()
 
     def caller(self, peer: str) -> PeerCertificate | None:
-        """Returns the certificate of the connection that gRPC calls `peer`; None without keys. Raises AuthenticationFailed if
-        the port requires TLS and the connection did not use TLS."""
-        if self._terminator is None:
+        """Returns the certificate of a connection; None without keys. Raises AuthenticationFailed if the port requires TLS and
+        the connection did not use TLS, or is distrusted."""
+        if self._keys is None:
             return None
-        caller = self._terminator.caller(peer)
-        if caller is None:
+        with self._lock:
+            connection = None if peer in self._distrusted else self._known.get(peer)
+        if connection is None:
             raise AuthenticationFailed
-        return caller
+        return connection.certified
 
     def streams(self, take: AcceptStream) -> Any:
         """Returns the gRPC handler of data streams on this port. It passes each new stream to `take`."""
@@ -66,33 +103,89 @@ class GrpcPort:
         return grpc_stream.handler(take, certified)
 
     def where(self, peer: str) -> str:
-        """Returns the certificate name and address of a connection, for errors and logs. With TLS, gRPC's own name for the
-        connection is a loopback address."""
-        return (self._terminator.where(peer) if self._terminator is not None else "") or peer
+        """Returns the certificate name and address of a connection, for errors and logs."""
+        with self._lock:
+            return self._known[peer].where if peer in self._known else peer
 
     def distrust(self, peer: str) -> None:
         """Treats a TLS connection as unauthenticated, and closes it after REPLY_ARRIVES_S seconds, in which the pending reply
         can arrive. Call it on the event loop."""
-        if self._terminator is not None:
-            self._terminator.distrust(peer)
-            grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, self._terminator.end, peer)
-
-    def end(self, peer: str) -> None:
-        """Closes this connection now, if it uses TLS."""
-        if self._terminator is not None:
-            self._terminator.end(peer)
+        with self._lock:
+            if peer in self._known:
+                self._distrusted.add(peer)
+                grpc_stream.event_loop().call_later(REPLY_ARRIVES_S, shut_down, self._known[peer].sock)
 
     def drop(self, serials: frozenset[int]) -> None:
         """Closes all connections that use certificates with these serial numbers."""
-        if self._terminator is not None:
-            self._terminator.drop(serials)
+        with self._lock:
+            socks = [one.sock for one in self._known.values() if one.certified.serial in serials]
+        for sock in socks:
+            shut_down(sock)
 
     def close(self) -> None:
-        """Stops the gRPC server and the TLS terminator. Idempotent."""
-        if self._host is not None:
-            self._host.close()
-        if self._terminator is not None:
-            self._terminator.close()
+        """Stops the gRPC server and closes all connections. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        with self._lock:
+            self._closed.set()
+            socks = [one.sock for one in self._known.values()]
+        self._handshakes.close()
+        if self._listener is not None:
+            shut_down(self._listener)
+            close_channel(self._listener)
+        for sock in socks:
+            shut_down(sock)
+
+    def _serve(self, sock: TlsSocket, where: str) -> None:
+        try:
+            certified = sock.handshake(time.monotonic() + HANDSHAKE_S)
+            where = f"{certified.name} at {where}"
+            sock.settimeout(None)
+            tune_socket(sock, KEEPALIVE_S, SILENT_S)
+            self._handshakes.remove(sock)
+            self._forward(_TlsConnection(certified, sock, where))
+        except CommError as error:
+            self._refused(where, self._handshakes.drop_reason(sock, error))
+        except OSError:
+            pass  # either end closed the connection
+        finally:
+            self._handshakes.remove(sock)
+            close_channel(sock)
+
+    def _forward(self, known: _TlsConnection) -> None:
+        """Forwards both directions until either end closes."""
+        certified, sock, _ = known
+        with socket.create_connection(self._target, CONNECT_S) as inner:
+            track(inner)
+            inner.settimeout(None)
+            inner.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            host, port = inner.getsockname()[:2]
+            name = f"ipv4:{host}:{port}"
+            with self._lock:
+                self._known[name] = known
+            # The revocation list may have changed after the handshake, when drop() did not know this connection yet.
+            if self._closed.is_set() or (self._keys is not None and certified.serial in self._keys.revoked()):
+                shut_down(sock)
+            back = threading.Thread(target=_pump, args=(inner, sock), name=f"control to {certified.name}", daemon=True)
+            back.start()
+            try:
+                _pump(sock, inner)
+            finally:
+                back.join()
+                with self._lock:
+                    del self._known[name]
+                    self._distrusted.discard(name)
+                close_channel(inner)
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copies bytes until either socket ends, then ends both sockets."""
+    piece = memoryview(bytearray(PIECE_NBYTES))
+    with contextlib.suppress(OSError, CommError):
+        while n := source.recv_into(piece):
+            sink.sendall(piece[:n])
+    shut_down(source)
+    shut_down(sink)
 
 
 def open_stream_port(keys: Keys | None, bind: str, port: int, take: AcceptStream,

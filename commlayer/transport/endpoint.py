@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, PeerLost, RecordError, Refused, coded
 from commlayer.transport import framing, mailbox, tls
@@ -126,7 +126,8 @@ class StreamTransport:
         sock = track(open_listener(host, port))
         with self._lock:
             self._listeners.append(sock)
-        threading.Thread(target=self._accept_loop, args=(sock,), name=f"accept on {host}:{port}", daemon=True).start()
+        arguments = sock, self._handshakes, self._handshake, self._settings.keys, tls.DATA, self._settings.refused, self._closed
+        threading.Thread(target=accept_connections, name=f"accept on {host}:{port}", daemon=True, args=arguments).start()
         self._start_revocation_check()
         bound: Address = sock.getsockname()[:2]
         return bound
@@ -188,29 +189,6 @@ class StreamTransport:
             if not self._lock.wait_for(lambda: peer not in self._taken, FORMER_END_S):
                 raise InvalidInput("E-TRANSPORT-USE", f"{peer_name(peer)} is already connected")
             self._taken.add(peer)
-
-    def _accept_loop(self, listener: socket.socket) -> None:
-        while self._handshakes.acquire():
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
-                    self._closed.wait(0.1)  # file descriptors or memory are short: other threads may free some
-                    continue
-                if error.errno in (errno.ECONNABORTED, errno.EINTR):
-                    continue
-                return  # close() shut the listener down
-            where = f"{address[0]}:{address[1]}"
-            if self._settings.keys is not None:
-                try:
-                    sock = tls.TlsSocket(sock, self._settings.keys, tls.DATA, server=True)
-                except (RecordError, OSError) as error:
-                    self._settings.refused(where, str(error))
-                    close_channel(sock)
-                    continue
-            track(sock)
-            self._handshakes.add(sock)
-            threading.Thread(target=self._handshake, args=(sock, where), name=f"greet {where}", daemon=True).start()
 
     def _handshake(self, sock: ByteChannel, where: str) -> None:
         deadline = time.monotonic() + HANDSHAKE_S
@@ -394,7 +372,7 @@ class StreamTransport:
             connections = list(self._connections.values())
         self._handshakes.close()
         for listener in listeners:
-            interrupt_accept(listener)
+            shut_down(listener)
             close_channel(listener)
         reason = CommError("this end of the transport was closed", code="E-SESSION-CLOSED")
         self._mailbox.abort(reason)
@@ -420,12 +398,39 @@ def open_listener(host: str, port: int) -> socket.socket:
         raise InvalidInput("E-ADDRESS", f"cannot listen on {host}:{port}: {_remedy(error)}") from None
 
 
-def interrupt_accept(listener: socket.socket) -> None:
-    """Makes a thread that is blocked in accept() on this socket return."""
+def accept_connections(
+    listener: socket.socket, handshakes: PendingHandshakes, serve: Callable[[Any, str], None], keys: Keys | None, protocol: str,
+    refused: Refusal, closed: threading.Event,
+) -> None:
+    """Accepts connections until `closed`, and calls `serve` with each socket and its address in a thread of its own. With keys
+    the socket is a TlsSocket before its handshake."""
+    while handshakes.acquire():
+        try:
+            sock, address = listener.accept()
+        except OSError as error:
+            if closed.is_set():
+                return
+            if error.errno not in (errno.ECONNABORTED, errno.EINTR):
+                closed.wait(0.1)  # file descriptors or memory are short: other threads may free some
+            continue
+        where = f"{address[0]}:{address[1]}"
+        if keys is not None:
+            try:
+                sock = tls.TlsSocket(sock, keys, protocol, server=True)
+            except (RecordError, OSError) as error:
+                refused(where, str(error))
+                close_channel(sock)
+                continue
+        handshakes.add(track(sock))
+        threading.Thread(target=serve, args=(sock, where), name=f"greet {where}", daemon=True).start()
+
+
+def shut_down(sock: socket.socket) -> None:
+    """Ends a connection or a listener, and wakes the threads that are blocked on it."""
     try:
-        listener.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass
+        pass  # already closed
 
 
 def _remedy(error: OSError) -> str:

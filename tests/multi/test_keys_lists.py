@@ -6,6 +6,8 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.coordinators import Failures, quick
@@ -15,7 +17,7 @@ from support.meshes import exchange_pair, soon
 from commlayer.cluster import authority, client, messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.tls_terminator import TlsTerminator
+from commlayer.cluster.grpc_server import GrpcPort
 from commlayer.errors import DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import tls
 from commlayer.transport.endpoint import Settings, StreamTransport
@@ -127,7 +129,7 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
 
 def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list comes when the handshake is over, and who is to be dropped has been looked through already."""
-    front = TlsTerminator(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
+    front = GrpcPort(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
     inner = socket.create_server(("127.0.0.1", 0))
     handshake = tls.TlsSocket.handshake
 
@@ -139,8 +141,9 @@ def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: p
         return found
 
     monkeypatch.setattr(tls.TlsSocket, "handshake", outrun)
-    front.start(inner.getsockname()[1])
-    dialled = socket.create_connection(("127.0.0.1", front.port), 5.0)
+    behind: Any = SimpleNamespace(start=lambda _: inner.getsockname()[1], close=lambda: None)
+    front.start(behind)
+    dialled = socket.create_connection(("127.0.0.1", front.number), 5.0)
     sock = tls.TlsSocket(dialled, Keys(ca / "gpu-1"), tls.CONTROL, server=False)
     sock.handshake(soon())
     sock.settimeout(5.0)

@@ -59,8 +59,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
     assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
-    front = keyed._port._terminator
-    assert front is not None
+    front = keyed._port
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
     (said,) = [r.getMessage() for r in caplog.records]

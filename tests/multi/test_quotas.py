@@ -19,6 +19,7 @@ from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 from commlayer.errors import CommError, CorruptFrame
+from commlayer.transport.endpoint import shut_down
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import Flag
 
@@ -91,10 +92,8 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-    front = made._port._terminator
-    assert front is not None
-    for name in list(front._known):
-        front.end(name)
+    for connection in list(made._port._known.values()):
+        shut_down(connection.sock)
     until = time.monotonic() + WAIT_S
     while True:
         try:
