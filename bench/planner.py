@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from msgspec import structs
 
 from bench import Unmeasurable, planner_wan
@@ -27,9 +28,8 @@ from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import DENSE, Cluster, Link, Policy
 from commlayer.planner.options import Catalog, options
-from commlayer.planner.problem import Pace, flatten
 from commlayer.planner.search import plan
-from commlayer.planner.simulation import schedule
+from commlayer.planner.simulation import native_schedule
 from commlayer.records import Job, Plan, TensorInfo, Timing
 
 FLAT = Cluster(tuple(tables.node(f"n{i}", "v100", "10g") for i in range(8)))
@@ -144,8 +144,8 @@ def _gap(seed: int) -> float:
     work_s = rng.uniform(0.01, 0.2)
     ready = tuple(sorted(rng.uniform(0.3, 1.0) * work_s for _ in sizes))
     built = [catalog.load(mine, size, 0.0) for mine, size in zip(useful, sizes, strict=True)]
-    paces = tuple(Pace(group.name, ready, work_s) for group in prices.groups if group.workers)
-    steps = schedule(flatten([load for load, _ in built], paces, tail_s=0.001))
+    each_node = np.array([[*ready, work_s]] * len(prices.network.nodes))
+    steps = native_schedule(prices.network.problem([load for load, _ in built], each_node, tail_s=0.001))
     loss = [[losses[o] * size / sum(sizes) for o in mine] for mine, size in zip(useful, sizes, strict=True)]
     excess = [[0.0] * len(mine) for mine in useful]
     space = Space(steps, loss, excess, [held_s for _, held_s in built], [[b] for b in range(len(sizes))], policy.max_loss)

@@ -202,7 +202,7 @@ class Schedule:
 
     def sweep(
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = ..., most: int = ...,
-        only: list[int] | None = ..., enough: float = ..., factors: list[float] | None = ...,
+        only: list[int] | None = ..., factors: list[float] | None = ...,
     ) -> list[float]:
         """Seconds of a step with each option in turn for all these buckets; infinity where, times its factor, it is sure to be
         above limit."""

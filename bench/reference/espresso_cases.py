@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
-from bench.reference.fifo import Played, play
+from bench.reference.fifo import Played, play, timed
 from bench.reference.ugatit import ugatit
 from commlayer.planner import tables
-from commlayer.planner.costs import Prices, WalkedOp, plus
+from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
+from commlayer.planner.problem import Task
 from commlayer.planner.tables import INTRA, PCIE_COPY
 from commlayer.planner.tree import Path, encodes, options
 from commlayer.records import Job
@@ -152,7 +153,7 @@ class Model:
         self.uniform: list[Path] = list(unbeaten(self._prices, coded, codec, min(self.sizes), max(self.sizes)))
         self._dense = min(dense, key=lambda path: self._uniform_s(path))
         self.ways = {size: self._ways(coded, size) for size in set(self.sizes)}
-        self._tasks = {(size, o): self._prices.tasks(way, size, codec if encodes(way) else DENSE)
+        self._tasks = {(size, o): timed(self._prices, way, size, codec if encodes(way) else DENSE)
                        for size, ways in self.ways.items() for o, way in enumerate(ways)}
 
     def _ways(self, coded: Sequence[Path], size: int) -> list[Path]:
@@ -183,7 +184,7 @@ class Model:
 
     def _uniform_s(self, path: Path) -> float:
         codec = self._codec if encodes(path) else DENSE
-        tasks = {size: self._prices.tasks(path, size, codec) for size in set(self.sizes)}
+        tasks = {size: timed(self._prices, path, size, codec) for size in set(self.sizes)}
         return self._rest_s + play(self._work_s, [tasks[size] for size in self.sizes]).done_s
 
     def all_s(self) -> float:
@@ -223,7 +224,7 @@ def unbeaten(
     prices: Prices, paths: Sequence[Path], codec: str, smallest: int, largest: int,
 ) -> tuple[Path, ...]:
     """The paths that may be best for some bucket of smallest to largest elements, in their order."""
-    weighed = [_weights(prices.steps(path, codec), (smallest, largest)) for path in paths]
+    weighed = [_weights(prices.template(path, codec).tasks, (smallest, largest)) for path in paths]
     # Cheap paths first: they beat most others. The first of equal paths stays.
     order = sorted(range(len(paths)), key=lambda i: (sum(weighed[i].values()), i))
     kept: list[int] = []
@@ -241,15 +242,15 @@ def _beats(a: Weights, b: Weights) -> bool:
     return all(seconds <= b.get(key, 0.0) for key, seconds in a.items())
 
 
-def _lanes(steps: Sequence[WalkedOp]) -> dict[str, Line]:
+def _lanes(steps: Sequence[Task]) -> dict[str, Line]:
     lanes: dict[str, Line] = {}
     for step in steps:
         for lane, line in step.lanes:
-            lanes[lane] = plus(lanes[lane], line) if lane in lanes else line
+            lanes[lane] = lanes[lane] + line if lane in lanes else line
     return lanes
 
 
-def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
+def _weights(steps: Sequence[Task], sizes: Sequence[int]) -> Weights:
     lanes = _lanes(steps)
     weights = {(lane, size): line(size) for size in sizes for lane, line in lanes.items()}
     for size in sizes:
@@ -257,7 +258,7 @@ def _weights(steps: Sequence[WalkedOp], sizes: Sequence[int]) -> Weights:
     return weights
 
 
-def alone_s(steps: Sequence[WalkedOp], numel: int) -> float:
+def alone_s(steps: Sequence[Task], numel: int) -> float:
     """Seconds of the path on idle lanes, where steps wait for each other only on shared lanes."""
     ends: list[float] = []
     free: dict[str, float] = {}

@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from commlayer.planner.model import Task
+from commlayer.planner.costs import Prices
+from commlayer.planner.tree import Path
 
 COMPUTE = "compute:"
 BACKWARD = -1
+
+
+class TimedTask(NamedTuple):
+    """A task of a bucket of some size: its lanes with seconds, and the tasks that it waits for."""
+
+    lanes: tuple[tuple[str, float], ...]
+    after: tuple[int, ...] = ()
+    latency_s: float = 0.0
+    op: str = ""
+    nbytes: int = 0
+
+
+def timed(prices: Prices, path: Path | str, numel: int, codec: str, **how: Any) -> tuple[TimedTask, ...]:
+    """The tasks of a path at a bucket's size. `how`: server, owner, down, by_node."""
+    return tuple([
+        TimedTask(tuple([(lane, line(numel)) for lane, line in task.lanes]), task.after, task.latency(numel), task.op,
+                  int(task.nbytes(numel) + 0.5)) for task in prices.template(path, codec, **how).tasks])
 
 
 class Played(NamedTuple):
@@ -24,7 +42,7 @@ class Played(NamedTuple):
     """Tensors that ended before a bubble, a gap in which no task ran. Ending earlier would not help."""
 
 
-def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
+def play(work_s: Sequence[float], tensors: Sequence[Sequence[TimedTask]]) -> Played:
     """`work_s[i]` is the compute time of the backward pass between tensor i-1 and tensor i, in backward order.
 
     Of tasks that become ready together, codec work runs before the backward pass, and earlier tensors before later ones.
@@ -67,7 +85,7 @@ def play(work_s: Sequence[float], tensors: Sequence[Sequence[Task]]) -> Played:
     return Played(max(done_s, backward_s), _before_bubbles(spans))
 
 
-def _followers(tasks: Sequence[Task]) -> Mapping[int, list[int]]:
+def _followers(tasks: Sequence[TimedTask]) -> Mapping[int, list[int]]:
     result: dict[int, list[int]] = {}
     for i, task in enumerate(tasks):
         for before in task.after:

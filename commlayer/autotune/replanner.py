@@ -28,8 +28,7 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.sync_modes import allowed_modes, takes_fragments
 from commlayer.errors import InvalidState
 from commlayer.planner.convergence import measured_local_steps
-from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
+from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile, bare
 from commlayer.planner.tables import learning_rows
 from commlayer.records import Plan
 

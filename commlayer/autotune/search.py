@@ -16,7 +16,6 @@ from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price,
 from commlayer.codec_spec import parse_spec
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.costs import times
 from commlayer.planner.explanation import by_itself
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
 from commlayer.planner.search import Found, Search
@@ -330,5 +329,5 @@ def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
 
 def dearer(profile: Profile, by: float) -> Profile:
     """The profile with codecs, servers and buckets slowed down by this factor. Collectives were measured under load already."""
-    codecs = tuple(structs.replace(c, encode=times(c.encode, by), decode=times(c.decode, by)) for c in profile.codecs)
-    return structs.replace(profile, codecs=codecs, server=times(profile.server, by), bucket_s=profile.bucket_s * by)
+    codecs = tuple(structs.replace(c, encode=c.encode * by, decode=c.decode * by) for c in profile.codecs)
+    return structs.replace(profile, codecs=codecs, server=profile.server * by, bucket_s=profile.bucket_s * by)

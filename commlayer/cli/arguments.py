@@ -27,9 +27,8 @@ from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner import tables
 from commlayer.planner.convergence import LearningRow
-from commlayer.planner.costs import bare
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
-from commlayer.planner.model import Cluster, Profile
+from commlayer.planner.model import Cluster, Profile, bare
 from commlayer.planner.tables import LearningTable, rows_in, shipped, table_in
 from commlayer.records import Job
 

@@ -17,7 +17,7 @@ from commlayer.planner import tables
 from commlayer.planner.explanation import Beside, Curve, Difference, Explanation, Looser, break_even, rate, spelled
 from commlayer.planner.model import Cluster, Node
 from commlayer.planner.plan_rules import most_used, way_of
-from commlayer.planner.simulation import Timeline, per_step
+from commlayer.planner.simulation import Timeline
 from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
 from commlayer.records import Bucket, Job, Plan, Why
 
@@ -80,8 +80,8 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     compute_s = timeline.compute_s / plan.local_steps
     hosts = ", ".join(cluster.nodes[i].name for i in plan.hosts)
     lines = [
-        f"step {ms(per_step(timeline, plan.local_steps))} ms: computing {ms(compute_s)}, "
-        f"exposed communication {ms(per_step(timeline, plan.local_steps) - compute_s)}",
+        f"step {ms(timeline.step_s / plan.local_steps)} ms: computing {ms(compute_s)}, "
+        f"exposed communication {ms(timeline.step_s / plan.local_steps - compute_s)}",
     ]
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")

@@ -26,7 +26,7 @@ from commlayer.errors import CommError, InvalidInput
 from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
 from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, fold
-from commlayer.planner.simulation import Span, Timeline, hosts_of, per_step, simulate
+from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate
 from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")
@@ -283,7 +283,7 @@ def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
     forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
     yield Event("forward", NO_BUCKET, 0.0, forward_s)
     yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)
-    yield Event(STEP, NO_BUCKET, 0.0, per_step(timeline, basis.plan.local_steps))
+    yield Event(STEP, NO_BUCKET, 0.0, timeline.step_s / basis.plan.local_steps)
 
 
 def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:

@@ -6,20 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from commlayer.planner.buckets import default_plan
-from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower, verify, verify_alone
-from commlayer.planner.simulation import Timeline, simulate
 from commlayer.planner.tables import builtin, on_reference
 
 if TYPE_CHECKING:
     from commlayer.planner.explanation import diff as diff
     from commlayer.planner.explanation import explain as explain
     from commlayer.planner.explanation import what_if as what_if
+    from commlayer.planner.plan_lint import lint as lint
     from commlayer.planner.search import plan as plan
+    from commlayer.planner.simulation import Timeline as Timeline
+    from commlayer.planner.simulation import simulate as simulate
 
-_LATE = {"plan": "commlayer.planner.search",
+_LATE = {"plan": "commlayer.planner.search", "lint": "commlayer.planner.plan_lint",
+         **dict.fromkeys(("Timeline", "simulate"), "commlayer.planner.simulation"),
          **dict.fromkeys(("diff", "explain", "what_if"), "commlayer.planner.explanation")}
-"""Loaded on first use: searching needs numpy, reading plans does not."""
+"""Loaded on first use: simulating needs numpy, reading plans does not."""
 
 __all__ = [
     "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "on_reference", "plan", "simulate", "verify",

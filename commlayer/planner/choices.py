@@ -13,7 +13,7 @@ from operator import getitem
 from typing import NamedTuple
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.simulation import Timed
+from commlayer.planner.simulation import Steps
 
 EQUAL = 1e-9
 """Prices that differ by less than this fraction are equal."""
@@ -30,7 +30,7 @@ MOST_SINGLE = 16
 class Space(NamedTuple):
     """The search space. Lists are by bucket, then by option."""
 
-    schedule: Timed
+    schedule: Steps
     loss: Sequence[Sequence[float]]
     """What each option adds to the whole model's loss."""
     excess: Sequence[Sequence[float]]
@@ -131,8 +131,7 @@ def _changed(space: Space, found: Choice, buckets: Sequence[int], price: float =
             if rest_loss + sum(losses) <= _within(space) and space.least_s * factors[o] < price * (1 - EQUAL)]
     if not only:
         return found
-    steps = space.schedule.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), found.step_s, 1, only, -math.inf,
-                                 factors)
+    steps = space.schedule.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), found.step_s, 1, only, factors)
     option = min(only, key=lambda o: steps[o] * factors[o])
     if steps[option] * factors[option] >= price * (1 - EQUAL):
         return found

@@ -11,9 +11,9 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import alone
-from commlayer.planner.costs import ZERO, Excesses, plan_excess, recipe_of
+from commlayer.planner.costs import Excesses, plan_excess, recipe_of
 from commlayer.planner.inputs import checked_inputs, tables_profile
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.model import DENSE, NO_LIMIT, ZERO, Cluster, Line, Link, Node, Policy, Profile
 from commlayer.planner.plan_rules import most_used, way_of
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import Span, exact_s, simulate

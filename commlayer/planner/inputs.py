@@ -16,8 +16,7 @@ from commlayer.codec_spec import spec_error
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner import tables
 from commlayer.planner.convergence import row_problem
-from commlayer.planner.costs import bare
-from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.model import Cluster, Line, Link, Node, Policy, Profile, bare
 from commlayer.planner.tables import DEFAULT_CODECS, GPUS, profile_from_tables
 from commlayer.records import Job, Record, Timing
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import structs
 
+from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner.convergence import LearningRow
 from commlayer.records import Job, Plan, Record, over_server
@@ -25,6 +26,23 @@ class Line(Record, frozen=True):
 
     def __call__(self, size: float) -> float:
         return self.floor_s + size * self.slope_s
+
+    def __add__(self, other: Line) -> Line:
+        return Line(self.floor_s + other.floor_s, self.slope_s + other.slope_s)
+
+    def __mul__(self, factor: float) -> Line:
+        return Line(self.floor_s * factor, self.slope_s * factor)
+
+    def part(self, fraction: float) -> Line:
+        """The line for a size that is this fraction of the variable."""
+        return Line(self.floor_s, self.slope_s * fraction)
+
+    def of(self, size: Line) -> Line:
+        """This line over a size that is itself a line."""
+        return Line(self.floor_s + self.slope_s * size.floor_s, self.slope_s * size.slope_s)
+
+
+ZERO = Line(0.0)
 
 
 class Link(Record, frozen=True):
@@ -61,6 +79,16 @@ class Cluster(Record, frozen=True):
     @property
     def ranks(self) -> int:
         return sum(n.ranks for n in self.nodes)
+
+
+def bare(codec: str) -> CodecSpec:
+    """The codec that profiles price: without error feedback, whose cost is included in the figures, and independent of
+    spelling.
+
+    >>> bare("error_feedback(topk(0.01))") == bare("topk(ratio=0.01, values='int8')")
+    True
+    """
+    return parse_spec(codec).bare
 
 
 class CodecCost(Record, frozen=True):
@@ -159,20 +187,6 @@ class Basis(NamedTuple):
 
     plan: Plan
     inputs: PlanInputs
-
-
-class Task(Record, frozen=True, gc=False):
-    """One piece of a bucket's work. It starts on all its lanes together and occupies each for its own time."""
-
-    lanes: tuple[tuple[str, float], ...]
-    """(lane, seconds). A transfer occupies the sender's uplink and the receiver's downlink."""
-    after: tuple[int, ...] = ()
-    """Tasks of the same bucket (by index) that end before this one starts. Empty: it starts when the gradient is ready."""
-    latency_s: float = 0.0
-    """Delay from the end of its longest lane to the end of the task."""
-    op: str = ""
-    """The op that it is part of, for timelines."""
-    nbytes: int = 0
 
 
 DENSE = "identity()"

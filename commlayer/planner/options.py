@@ -10,19 +10,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import tree
 from commlayer.planner.buckets import Sort
 from commlayer.planner.convergence import Recipe
-from commlayer.planner.costs import Excesses, Lines, Prices, Template, bare, hidden
-from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile
-from commlayer.planner.problem import COMPUTE, Load, Shape
+from commlayer.planner.costs import Excesses, Prices, hidden
+from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile, bare
+from commlayer.planner.problem import COMPUTE, Load, Reals, Template, joined
 from commlayer.planner.tensors import EXACT, keeps_zeros
 from commlayer.planner.tree import ALIASES, Path, Promise, fits, on_gpus, parse, promise_of, spell
 
@@ -30,8 +28,6 @@ SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
 """Elements of the buckets for which paths are compared."""
 SLOW = 0.6
 """A node with an uplink below this part of the median may use a codec that sends less."""
-
-Reals = npt.NDArray[np.float64]
 
 
 def options(prices: Prices, policy: Policy) -> list[Option]:
@@ -72,11 +68,11 @@ def criteria(template: Template, sizes: Reals) -> Reals:
     """Seconds by criterion and size: alone on idle lanes; the busiest lane; both; links; coding on CPUs; load on GPUs plus
     each of time alone and links."""
     zero = np.zeros(len(sizes))
-    seconds, latency = _over(template.seconds, sizes), _over(template.latency, sizes)
+    seconds, latency = (lines[:, :1] + lines[:, 1:] * sizes for lines in (template.seconds, template.latency))
     busy: dict[str, Reals] = {}
     ends: list[Reals] = []
     at = 0
-    for lanes, after, late in zip(template.shape.lanes, template.shape.after, latency, strict=True):
+    for lanes, after, late in zip(template.shapes[0].lanes, template.shapes[0].after, latency, strict=True):
         longest = zero
         for lane, of_lane in zip(lanes, seconds[at : at + len(lanes)], strict=True):
             busy[lane] = busy.get(lane, zero) + of_lane
@@ -90,12 +86,6 @@ def criteria(template: Template, sizes: Reals) -> Reals:
     alone, busiest = _most(ends, zero), _most(list(busy.values()), zero)
     links, gpu, cpu = most("up", "down", "intra"), most(COMPUTE), most("cpu", "server")
     return np.stack([alone, busiest, alone + busiest, links, cpu, gpu + alone, gpu + links, links + cpu + 10 * gpu])
-
-
-def _over(lines: Lines, sizes: Reals) -> Reals:
-    """A row for each line, a column for each size."""
-    values = np.array(lines).reshape(-1, 2)
-    return values[:, :1] + values[:, 1:] * sizes
 
 
 def _most(each: Sequence[Reals], zero: Reals) -> Reals:
@@ -151,16 +141,6 @@ def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
     return sorted(text for name, text in known.items() if name in allowed)
 
 
-class Priced(NamedTuple):
-    """Several options in a row, priced for every size."""
-
-    shapes: tuple[Shape, ...]
-    seconds: Reals
-    latency: Reals
-    edges: tuple[int, ...]
-    """Where each option's seconds begin, and the end."""
-
-
 class Catalog:
     """Options by number, with their prices. Buckets count as spread over all hosts.
 
@@ -173,7 +153,7 @@ class Catalog:
         self._costs: dict[Recipe, tuple[list[float], list[float]]] = {}
         self._useful: dict[tuple[Sort, int], tuple[int, ...]] = {}
         self._criteria: list[Reals] = []
-        self._priced: dict[tuple[int, ...], Priced] = {}
+        self._joined: dict[tuple[int, ...], tuple[Template, list[int]]] = {}
 
     @cached_property
     def hidden(self) -> Catalog:
@@ -226,14 +206,10 @@ class Catalog:
 
     def load(self, options: tuple[int, ...], numel: int, urgency: float) -> tuple[Load, list[float]]:
         """The load of a bucket with these options, and each option's seconds summed over all lanes."""
-        if options not in self._priced:
+        if options not in self._joined:
             each = [self.template(o) for o in options]
-            self._priced[options] = Priced(
-                tuple(t.shape for t in each), np.array([line for t in each for line in t.seconds]).reshape(-1, 2),
-                np.array([line for t in each for line in t.latency]).reshape(-1, 2),
-                tuple(accumulate([len(t.seconds) for t in each], initial=0)))
-        priced = self._priced[options]
-        seconds = priced.seconds[:, 0] + priced.seconds[:, 1] * numel
-        latency = priced.latency[:, 0] + priced.latency[:, 1] * numel
-        held_s: list[float] = np.diff(np.append(0.0, np.cumsum(seconds))[list(priced.edges)]).tolist()
-        return Load(priced.shapes, seconds.tolist(), latency.tolist(), urgency), held_s
+            self._joined[options] = joined(each), [*accumulate([len(t.seconds) for t in each], initial=0)]
+        template, edges = self._joined[options]
+        load = template.load(numel, urgency)
+        held_s: list[float] = np.diff(np.append(0.0, np.cumsum(load.seconds))[edges]).tolist()
+        return load, held_s

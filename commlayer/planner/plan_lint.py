@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 
 from commlayer.codec_spec import CodecSpec, spec_error
 from commlayer.planner import tree
-from commlayer.planner.costs import bare
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
-from commlayer.planner.model import DENSE, Cluster, Profile
+from commlayer.planner.model import DENSE, Cluster, Profile, bare
 from commlayer.planner.plan_rules import verify, verify_alone
 from commlayer.planner.simulation import hosts_of
 from commlayer.planner.tensors import untouched

@@ -22,12 +22,12 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, Limits, Sort
 from commlayer.planner.choices import Choice, Space, search, uniform
 from commlayer.planner.convergence import Recipe, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, bare, hidden, plan_excess, weights
+from commlayer.planner.costs import Prices, hidden, plan_excess, weights
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Option, Policy, Profile, condensed
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Option, Policy, Profile, bare, condensed
 from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.placement import Hosts, Part, even, host_sets, parts
-from commlayer.planner.simulation import Round, Timeline, exact_s, locally, per_step, simulate, turns_of, urgent
+from commlayer.planner.simulation import Simulation, Timeline, exact_s, fragments, locally, simulate, slowest, urgent
 from commlayer.planner.tensors import DOUBLE, full, is_sparse, nonzero_numel, shaped, unrounded
 from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Timing, Why
 
@@ -136,10 +136,10 @@ class Candidate:
         for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
             members.setdefault((piece.kind, mine), []).append(b)
         groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
-        turns = turns_of(job, timing, pieces, [load for load, _ in priced], self.catalog.prices.groups, self.recipe,
-                         priority=policy.priority)
-        least_s = sum(max(pace.work_s for pace in turn.paces) for turn in turns)
-        return Space(Round(turns).schedule, loss, excess, burden, groups, policy.max_loss, least_s)
+        parts = fragments(job, timing, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe,
+                          priority=policy.priority)
+        least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
+        return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
 
     @property
     def starts(self) -> list[list[int]]:
@@ -325,7 +325,7 @@ class Search:
         parts = max(1, job.numel * ELEMENT_NBYTES // LEAST_FRAGMENT_NBYTES) if policy.fragments else 1
         local = [updates._replace(every=every, overlap=overlap, fragments=count)
                  for every in local_steps(most) for overlap in (("", "round") if freely else ("",))
-                 for count in (fragments(every, parts) if overlap else [1])]
+                 for count in (fragment_counts(every, parts) if overlap else [1])]
         prices = {recipe: self._estimate(recipe) for recipe in local}
         best = sorted(local, key=lambda recipe: prices[recipe])[:FINALISTS]
         return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
@@ -334,18 +334,18 @@ class Search:
         """The price of local steps with the best uniform choice: exchanges take as long as after a single step, and each
         fragment has its own latencies."""
         timing, every = self.inputs.timing, recipe.every
-        speed = min(group.node.speed for group in self.synchronous.candidate.catalog.prices.groups if group.workers)
-        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / speed
+        prices = self.synchronous.candidate.catalog.prices
+        computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
         excess, loss = self.synchronous.candidate.catalog.costs(recipe)
-        prices = [math.inf]
+        found = [math.inf]
         for exchange in self._exchanges[recipe.overlap]:
             if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
                 continue
             exchange_s = exchange.step_s - computing_s + (recipe.fragments - 1) * exchange.latency_s
             exchange_s *= UNBALANCED if recipe.fragments > 1 else 1.0
             step_s = max(computing_s, exchange_s / every) if recipe.overlap else computing_s + exchange_s / every
-            prices.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
-        return min(prices)
+            found.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
+        return min(found)
 
     @cached_property
     def _exchanges(self) -> dict[str, list[Exchange]]:
@@ -446,9 +446,9 @@ def local_steps(most: int) -> list[int]:
     return [2**i for i in range(1, MOST_LOCAL_STEPS.bit_length()) if 2**i <= most]
 
 
-def fragments(every: int, most: int) -> list[int]:
+def fragment_counts(every: int, most: int) -> list[int]:
     """
-    >>> fragments(8, 64), fragments(64, 5)
+    >>> fragment_counts(8, 64), fragment_counts(64, 5)
     ([1, 2, 4, 8], [1, 2, 4])
     """
     return [2**i for i in range(every.bit_length()) if 2**i <= min(most, MOST_FRAGMENTS)]
@@ -496,7 +496,7 @@ def explained(found: Found) -> Plan:
     buckets = tuple(structs.replace(bucket, why=_why(bucket, verdicts[b], found, timeline))
                     for bucket, b in zip(plan.buckets, found.origins, strict=True))
     steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
-    return structs.replace(plan, buckets=buckets, step_s=per_step(timeline, plan.local_steps), **steps)
+    return structs.replace(plan, buckets=buckets, step_s=timeline.step_s / plan.local_steps, **steps)
 
 
 def _verdict(b: int, found: Found) -> Verdict:
@@ -507,8 +507,8 @@ def _verdict(b: int, found: Found) -> Verdict:
     best = {True: NEVER, False: NEVER}
     for dense in (True, False):
         only = [o for o in range(len(mine)) if o != place and (candidate.catalog.options[mine[o]].codec == DENSE) is dense]
-        steps = space.schedule.sweep(list(choice.options), [b], LOOKED_AT * choice.price, math.nan, 1, only, -math.inf,
-                                     factors) if only else []
+        steps = space.schedule.sweep(list(choice.options), [b], LOOKED_AT * choice.price, math.nan, 1, only, factors) \
+            if only else []
         best[dense] = min((Price(steps[o] / every, steps[o] / every * factors[o], str(candidate.catalog.options[mine[o]]),
                                  lost + space.loss[b][o] <= space.max_loss) for o in only),
                           key=lambda price: price.to_loss_s, default=NEVER)

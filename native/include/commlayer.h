@@ -263,13 +263,11 @@ enum { CML_SCHEDULE_MOST = 8 };
 #define CML_SCHEDULE_EQUAL 4e-9
 /* out[j]: what cml_schedule_run gives if each of n >= 1 distinct `buckets`, which have equally many options, takes its option
  * j; infinity where open[j] is 0. An option's price is its step times factor[j], which is above 0 (NULL: all are 1), and what
- * `limit` and `enough` are compared with. If `most` is not 0, but CML_SCHEDULE_MOST or less, out[j] is also infinity where the
- * prices of so many others are lower by more than the fraction CML_SCHEDULE_EQUAL. A price of `enough` or less ends the search
- * for others. choice is left as it was; `now` is the step that it takes, NaN if not known. Gives how many tasks began in all of
+ * `limit` is compared with. If `most` is not 0, but CML_SCHEDULE_MOST or less, out[j] is also infinity where the
+ * prices of so many others are lower by more than the fraction CML_SCHEDULE_EQUAL. choice is left as it was; `now` is the step that it takes, NaN if not known. Gives how many tasks began in all of
  * these runs. */
 int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n, const uint8_t* open,
-                           const double* factor, double limit, double now, int32_t most, double enough, void* scratch,
-                           double* out);
+                           const double* factor, double limit, double now, int32_t most, void* scratch, double* out);
 
 #ifdef __cplusplus
 }

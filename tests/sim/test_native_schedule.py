@@ -7,15 +7,17 @@ import random
 import shutil
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from oracle.schedule import PortableSchedule
 from support.fuzz_build import NATIVE, SANITIZE
-from support.schedules import chain, one_node, random_problem
+from support.schedules import Load, chain, flatten, one_node, random_problem
 
-from commlayer.planner.model import Task
-from commlayer.planner.problem import Problem, flatten, load_of, way
+from bench.reference.fifo import TimedTask as Task
+from commlayer.planner.problem import Problem
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 PROBLEMS = 400
@@ -43,7 +45,7 @@ def fields(problem: Problem) -> Iterator[str]:
     counts = {"lanes": len(problem.lanes), "lines": len(problem.line_lanes) - 1, "buckets": problem.buckets}
     everything = {**problem._asdict(), **counts}
     for name, value in everything.items():
-        yield line(name, value if isinstance(value, list) else [value])
+        yield line(name, value.tolist() if isinstance(value, np.ndarray) else [value])
 
 
 def line(name: str, values: list[float]) -> str:
@@ -66,7 +68,7 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
     for seed in range(PROBLEMS):
         problem, rng = random_problem(seed), random.Random(seed)
         twin = PortableSchedule(problem)
-        counts = [b - a for a, b in zip(problem.bucket_options, problem.bucket_options[1:], strict=False)]
+        counts = [b - a for a, b in pairwise(problem.bucket_options.tolist())]
         choice = [rng.randrange(n) for n in counts]
         step_s, starts, ends = twin.trace(choice)
         chosen = rng.randrange(problem.buckets)
@@ -86,6 +88,6 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
 
 def test_a_circle_of_tasks_ends_with_an_error(driver: Path) -> None:
     circle = (Task((("up:a", 1.0),), (1,)), Task((("up:a", 1.0),), (0,)))
-    problem = flatten([load_of((way(circle), way(chain(("up:a", 1.0)))))], one_node((0.0,), 0.0))
+    problem = flatten([Load((circle, chain(("up:a", 1.0))))], one_node((0.0,), 0.0))
     (bad, *_), (good, *_) = answers(driver, [*fields(problem), line("run", [0]), line("run", [1])])
     assert bad < 0 < good

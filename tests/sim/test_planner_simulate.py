@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracle.schedule import PortableSchedule
-from support.schedules import chain, one_node, random_problem
+from support.schedules import Load, Pace, chain, flatten, one_node, random_problem
 
+from bench.reference.fifo import TimedTask as Task
 from commlayer.native import core
-from commlayer.planner.model import Task
-from commlayer.planner.problem import Load, Pace, PricedWay, Problem, flatten, load_of, way
-from commlayer.planner.simulation import schedule
+from commlayer.planner.problem import Problem
+from commlayer.planner.simulation import native_schedule
 
 LOOPS = [PortableSchedule, *([core.Schedule] if core else [])]
 
 
 def load(*tasks: Task, urgency: float = 0.0, stale: bool = False) -> Load:
-    return load_of((way(tasks),), urgency, stale)
+    return Load((tasks,), urgency, stale)
 
 
 def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:
-    step_s, starts, ends = schedule(problem).trace([0] * problem.buckets)
+    step_s, starts, ends = native_schedule(problem).trace([0] * problem.buckets)
     return step_s, list(zip(starts, ends, strict=True))
 
 
@@ -163,9 +164,9 @@ def no_shorter_than(problem: Problem, choice: list[int]) -> list[tuple[str, floa
 @given(st.integers(0, 10**6))
 def test_no_step_is_shorter_than_its_busiest_lane_or_its_longest_chain(seed: int) -> None:
     problem = random_problem(seed)
-    problem = problem._replace(stale=[0] * problem.buckets, steps=1)
+    problem = problem._replace(stale=0 * problem.stale, steps=1)
     choice = choice_of(problem, seed)
-    step_s = schedule(problem).run(choice)
+    step_s = native_schedule(problem).run(choice)
     for what, least_s in no_shorter_than(problem, choice):
         assert step_s >= least_s * (1 - 1e-9) + problem.tail, what
 
@@ -176,7 +177,7 @@ def test_the_bounds_of_a_step_are_reached() -> None:
                          ([load(*chain(("up:a", 2.0))), load(*chain(("up:a", 2.0)))], (0.0, 1.0))):
         problem = flatten(loads, one_node(ready, 1.0), tail_s=0.5)
         choice = [0] * problem.buckets
-        assert schedule(problem).run(choice) == max(s for _, s in no_shorter_than(problem, choice)) + 0.5
+        assert native_schedule(problem).run(choice) == max(s for _, s in no_shorter_than(problem, choice)) + 0.5
 
 
 @settings(max_examples=100, deadline=None)
@@ -185,14 +186,14 @@ def test_time_has_no_scale_and_a_simulation_no_memory(seed: int, factor: float) 
     """Powers of two change no rounding, so times change by them to the bit; what ran before changes nothing."""
     problem = random_problem(seed)
     choice, other = choice_of(problem, seed), choice_of(problem, seed + 1)
-    made = schedule(problem)
+    made = native_schedule(problem)
     step_s, starts, ends = made.trace(choice)
     made.run(other)
     made.sweep(other, [0], step_s)
     assert str(made.trace(choice)) == str((step_s, starts, ends))
-    scaled = problem._replace(tail=problem.tail * factor, ready=[t * factor for t in problem.ready],
-                              seconds=[t * factor for t in problem.seconds], latency=[t * factor for t in problem.latency])
-    longer_s, starts_too, ends_too = schedule(scaled).trace(choice)
+    scaled = problem._replace(tail=problem.tail * factor, ready=problem.ready * factor,
+                              seconds=problem.seconds * factor, latency=problem.latency * factor)
+    longer_s, starts_too, ends_too = native_schedule(scaled).trace(choice)
     assert longer_s == step_s * factor
     assert str([*starts_too, *ends_too]) == str([t * factor for t in (*starts, *ends)])
 
@@ -228,10 +229,10 @@ def test_the_native_loop_is_its_twin_bit_for_bit(seed: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
-    """The shortest few among some options; or one that is short enough. What is told is right to the bit."""
+    """The shortest few among some options, right to the bit."""
     problem = random_problem(seed)
     if not late:
-        problem = problem._replace(stale=[0] * problem.buckets, steps=1)
+        problem = problem._replace(stale=0 * problem.stale, steps=1)
     rng, choice = random.Random(seed), choice_of(problem, seed)
     native, everything = core.Schedule(problem), PortableSchedule(problem).sweep(choice, [0], math.inf)
     only = sorted(rng.sample(range(len(everything)), rng.randint(1, len(everything))))
@@ -240,24 +241,22 @@ def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
         found = native.sweep(choice, [0], math.inf, math.nan, most, only)
         assert sorted(found)[: min(most, len(only))] == among[:most]
         assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(found) if s < math.inf)
-    enough = among[len(among) // 2]
-    assert min(native.sweep(choice, [0], math.inf, math.nan, 0, only, enough)) <= enough
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 def test_a_simulation_that_is_of_no_use_ends_early() -> None:
     """Counted in tasks that began. On one lane the end is known from the start; of two, from when the second takes up work."""
-    def begun(ways: list[PricedWay], limit: float, most: int = 0) -> int:
-        each = [way(chain(("cpu:a", 0.1), ("up:a", 1.0)))] * 99
-        made = core.Schedule(flatten([load_of(ways), *(load_of([w]) for w in each)], one_node((0.0,) * 100, 0.0)))
+    def begun(ways: list[tuple[Task, ...]], limit: float, most: int = 0) -> int:
+        each = [chain(("cpu:a", 0.1), ("up:a", 1.0))] * 99
+        made = core.Schedule(flatten([Load(ways), *(Load([way]) for way in each)], one_node((0.0,) * 100, 0.0)))
         made.sweep([0] * 100, [0], limit, math.nan, most)
         return int(made.begun)
 
-    ways = [way(chain(("cpu:a", 0.1), ("up:a", seconds))) for seconds in (3.0, 1.0, 2.0)]
+    ways = [chain(("cpu:a", 0.1), ("up:a", seconds)) for seconds in (3.0, 1.0, 2.0)]
     assert begun(ways, math.inf) == 3 * 200
     assert begun(ways, 100.5) == 200, "two are above the limit before they begin"
     assert begun(ways, math.inf, 1) == 200, "the one that may be shortest is the limit of others"
-    slow = [way(chain(("cpu:a", 50.0), ("up:a", 1.0))), way(chain(("cpu:a", 0.1), ("up:a", 1.0)))]
+    slow = [chain(("cpu:a", 50.0), ("up:a", 1.0)), chain(("cpu:a", 0.1), ("up:a", 1.0))]
     assert 200 < begun(slow, 100.5) < 300, "its first transfer is late, and with it all others"
 
 
@@ -271,7 +270,9 @@ def test_a_simulation_that_is_of_no_use_ends_early() -> None:
 def test_arrays_that_do_not_fit_are_refused(field: str, value: object) -> None:
     problem = flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0))
     if field == "next":
-        problem = problem._replace(task_next=[0, 1])
+        problem = problem._replace(task_next=np.array([0, 1], np.int32))
+    if isinstance(value, list):
+        value = np.array(value, getattr(problem, field).dtype)
     with pytest.raises(ValueError, match="schedule: "):
         core.Schedule(problem._replace(**{field: value}))
 

@@ -8,11 +8,11 @@ from msgspec import structs
 
 from commlayer.planner.choices import Space
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.planner.problem import Pace, Problem, flatten, load_of, way
-from commlayer.planner.simulation import schedule
+from commlayer.planner.problem import Problem
+from commlayer.planner.simulation import native_schedule
 from commlayer.records import Plan
 from support.plans import cluster
-from support.schedules import chain
+from support.schedules import Load, Pace, chain, flatten
 
 DENSE, SPARSE, SHARED = "identity()", "topk(ratio=0.01)", "randomk(ratio=0.01)"
 
@@ -58,19 +58,20 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
     choices, loss = [], []
     for _ in range(n):
         sent = rng.uniform(0.2, 2.0)
-        ways = [way(chain(("up:a", sent), ("down:a", sent)))]
+        ways = [chain(("up:a", sent), ("down:a", sent))]
         losses = [0.0]
         for _ in range(rng.randint(0, 5)):
             lane = rng.choice(("compute:a", "cpu:a"))
             ratio, code = rng.uniform(0.05, 0.8), rng.uniform(0.05, 0.8)
-            ways.append(way(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2))))
+            ways.append(chain((lane, code), ("up:a", sent * ratio), ("down:a", sent * ratio), (lane, code / 2)))
             losses.append(rng.uniform(0.1, 1.0))
         choices.append(ways)
         loss.append(losses)
     ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
-    problem = flatten([load_of(ways) for ways in choices], (Pace("a", ready, 3.0),))
-    made = schedule(problem)
-    burden, excess = [[sum(w.seconds) for w in ways] for ways in choices], [[0.0] * len(ways) for ways in choices]
+    problem = flatten([Load(ways) for ways in choices], (Pace("a", ready, 3.0),))
+    made = native_schedule(problem)
+    burden = [[sum(task.lanes[0][1] for task in way) for way in ways] for ways in choices]
+    excess = [[0.0] * len(ways) for ways in choices]
     space = Space(made, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
     return space, problem, [len(each) for each in loss]
 

@@ -7,6 +7,7 @@ from msgspec import structs
 from support.planner import DENSE, PROFILE
 from support.plans import closed_form, toy_job
 
+from bench.reference.fifo import timed
 from commlayer.planner import buckets, tables
 from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
@@ -43,7 +44,7 @@ def test_who_has_nothing_to_spare_hosts_nothing() -> None:
 def test_transfers_and_sums_by_parts() -> None:
     """n0 has half of the sums: it sends half of its own payload, and receives half of the two others'."""
     nodes = tuple(Node(f"n{i}", 1, "cpu", Link(1e9 * (2 - (i > 0)), 1e9, 1e-4)) for i in range(3))
-    found = Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)).tasks("service", 10**6, DENSE)
+    found = timed(Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)), "service", 10**6, DENSE)
     sent_s = (16 + 4e6) * 8 / 1e9
     first, others = (dict(task.lanes) for task in found if task.op == "net.push")
     assert first == pytest.approx({"up:n0": 0.5 * sent_s / 2, "down:n1": 0.25 * sent_s})

@@ -23,8 +23,8 @@ from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.plan_choice import promise_of
 from commlayer.engine.worker import Worker
 from commlayer.observe import RecordedStep
-from commlayer.planner.costs import ZERO, bare, moves
-from commlayer.planner.model import CodecCost, Line
+from commlayer.planner.costs import moves
+from commlayer.planner.model import ZERO, CodecCost, Line, bare
 from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
