@@ -271,6 +271,10 @@ class _Idle:
         self._ones = memoryview(bytearray(self.bound))
         codec.start(torch.ones(spec.numel), codec.init(spec), self._ones)
 
+    def worth_giving_back(self, members: int) -> bool:
+        """There is nothing to compute again."""
+        return False
+
     def zeros(self, r: int) -> None:
         """There is no accumulator."""
 
