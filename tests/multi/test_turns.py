@@ -32,7 +32,7 @@ from commlayer.planner.explanation import diff, explain
 from commlayer.planner.model import Cluster, PlanInputs, Policy, Profile
 from commlayer.planner.plan_rules import verify, way_of
 from commlayer.planner.search import plan
-from commlayer.planner.simulation import Round, Turn, exact_s, simulate
+from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
 from commlayer.planner.tables import profile_from_tables
 from commlayer.planner.tables import rows as shipped_rows
 from commlayer.records import Job, Plan
@@ -160,10 +160,10 @@ def test_a_sweep_over_turns_finds_what_running_each_choice_does(seed: int) -> No
     parts = [random_space(seed, budget=False), random_space(seed + 50, budget=False)]
     edge = len(parts[0][2])
     counts = [*parts[0][2], *parts[1][2]]
-    turns = [Turn(list(range(edge)), parts[0][1], ()), Turn(list(range(edge, len(counts))), parts[1][1], ())]
-    made = Round(turns)
+    turns = [Fragment(list(range(edge)), parts[0][1]), Fragment(list(range(edge, len(counts))), parts[1][1])]
+    made = Simulation(turns)
     choice = [0] * len(counts)
-    assert made.run(choice) == pytest.approx(sum(Round([turn]).schedule.run([0] * len(turn.places)) for turn in turns))
+    assert made.run(choice) == pytest.approx(sum(Simulation([turn]).run([0] * len(turn.places)) for turn in turns))
     same = [b for b in range(len(counts)) if counts[b] == counts[0]]
     for buckets in ([0], same):
         for option, seconds in enumerate(made.sweep(choice, buckets, math.inf)):
