@@ -105,7 +105,7 @@ def balanced(model: Slept, truth: Truth, steps: int, codec: str, result: dict[st
     session = commlayer.attach(model, optimizer, compression=None if codec == "auto" else codec, config=config)
     sampler = Sampler(steps * BATCH, BATCH, world=dist.get_world_size(), rank=dist.get_rank())
     x = torch.randn(SAMPLES, WIDTHS[0])
-    controller = commlayer.Controller(session, sampler)
+    controller = commlayer.LoadBalancer(session, sampler)
     loader = DataLoader(TensorDataset(torch.arange(sampler.length)), batch_sampler=sampler)
     for (batch,) in controller.follow(loader):
         model.compute_s = truth.compute_s(sampler.step, len(batch))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from commlayer import compressors as compressors
     from commlayer import optim as optim
     from commlayer import planner as planner
-    from commlayer.autotune.shares.driver import Controller as Controller
+    from commlayer.autotune.shares.driver import LoadBalancer as LoadBalancer
     from commlayer.config import Config as Config
     from commlayer.ddp import HookState as HookState
     from commlayer.ddp import comm_hook as comm_hook
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Config": "commlayer.config",
     "CommError": "commlayer.errors",
-    "Controller": "commlayer.autotune.shares.driver",
+    "LoadBalancer": "commlayer.autotune.shares.driver",
     "DiLoCo": "commlayer.engine.sync_modes",
     "HookState": "commlayer.ddp",
     "LocalSteps": "commlayer.engine.sync_modes",
@@ -35,8 +35,21 @@ _MODULE_OF = {
 }
 _PACKAGES = ("balance", "compressors", "optim", "planner")
 
-__all__ = ["CommError", "Config", "Controller", "DiLoCo", "HookState", "LocalSteps", "Session", "attach", "balance",
-           "comm_hook", "compressors", "optim", "planner"]
+__all__ = [
+    "CommError",
+    "Config",
+    "DiLoCo",
+    "HookState",
+    "LoadBalancer",
+    "LocalSteps",
+    "Session",
+    "attach",
+    "balance",
+    "comm_hook",
+    "compressors",
+    "optim",
+    "planner",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -170,7 +170,7 @@ def api() -> str:
     lines += _class("session.inspect", Inspection, signature=False, members=INSPECT)
     lines += _entry("commlayer.HookState", commlayer.HookState)
     lines += _entry("commlayer.comm_hook", commlayer.comm_hook)
-    lines += _class("commlayer.Controller", commlayer.Controller)
+    lines += _class("commlayer.LoadBalancer", commlayer.LoadBalancer)
     lines += _entry("commlayer.CommError", commlayer.CommError, signature=False)
     lines += ["", "### commlayer.Config", "", "The settings of one process, as a record: see [settings.md](settings.md)."]
     for title, prefix, module, names in SECTIONS:

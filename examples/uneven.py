@@ -48,7 +48,7 @@ def train(mode: str, seed: int) -> tuple[float, float]:
 
         sampler = Sampler(len(data.train[0]), args.batch, seed=seed)
         loader = DataLoader(TensorDataset(*data.train), batch_sampler=sampler)
-        controller = commlayer.Controller(session, sampler, mode="lbb" if mode == "lbb" else "makespan")
+        controller = commlayer.LoadBalancer(session, sampler, mode="lbb" if mode == "lbb" else "makespan")
         shown, begin = 0, time.perf_counter()
         if mode != "equal":
             controller.profile(model, loss_of, loader, limit_s=2.0)

@@ -46,7 +46,7 @@ def dealt(place: Place, task: Task, session: Session) -> Iterator[Batch]:
 
     samples = Samples(task, place)
     sampler = Sampler(samples, samples.batch, rank=place.rank, world=place.ranks, shuffle=False)
-    controller = commlayer.Controller(session, sampler)
+    controller = commlayer.LoadBalancer(session, sampler)
     for x, y in controller.follow(DataLoader(samples, batch_sampler=sampler)):
         assert isinstance(x, torch.Tensor)
         yield x, y

@@ -90,7 +90,7 @@ def sparseloco(place: Place, model: nn.Module, task: Task, every: int, **options
 def ours(
     place: Place, model: nn.Module, task: Task, *, shares: bool = False, local: dict[str, Any] | None = None, **options: Any,
 ) -> Started:
-    """commlayer.attach() with these arguments. `local`: the arguments of LocalSteps. With `shares`, a Controller also assigns
+    """commlayer.attach() with these arguments. `local`: the arguments of LocalSteps. With `shares`, a LoadBalancer also assigns
     the samples."""
     import commlayer
     from bench.paced.shares import dealt

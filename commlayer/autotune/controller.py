@@ -510,5 +510,5 @@ def _uneven(measured: Measured) -> str:
         return ""
     slowest = max(range(len(computing_s)), key=computing_s.__getitem__)
     times = max(computing_s) / min(computing_s)
-    remedy = ": a Sampler with a Controller would give it a smaller share of the batch" if measured.shares else ""
+    remedy = ": a Sampler with a LoadBalancer would give it a smaller share of the batch" if measured.shares else ""
     return f"{measured.names[slowest]} computes {times:.1f} times as long as the fastest, and all wait for it{remedy}"

@@ -126,7 +126,7 @@ class JobActions:
         return Measured(
             tuple(links_of(connection, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(connection.called, range(len(rows)))), connection.members is None)  # else a Controller is refused
+            tuple(map(connection.called, range(len(rows)))), connection.members is None)  # else a LoadBalancer is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, at which windows start."""

@@ -1,4 +1,4 @@
-"""LBB (load balanced batching) as published, defects included: the baseline of Controller(mode="lbb").
+"""LBB (load balanced batching) as published, defects included: the baseline of LoadBalancer(mode="lbb").
 
 The paper's objective, thresholds, window and rounding are kept. It minimizes max - min instead of the maximum. The launch
 cost a0 stays that of the profile, so an added offset is read as slope. A fine-tuning step of 1 takes floor(1/2) = 0 from the

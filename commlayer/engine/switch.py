@@ -118,7 +118,7 @@ def _go_over(
             raise InvalidInput("E-PLAN-SWITCH", f"plan: it needs {agreed.servers} servers, but the job has {servers}")
         if by_itself and context.terms.balanced and agreed.steps_locally and not old.plan.steps_locally:
             raise InvalidInput("E-PLAN-SWITCH",
-                               "plan: it has local steps, but a Controller adjusts shares based on the times of averaged "
+                               "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
                                "steps; only a plan that the script requests can have local steps")
         if context.members is not None and (why := context.members.unfit(agreed)):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")

@@ -1,4 +1,4 @@
-"""What a loop's body may do without moving the Controller's steps: two ranks, as threads, that hand each other their rows."""
+"""What a loop's body may do without moving the LoadBalancer's steps: two ranks, as threads, that hand each other their rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from commlayer.autotune.shares import driver as balancing
-from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.balance import Decision, Line, Sampler, solve
 from commlayer.balance.time_models import in_pieces_s
@@ -105,11 +105,11 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
 @pytest.mark.parametrize("first", [0, 2])
 def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
     """It commits that rank's step early, from the first step on or when the ranks know each other."""
-    def train(rank: int) -> tuple[Controller, list[str]]:
+    def train(rank: int) -> tuple[LoadBalancer, list[str]]:
         exchange.begin(rank)
         session = Session(exchange)
         sampler = Sampler(80, 8, rank=rank, world=WORLD)
-        controller = Controller(session, sampler, measure=lambda step, n: LINES[rank].time_s(n))  # type: ignore[arg-type]
+        controller = LoadBalancer(session, sampler, measure=lambda step, n: LINES[rank].time_s(n))  # type: ignore[arg-type]
         for _ in controller.follow(sampler):
             session.steps += 1
             exchange.report(session.observers.shares)
@@ -131,11 +131,11 @@ def test_a_fast_rank_with_little_memory_gets_more_than_it_holds_at_once(exchange
     best = solve(lines, 128, [None, 16])
     assert best.micro_batches[1] > 1
 
-    def train(rank: int) -> tuple[list[int], Controller]:
+    def train(rank: int) -> tuple[list[int], LoadBalancer]:
         exchange.begin(rank)
         session, sizes = Session(exchange), list[int]()
         sampler = Sampler(128 * 16, 128, rank=rank, world=WORLD, cap=caps[rank])
-        controller = Controller(session, sampler,  # type: ignore[arg-type]
+        controller = LoadBalancer(session, sampler,  # type: ignore[arg-type]
                                 measure=lambda step, n: in_pieces_s(lines[rank], n, caps[rank] or 128))
         for batch in controller.follow(sampler):
             sizes.append(len(batch))

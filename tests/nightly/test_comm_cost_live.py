@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
-from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, Line, Sampler
 from commlayer.engine import spacing
 from commlayer.engine.observers import ObserverOrder
@@ -25,7 +25,7 @@ FAST, SLOW = Line(0.001, 0.002), Line(0.004, 0.002)
 COMM_S = 0.05
 
 
-def decisions(controller: Controller) -> list[Decision]:
+def decisions(controller: LoadBalancer) -> list[Decision]:
     return [event for event in controller.events if isinstance(event, Decision)]
 
 
@@ -51,7 +51,7 @@ def balanced(run: Run) -> dict[str, Any]:
     def seconds(step: int, samples: int) -> float:
         return (SLOW if run.rank == 1 and step >= SLOW_FROM else FAST).time_s(samples)
 
-    controller = Controller(session, sampler, measure=seconds)
+    controller = LoadBalancer(session, sampler, measure=seconds)
     loader: DataLoader[Any] = DataLoader(range(sampler.length), batch_sampler=sampler)  # type: ignore[arg-type]
     verdicts, planned, planned_price = [], WARM_STEPS + MEASURED_STEPS + 2, None
     for batch in controller.follow(loader):

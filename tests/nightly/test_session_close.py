@@ -137,7 +137,7 @@ def forked(rank: int, address: str) -> int:
         with commlayer.attach(model, plan=plan, config=quick(join=address)) as session:
             sampler = Sampler(24, 12, world=WORLD, rank=rank)
             loader = DataLoader(TensorDataset(*data(rank, 0, n=24)), batch_sampler=sampler)
-            for x, _ in commlayer.Controller(session, sampler).follow(loader):
+            for x, _ in commlayer.LoadBalancer(session, sampler).follow(loader):
                 model(x).square().mean().backward()
         del session, model, sampler, loader
         if not (child := os.fork()):

@@ -21,7 +21,7 @@ from support.rank_pool import PoolError, pool
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Sampler, shares, solve
 from commlayer.engine import spacing
 from commlayer.engine.step import StepTiming
@@ -80,7 +80,7 @@ def script(
         connection.on_shares.append(lambda part: moved.append((sampler.step, part)))
         connection.terms.price = price if rank == 0 else None
         fields |= {"line": LINES[rank]} if known else {}
-        controller = Controller(run.sessions[0], sampler, measure=seconds, **fields)
+        controller = LoadBalancer(run.sessions[0], sampler, measure=seconds, **fields)
         profiles = controller.profile(wrapped, loss_of, loader) if memory else []
         follow = controller.follow
         result = {"profiles": profiles, "first": dict(sampler.announced[1]), "cap": sampler.cap, "moved": moved}
@@ -191,7 +191,7 @@ def measured_by_the_session(run: Run) -> dict[str, Any]:
     run.wrap(model)
     session: Any = Slowed(run.sessions[0], (0.001, 0.002, 0.006)[run.rank])
     sampler = Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD)
-    controller = Controller(session, sampler)
+    controller = LoadBalancer(session, sampler)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, y, _ in controller.follow(DataLoader(dataset(), batch_sampler=sampler)):
@@ -226,8 +226,8 @@ def resumed(run: Run) -> dict[str, Any]:
     run.wrap(model)
     before, after = (Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD) for _ in range(2))
 
-    def follow(sampler: Sampler) -> tuple[Controller, Any]:
-        controller = Controller(run.sessions[0], sampler, measure=lambda _, samples: LINES[run.rank].time_s(samples))
+    def follow(sampler: Sampler) -> tuple[LoadBalancer, Any]:
+        controller = LoadBalancer(run.sessions[0], sampler, measure=lambda _, samples: LINES[run.rank].time_s(samples))
         return controller, controller.follow(DataLoader(dataset(), batch_sampler=sampler, num_workers=1))
 
     for x, y, _ in follow(before)[1]:
@@ -326,7 +326,7 @@ def profile(run: Run, how: str) -> None:
     """Rank 1 fails in its profile: it raises, or is killed."""
     model = mlp()
     run.wrap(model)
-    controller = Controller(run.sessions[0], Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD))
+    controller = LoadBalancer(run.sessions[0], Sampler(LENGTH, BATCH, rank=run.rank, world=WORLD))
 
     def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if run.rank == 1 and how == "raises":
@@ -342,7 +342,7 @@ def sampler_of_rank_0(run: Run) -> None:
     model = mlp()
     run.wrap(model)
     sampler = Sampler(LENGTH, BATCH, rank=0, world=WORLD)
-    for x, y, _ in Controller(run.sessions[0], sampler).follow(DataLoader(dataset(), batch_sampler=sampler)):
+    for x, y, _ in LoadBalancer(run.sessions[0], sampler).follow(DataLoader(dataset(), batch_sampler=sampler)):
         nn.functional.mse_loss(model(x), y).backward()
 
 
@@ -371,6 +371,6 @@ def test_a_worker_that_is_killed_in_its_profile_is_named(tmp_path: Path) -> None
 
 def test_one_process_alone_reads_all_samples() -> None:
     sampler = Sampler(LENGTH, BATCH, rank=0, world=1)
-    controller = Controller(None, sampler)  # type: ignore[arg-type]
+    controller = LoadBalancer(None, sampler)  # type: ignore[arg-type]
     samples = [i for _, _, index in controller.follow(DataLoader(dataset(), batch_sampler=sampler)) for i in index.tolist()]
     assert sorted(samples) == list(range(LENGTH))

@@ -103,15 +103,15 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
 
 
 def balanced(rank: int, address: str) -> tuple[Any, Any]:
-    from commlayer import Controller
+    from commlayer import LoadBalancer
     from commlayer.balance import Sampler
 
     training = Training(rank, address, "gradients")
     training.train(1)
     if rank == 1:
-        Controller(training.session, Sampler(8, 2, rank=1, world=2))
+        LoadBalancer(training.session, Sampler(8, 2, rank=1, world=2))
     local = plan(training.connection.worker.job, "every")
-    with pytest.raises(ValueError, match="Controller.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as told:
+    with pytest.raises(ValueError, match="LoadBalancer.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as told:
         go_over(training.connection, local, by_itself=True)
     refused = training.session.inspect.plan
     training.train(1)

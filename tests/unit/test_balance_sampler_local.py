@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.balance import Left, Noted
 
-from commlayer.autotune.shares.driver import Controller
+from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Sampler
 from commlayer.records import Plan
 
@@ -22,8 +22,8 @@ def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_ste
         (Plan("", (), codes="updates", overlap="round"), "overlap='round'"),
     ):
         session.plan = plan
-        with pytest.raises(ValueError, match=f"Controller: .*{line}.*E-SHARES-ARGUMENT"):
-            Controller(session, sampler)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"LoadBalancer: .*{line}.*E-SHARES-ARGUMENT"):
+            LoadBalancer(session, sampler)  # type: ignore[arg-type]
 
 
 def test_a_step_without_samples_moves_no_weights_where_others_get_a_part_of_them() -> None:

@@ -140,7 +140,7 @@ def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
     one = nn.Linear(6, 1)
     sampler = Sampler(40, 20, rank=0, world=1, cap=given)
     with commlayer.attach(one) as session:
-        controller = commlayer.Controller(session, sampler)
+        controller = commlayer.LoadBalancer(session, sampler)
         (result,) = controller.profile(one, lambda module, x: _holds(module, x, 9), lambda samples: torch.randn(samples, 6))
         assert result.ended
         assert sampler.cap == result.cap == found_cap
@@ -156,7 +156,7 @@ def test_what_a_restored_schedule_has_announced_comes_first() -> None:
     sampler, one = Sampler(200, 20, rank=0, world=1), nn.Linear(6, 1)
     sampler.load_state_dict(saved.state_dict())
     with commlayer.attach(one) as session:
-        controller = commlayer.Controller(session, sampler)
+        controller = commlayer.LoadBalancer(session, sampler)
         controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
     assert [event.from_step for event in controller.events if isinstance(event, Decision)] == [4]
     assert sampler.announced == (4, {0: 20})
@@ -174,7 +174,7 @@ def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:
 def test_arguments_are_named(mode: Any, limit_s: float, text: str) -> None:
     def profiled() -> None:
         with commlayer.attach(nn.Linear(6, 1)) as session:
-            controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1), mode=mode)
+            controller = commlayer.LoadBalancer(session, Sampler(40, 20, rank=0, world=1), mode=mode)
             controller.profile(nn.Linear(6, 1), mean_of, lambda samples: torch.randn(samples, 6), limit_s=limit_s)
 
     with pytest.raises(ValueError, match=text):
@@ -188,7 +188,7 @@ def test_where_not_even_the_optimizer_will_fit_the_worker_has_no_room(monkeypatc
     monkeypatch.setattr(torch, "empty_like", full)
     one = nn.Linear(6, 1)
     with commlayer.attach(one) as session:
-        controller = commlayer.Controller(session, Sampler(40, 20, rank=0, world=1))
+        controller = commlayer.LoadBalancer(session, Sampler(40, 20, rank=0, world=1))
         with pytest.raises(ValueError, match=r"worker 0: .*\b0 samples\b.*E-SHARES-ARGUMENT"):
             controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
 

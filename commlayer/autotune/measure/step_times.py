@@ -217,7 +217,7 @@ def bare(model: nn.Module) -> nn.Module:
         raise InvalidInput("E-USER-CODE",
                            "profile: the model has SyncBatchNorm, which waits for the other ranks in each forward pass, "
                            "allowed: "
-                           "a model that runs alone; give Controller(line=...) and Sampler(cap=...) what you know instead")
+                           "a model that runs alone; give LoadBalancer(line=...) and Sampler(cap=...) what you know instead")
     return module
 
 

@@ -1,4 +1,4 @@
-"""Controller: balances a job while it trains, from measured times to shares to the sampler.
+"""LoadBalancer: balances a job while it trains, from measured times to shares to the sampler.
 
 Times travel in the report rows of the job's controller (autotune/controller.py). The decisions are in shares/policy.py.
 """
@@ -35,10 +35,10 @@ Mode = Literal["makespan", "lbb"]
 """Which algorithm decides: the default, or LBB as published for comparison."""
 
 
-class Controller:
+class LoadBalancer:
     """Moves shares of the batch to the ranks that compute them fastest, while training runs.
 
-    >>> controller = commlayer.Controller(session, sampler)         # doctest: +SKIP
+    >>> controller = commlayer.LoadBalancer(session, sampler)         # doctest: +SKIP
     >>> for x, y in controller.follow(loader):                      # instead of sampler.follow(loader, session)
     ...     (loss_of(model(x), y) * sampler.fraction).backward()
     ...     if sampler.last: optimizer.step(); optimizer.zero_grad()
@@ -196,8 +196,8 @@ class Controller:
         connection.terms.balanced = True  # with DDP this is a newer connection than the constructor's
         if connection.members is not None:
             raise InvalidInput("E-SHARES-ARGUMENT",
-                               "Controller: workers may leave this job (min_workers), and shares follow measured times of all; "
-                               "allowed: sampler.follow(loader, session), or a job in which all stay")
+                               "LoadBalancer: workers may leave this job (min_workers), and shares follow measured times of "
+                               "all; allowed: sampler.follow(loader, session), or a job in which all stay")
         assert connection.rows is not None
         exchange = connection.rows.rows("samplers")
         from_step, shares = sampler.announced
@@ -222,7 +222,7 @@ def _check_plan(session: Session | None) -> None:
     if plan.local_steps == 1:
         how, remedy = "has overlap='round', allowed: updates that are waited for", "without overlap"
     raise InvalidInput("E-SHARES-ARGUMENT",
-                       f"Controller: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
+                       f"LoadBalancer: the plan {how}, since shares follow what each step takes; make the plan {remedy}, or "
                        "leave shares as they are: sampler.follow(loader, session)")
 
 

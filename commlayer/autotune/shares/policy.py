@@ -63,7 +63,7 @@ def decide(
     mismatched = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
     if mismatched:
         raise CommError(f"decided on other shares than rank 0 at step {step}: the ranks differ in the arguments of "
-                        "their Controller, or in their machines' arithmetic", peer=f"worker {', '.join(mismatched)}",
+                        "their LoadBalancer, or in their machines' arithmetic", peer=f"worker {', '.join(mismatched)}",
                         code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
     balancer.policy = structs.replace(state.policy, lead=now + int(max(row.lookahead for row in rows)) - step)
