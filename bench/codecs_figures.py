@@ -46,13 +46,13 @@ def recall(n: int) -> float:
     generator = torch.Generator().manual_seed(2)
     for step in range(SETTLE):
         x = torch.randn(n, generator=generator)
-        v = x + state["residual"]
+        v = x + torch.from_numpy(state["residual"])
         nbytes = codec.start(x, state, out)
         if step >= SETTLE - 2:
             mine = torch.zeros(n, dtype=torch.bool)
             entries_ = inner.read(out[:nbytes], n)
             assert entries_ is not None
-            mine[entries_[0].long()] = True
+            mine[torch.from_numpy(entries_[0]).long()] = True
             hits += int(mine[torch.topk(v.abs(), k).indices].sum())
     return hits / (2 * k)
 

@@ -110,7 +110,7 @@ class Measured(VirtualWorkers):
         return averages, per_worker, self.received - self._results
 
     def code(self, rank: int, worker: WorkerBucket) -> memoryview:
-        energy = (worker.host + worker.state["residual"]).square()
+        energy = (worker.host + torch.from_numpy(worker.state["residual"])).square()
         body = super().code(rank, worker)
         figures = (
             float(energy[positions_in(worker, body).long()].sum()),
@@ -127,4 +127,4 @@ def positions_in(bucket: WorkerBucket, body: memoryview) -> torch.Tensor:
     reader = reader_of(bucket.codec)
     assert reader is not None
     entries = reader.read(body, bucket.numel)
-    return torch.empty(0) if entries is None else entries[0]
+    return torch.empty(0) if entries is None else torch.from_numpy(entries[0])

@@ -79,7 +79,7 @@ def check(device: torch.device, n: int = 300_007) -> None:
     stage = _Stage(n, device)
     kept, cap = torch.zeros(n), stage.raw[0].numel()
     idx, val = torch.empty(cap, dtype=torch.int32), torch.empty(cap)
-    count, _, _ = host.select(stage.g.cpu(), kept, CUT, n // 3, idx, val)
+    count, _, _ = host.host().select(stage.g.cpu(), kept, CUT, n // 3, idx, val)
     stage.select()
     assert int(stage.words[0]) == count
     assert torch.equal(stage.picked[0][:count].cpu(), idx[:count])

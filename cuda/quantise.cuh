@@ -1,34 +1,18 @@
-// What the blockwise quantisers share: measures of a block, bfloat16 scales, random rounding, streams of codes. Knows no codes.
+// What the blockwise quantisers share: measures of a block, bfloat16 scales, rounding, streams of codes. Knows no codes.
 //
 // A scale is rounded up, and cut so that any code times it is finite; below 2^-126 the block counts as zeros. Codes are a stream of
 // bits, the lowest of a byte first. block is a multiple of 8, so that eight elements share a scale and begin at a byte.
 #ifndef CML_QUANTISE
 #define CML_QUANTISE
 #include "half.cuh"
-#include "philox.cuh"
 
 #define MOST16 0x7f7f        // the largest bfloat16 that is finite
 #define LEAST 0x1p-126f
-#define SHRINK 0x1p-24f      // a block of up to 2^20 of the largest floats does not overflow in steps this small
 
 CML_FN u16 scale16(float s, u32 most) {
   if (!(s >= LEAST)) return 0;
   const u32 up = (__float_as_uint(s) + 0xffffu) >> 16;
   return static_cast<u16>(up > most ? most : up);
-}
-
-// The sum of |v * factor| over a block, or of its square. Element i goes to lane i % 16, each lane adds in order, and the lanes
-// are added as (j, j + 8), (j, j + 4), (j, j + 2), (0, 1): every backend does it so, and gets the same bits. In lane 0.
-CML_FN float sum_of(const float* x, const float* residual, i64 begin, i64 count, float factor, bool squares) {
-  float sum = 0.0f;
-  if (lane_of_warp() < 16) {
-    for (i64 i = lane_of_warp(); i < count; i += 16) {
-      const float v = __fmul_rn(value_at(x, residual, begin + i), factor);
-      sum = __fadd_rn(sum, squares ? __fmul_rn(v, v) : __uint_as_float(magnitude(v)));
-    }
-  }
-  for (u32 d = 8; d > 0; d >>= 1) sum = __fadd_rn(sum, __shfl_down_sync(CML_ALL, sum, d));
-  return sum;
 }
 
 CML_FN u32 most_of(const float* x, const float* residual, i64 begin, i64 count) {
@@ -40,22 +24,12 @@ CML_FN u32 most_of(const float* x, const float* residual, i64 begin, i64 count) 
   return warp_most(most);
 }
 
-// The Euclidean norm of a block whose largest magnitude is `most` (as bits), by a power of two next to it, so that no square
-// overflows. In lane 0.
-CML_FN float norm_of(const float* x, const float* residual, i64 begin, i64 count, u32 most) {
-  const u32 exponent = most >> 23, e = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-  const float sum = sum_of(x, residual, begin, count, __uint_as_float((254 - e) << 23), true);
-  return __fmul_rn(__fsqrt_rn(sum), __uint_as_float(e << 23));
-}
-
 #define CML_EACH_BLOCK(b) for (i64 b = thread_of_grid() / 32, step = threads_of_grid() / 32; b * block < n; b += step)
 
-CML_FN int whole_of(float v, float scale, float top, i64 dither, u32 word) {
+CML_FN int whole_of(float v, float scale, float top) {
   if (scale == 0.0f) return 0;
-  const float t = __fdiv_rn(v, scale), held = t > top ? top : t < -top ? -top : t;
-  if (!dither) return __float2int_rn(held);
-  const float down = floorf(held);
-  return static_cast<int>(down) + (uniform(word) < __fsub_rn(held, down) ? 1 : 0);
+  const float t = __fdiv_rn(v, scale);
+  return __float2int_rn(t > top ? top : t < -top ? -top : t);
 }
 
 CML_FN void put_bits(u8* q, i64 i, int some, i64 bits, u64 stream) {

@@ -14,8 +14,8 @@ from commlayer.compressors import codec_of, restore, seed, snapshot
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import ResidualSlice, in_updates, ranges_of, residual_of, residual_on, split_by_tensor
-from commlayer.compressors.state import SERVER, number, recall, remembered, tensor_of
-from commlayer.compressors.tensors import give_back
+from commlayer.compressors.kernels import give_back
+from commlayer.compressors.state import SERVER, number, recall, remembered
 from commlayer.errors import InvalidInput
 from commlayer.records import Bucket, Plan
 
@@ -57,7 +57,7 @@ class CodecOps:
         if first or self._mean is None:
             self._mean = _Mean(np.zeros(self._spec.numel), 0.0, False)
         mean = self._mean
-        mean.total[:] += np.asarray(alone["sum"]).astype(np.float64) * weight
+        mean.total[:] += alone["sum"].astype(np.float64) * weight
         self._mean = mean._replace(weight=mean.weight + weight, flagged=mean.flagged or bool(alone["flagged"][0]))
 
     def emit(self, r: int, acc: Any, out: memoryview) -> int:
@@ -65,7 +65,8 @@ class CodecOps:
         if self._mean is not None:
             mean, self._mean = self._mean, None
             acc["flagged"][0] = mean.flagged
-            np.asarray(acc["sum"])[:] = mean.total / (mean.weight or 1.0)
+            with np.errstate(over="ignore", invalid="ignore"):
+                acc["sum"][:] = mean.total / (mean.weight or 1.0)
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self, slices: int) -> None:
@@ -96,17 +97,17 @@ class CodecOps:
 
     def debts(self) -> list[ResidualSlice]:
         """Returns the server's residuals, one slice per tensor."""
-        values = residual_of(self._state, self._spec.numel)
+        values = residual_of(self._state)
         return [] if values is None else list(split_by_tensor(self._bucket.slices, 0, values))
 
     def take_over(self, debts: Sequence[ResidualSlice]) -> None:
         """Adds inherited residuals of this bucket's elements. Call it only before the first step."""
-        mine, paid = residual_of(self._state, self._spec.numel), residual_on(debts, self._bucket.slices)
+        mine, paid = residual_of(self._state), residual_on(debts, self._bucket.slices)
         if mine is not None and paid is not None:
             mine += paid
 
     def snapshot(self) -> bytes:
-        return safetensors.numpy.save({path: value.numpy() for path, value in snapshot(self._state).items()})
+        return safetensors.numpy.save(snapshot(self._state))
 
     def restore(self, data: bytes | memoryview) -> None:
         restore(self._state, _loaded(data))
@@ -118,8 +119,7 @@ class CodecOps:
 
     def remember(self) -> bytes:
         """Returns a snapshot of the state, including what is needed to roll back the last result."""
-        tensors = remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))}
-        return safetensors.numpy.save({path: value.numpy() for path, value in tensors.items()})
+        return safetensors.numpy.save(remembered(self._state) | {UNDONE: number(self._undone - (1 << 63))})
 
     def recall(self, data: bytes, sent: memoryview) -> None:
         """Restores what remember() returned. `sent`: the payload of the last result."""
@@ -149,10 +149,9 @@ class _Mean(NamedTuple):
 
 def _loaded(data: bytes | memoryview) -> dict[str, Any]:
     try:
-        arrays = safetensors.numpy.load(bytes(data))
+        return safetensors.numpy.load(bytes(data))
     except safetensors.SafetensorError as error:
         raise InvalidInput("E-SERVER-STATE", f"codec state is not in the safetensors format: {error}") from None
-    return {path: tensor_of(value) for path, value in arrays.items()}
 
 
 def ops_of(

@@ -120,7 +120,6 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         if part.parent:
             child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
-            _choose_tensors()
             # Imported late: it loads numpy, which a coordinator does not need.
             from commlayer.cluster.summation_server import DataServer
 
@@ -219,13 +218,6 @@ def _launch_command(config: Config, control: str, job_token: str) -> str:
     secret = f"COMMLAYER_TOKEN={job_token}" if job_token else "COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET"
     insecure = "" if is_loopback(host_port(control)[0]) else "--insecure "
     return f"{secret} commlayer join {insecure}{control} SCRIPT"
-
-
-def _choose_tensors() -> None:
-    """Selects numpy for tensors, to avoid importing torch, which this process does not need."""
-    from commlayer.compressors import tensors
-
-    tensors.without_torch()
 
 
 def _set_reason(reason: list[str], parent: int) -> None:

@@ -1,7 +1,7 @@
 """Gradient codecs: they compress a bucket to payload bytes and decompress it, with optional error feedback and momentum."""
 
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
-from commlayer.compressors.codec import Codec, Round, place
+from commlayer.compressors.codec import Codec, Reduction, place
 from commlayer.compressors.dense import bf16, fp16, identity
 from commlayer.compressors.feedback import error_feedback, momentum, wrap
 from commlayer.compressors.plan_codecs import build, codec_of, parse, runs_on, two_way
@@ -12,7 +12,7 @@ from commlayer.compressors.topk import block_threshold, topk
 
 __all__ = [
     "Codec",
-    "Round",
+    "Reduction",
     "bf16",
     "block_threshold",
     "build",

@@ -3,21 +3,18 @@ elements (codes)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from commlayer.codec_spec import LEVEL_BITS, check_arguments
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import OneRound, State, check_numel
+from commlayer.compressors.codec import FusedCodec, State, check_numel
 from commlayer.compressors.dense import check_dense
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import CorruptPayload
 from commlayer.records import Spec
-
-if TYPE_CHECKING:
-    import torch
-
 
 HEADER = payload.HEADER_NBYTES
 
@@ -25,41 +22,38 @@ MOST16 = 0x7F7F
 """Bits of the largest finite bfloat16, as an integer. The bits of non-negative numbers have the same order as the numbers."""
 
 
-class Blockwise(OneRound, frozen=True):
-    """Base class of codecs that quantize blocks of elements. A subclass defines the size of its codes, its kernels, and the
-    checks of its bytes."""
+class Blockwise(FusedCodec, frozen=True):
+    """Base class of codecs that quantize blocks of elements. Scales are bfloat16 unless a subclass changes it."""
 
     scale_nbytes: ClassVar[int] = 2
 
     block: int
 
-    def codes_nbytes(self, numel: int) -> int:
+    @property
+    def bits(self) -> int:
+        """Bits per element, without the scale."""
         raise NotImplementedError
 
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
+    def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
         """Quantizes x + residual into `codes` and `scales`; the residual becomes the rounding error. Returns False if x +
         residual is not finite; the residual then becomes its finite part."""
         raise NotImplementedError
 
-    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        """Raises CorruptPayload if scales or codes violate the format. The caller has checked their sizes."""
-        raise NotImplementedError
+    def scales_valid(self, scales: Buffer) -> bool:
+        """Returns whether each scale is a number so small that every code times the scale is finite."""
+        return kernels.largest(scales, np.uint16) <= MOST16 - ((self.bits - 1) << 7)
 
     def scales_nbytes(self, numel: int) -> int:
         return self.scale_nbytes * -(-numel // self.block)
 
+    def codes_nbytes(self, numel: int) -> int:
+        return (numel * self.bits + 7) // 8
+
     def bound(self, spec: Spec) -> int:
         return HEADER + self.scales_nbytes(spec.numel) + self.codes_nbytes(spec.numel)
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        return self.start_fed(x, None, state, out)
-
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """Writes the payload of x + residual. The residual becomes the rounding error, or the finite part of x + residual if
-        that is not finite."""
-        n = x.numel()
+    def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
+        n = len(x)
         middle = HEADER + self.scales_nbytes(n)
         end = middle + self.codes_nbytes(n)
         if not self.encode(out[middle:end], out[HEADER:middle], x, residual, state):
@@ -71,19 +65,16 @@ class Blockwise(OneRound, frozen=True):
         middle = self.scales_nbytes(numel)
         check_dense(head, numel, middle + self.codes_nbytes(numel))
         scales, codes = head.body[:middle], head.body[middle:]
-        self.check_body(codes, scales, numel)
+        if not self.scales_valid(scales):
+            raise CorruptPayload(f"{self.name} payload contains a scale that is negative, not finite or too large")
+        used = numel * self.bits % 8
+        if used and int(codes[-1]) >> used:
+            raise CorruptPayload(f"{self.name} payload has nonzero bits after its last element")
         return codes, scales
 
-
-def check_scales16(name: str, scales: Buffer, most: int) -> None:
-    if kernels.largest(scales, np.uint16) > most:
-        raise CorruptPayload(f"{name} payload contains a scale that is negative, not finite or too large")
-
-
-def check_padding(name: str, codes: Buffer, numel: int, bits: int) -> None:
-    used = numel * bits % 8
-    if used and int(codes[-1]) >> used:
-        raise CorruptPayload(f"{name} payload has nonzero bits after its last element")
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
+        codes, scales = parts
+        kernels.of(codes).linear_decode(out, codes, scales, self.block, self.bits, assign)
 
 
 class Int8(Blockwise, frozen=True):
@@ -93,22 +84,17 @@ class Int8(Blockwise, frozen=True):
     name: ClassVar[str] = "int8"
     biased: ClassVar[bool] = True
     scale_nbytes: ClassVar[int] = 4
+    bits: ClassVar[int] = 8
 
-    def codes_nbytes(self, numel: int) -> int:
-        return numel
+    def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
+        return bool(kernels.of(codes).int8_encode(codes, scales, x, residual, self.block))
 
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
-        return kernels.int8_encode(codes, scales, x, residual, self.block)
+    def scales_valid(self, scales: Buffer) -> bool:
+        return kernels.scales_valid(scales)
 
-    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        if not kernels.scales_valid(scales):
-            raise CorruptPayload("int8 payload contains a scale that is negative, not finite or too large")
-
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         codes, scales = parts
-        kernels.int8_decode(out, codes, scales, self.block, assign=assign)
+        kernels.of(codes).int8_decode(out, codes, scales, self.block, assign)
 
 
 def int8(block: int = 1024) -> Int8:
@@ -116,11 +102,6 @@ def int8(block: int = 1024) -> Int8:
     per element."""
     check_arguments("int8", block=block)
     return Int8(block)
-
-
-INT4_BITS = 4
-INT4_MOST_SCALE = MOST16 - ((INT4_BITS - 1) << 7)
-"""Largest scale for which 2**(INT4_BITS - 1) times the scale is finite, as bfloat16 bits."""
 
 
 class Int4(Blockwise, frozen=True):
@@ -132,22 +113,10 @@ class Int4(Blockwise, frozen=True):
 
     name: ClassVar[str] = "int4"
     biased: ClassVar[bool] = True
+    bits: ClassVar[int] = 4
 
-    def codes_nbytes(self, numel: int) -> int:
-        return (numel * INT4_BITS + 7) // 8
-
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
-        return kernels.linear_encode(codes, scales, x, residual, self.block, INT4_BITS, euclidean=False, random=None)
-
-    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        check_scales16(self.name, scales, INT4_MOST_SCALE)
-        check_padding(self.name, codes, numel, INT4_BITS)
-
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        codes, scales = parts
-        kernels.linear_decode(out, codes, scales, self.block, INT4_BITS, assign=assign)
+    def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
+        return bool(kernels.of(codes).linear_encode(codes, scales, x, residual, self.block, self.bits, False, False))
 
 
 def int4(block: int = 64) -> Int4:
@@ -172,28 +141,15 @@ class Qsgd(Blockwise, frozen=True):
     def bits(self) -> int:
         return LEVEL_BITS[self.levels]
 
-    def codes_nbytes(self, numel: int) -> int:
-        return (numel * self.bits + 7) // 8
-
     def init(self, spec: Spec) -> State:
         check_numel(spec)
         return {"own": 0, "step": 0}
 
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
-        finite = kernels.linear_encode(codes, scales, x, residual, self.block, self.bits, euclidean=self.norm == "l2",
-                                       random=(state["own"], state["step"]))
+    def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
+        finite = kernels.of(codes).linear_encode(codes, scales, x, residual, self.block, self.bits, self.norm == "l2", True,
+                                                 state["own"], state["step"])
         state["step"] += finite
-        return finite
-
-    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        check_scales16(self.name, scales, MOST16 - ((self.bits - 1) << 7))
-        check_padding(self.name, codes, numel, self.bits)
-
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        codes, scales = parts
-        kernels.linear_decode(out, codes, scales, self.block, self.bits, assign=assign)
+        return bool(finite)
 
 
 def qsgd(block: int = 512, levels: int = 7, norm: str = "max") -> Qsgd:
@@ -217,22 +173,14 @@ class OneBit(Blockwise, frozen=True):
 
     name: ClassVar[str] = "onebit"
     biased: ClassVar[bool] = True
+    bits: ClassVar[int] = 1
 
-    def codes_nbytes(self, numel: int) -> int:
-        return (numel + 7) // 8
+    def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
+        return bool(kernels.of(codes).onebit_encode(codes, scales, x, residual, self.block))
 
-    def encode(
-        self, codes: Out, scales: Out, x: torch.Tensor, residual: torch.Tensor | None, state: State
-    ) -> bool:
-        return kernels.onebit_encode(codes, scales, x, residual, self.block)
-
-    def check_body(self, codes: Buffer, scales: Buffer, numel: int) -> None:
-        check_scales16(self.name, scales, MOST16)
-        check_padding(self.name, codes, numel, 1)
-
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         codes, scales = parts
-        kernels.onebit_decode(out, codes, scales, self.block, assign=assign)
+        kernels.of(codes).onebit_decode(out, codes, scales, self.block, assign)
 
 
 def onebit(block: int = 512) -> OneBit:

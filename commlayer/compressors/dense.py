@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import NAN, Codec, OneRound, Round, State
+from commlayer.compressors.codec import NAN, Codec, OneRound, Reduction, State
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.records import Spec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 
@@ -23,15 +18,15 @@ class Identity(OneRound, frozen=True):
     these payloads."""
 
     name: ClassVar[str] = "identity"
-    rounds: ClassVar[tuple[Round, ...]] = (Round.SUM,)
+    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM,)
     in_place: ClassVar[bool] = True
 
     def bound(self, spec: Spec) -> int:
         return HEADER + 4 * spec.numel
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        n = x.numel()
-        if not kernels.all_finite(x):
+    def start(self, x: Array, state: State, out: Out) -> int:
+        n = len(x)
+        if not kernels.of(x).all_finite(x):
             return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, n)
         kernels.store_f32(out[HEADER : HEADER + 4 * n], x)
@@ -41,25 +36,14 @@ class Identity(OneRound, frozen=True):
         check_dense(head, numel, 4 * numel)
         return (head.body,)
 
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        (kernels.copy_f32 if assign else kernels.add_f32)(out, parts[0])
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
+        if assign:
+            kernels.copy_f32(out, parts[0])
+        else:
+            kernels.of(parts[0]).add_f32(out, parts[0])
 
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        return finite_or_nan(super().decode(result, state, out), out)
-
-
-class _Cast(NamedTuple):
-    """Kernels of one 16-bit format: cast to it, cast from it, and add to float32."""
-
-    encode: Callable[[Buffer, torch.Tensor], bool]
-    decode: Callable[[torch.Tensor, Buffer], None]
-    add: Callable[[torch.Tensor, Buffer], None]
-
-
-CASTS = {
-    "fp16": _Cast(kernels.f32_to_f16, kernels.f16_to_f32, kernels.add_f16),
-    "bf16": _Cast(kernels.f32_to_bf16, kernels.bf16_to_f32, kernels.add_bf16),
-}
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        return super().decode(result, state, out) and finite_or_nan(out)
 
 
 class _Half(OneRound, frozen=True):
@@ -70,12 +54,14 @@ class _Half(OneRound, frozen=True):
     relative to the element. If the cast makes an element infinite, the payload is flagged as not finite.
     """
 
+    kernel: ClassVar[str]
+
     def bound(self, spec: Spec) -> int:
         return HEADER + 2 * spec.numel
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        n = x.numel()
-        if not CASTS[self.name].encode(out[HEADER : HEADER + 2 * n], x):
+    def start(self, x: Array, state: State, out: Out) -> int:
+        n = len(x)
+        if not getattr(kernels.of(out), f"f32_to_{self.kernel}")(out[HEADER : HEADER + 2 * n], x):
             return payload.write_flagged(out, self.id, n)
         payload.write(out, self.id, n, n)
         return HEADER + 2 * n
@@ -84,34 +70,34 @@ class _Half(OneRound, frozen=True):
         check_dense(head, numel, 2 * numel)
         return (head.body,)
 
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
-        cast = CASTS[self.name]
-        (cast.decode if assign else cast.add)(out, parts[0])
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
+        getattr(kernels.of(parts[0]), f"{self.kernel}_to_f32" if assign else f"add_{self.kernel}")(out, parts[0])
 
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        return finite_or_nan(super().decode(result, state, out), out)
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        return super().decode(result, state, out) and finite_or_nan(out)
 
 
 class Fp16(_Half, frozen=True):
     name: ClassVar[str] = "fp16"
+    kernel: ClassVar[str] = "f16"
     most: ClassVar[float] = kernels.MOST["fp16"]
 
 
 class Bf16(_Half, frozen=True):
     name: ClassVar[str] = "bf16"
+    kernel: ClassVar[str] = "bf16"
     most: ClassVar[float] = kernels.MOST["bf16"]
 
 
-def finite_or_nan(decoded: bool, out: torch.Tensor) -> bool:
-    """Replaces a decoded tensor by NaN and returns False if it contains non-finite values although the payload is not flagged.
-    Otherwise returns `decoded`.
+def finite_or_nan(out: Array) -> bool:
+    """Returns whether a decoded array is finite; replaces it by NaN if not, although its payload is not flagged.
 
     A server's sum needs no such test: the values stay in the sum, and emit flags the sum.
     """
-    if decoded and not kernels.all_finite(out):
-        out.fill_(NAN)
-        return False
-    return decoded
+    if kernels.of(out).all_finite(out):
+        return True
+    out[:] = NAN
+    return False
 
 
 def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:

@@ -6,19 +6,15 @@ Elias-Fano, a bitmap, and bit masks of blocks of 16. The kernels pack the bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from commlayer.codec_spec import VALUE_BITS
 from commlayer.compressors import kernels
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out, expect
 from commlayer.errors import CorruptPayload
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
 
 VALUE_KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
 """Number of each value format in payloads: the high half of the `aux` byte in the header of a sparse payload."""
@@ -40,24 +36,26 @@ def values_nbytes(kind: str, count: int) -> int:
     return scales_nbytes(kind, count) + (VALUE_BITS[kind] * count + 7) // 8
 
 
-def encode_values(kind: str, body: Out, val: torch.Tensor, error: torch.Tensor, *, saturate: bool) -> bool:
+def encode_values(kind: str, body: Out, val: Array, error: Array, *, saturate: bool) -> bool:
     """Writes `val` to `body`, and val minus the decoded value to `error`. Returns False if a value became infinite. `saturate`:
     clamps such values instead; `error` is then the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
-        error.zero_()
+        error[:] = 0.0
         return True
+    k = kernels.of(body)
     if kind in SCALED:
-        middle = scales_nbytes(kind, val.numel())
+        middle = scales_nbytes(kind, len(val))
         if kind == "int4":
-            return kernels.nibbles_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK)
-        error.zero_()
-        return kernels.int8_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK)
-    narrow, wide = (kernels.f32_to_f16, kernels.f16_to_f32) if kind == "fp16" else (kernels.f32_to_bf16, kernels.bf16_to_f32)
-    finite = narrow(body, torch.clamp(val, -kernels.MOST[kind], kernels.MOST[kind], out=error) if saturate else val)
+            return bool(k.nibbles_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK))
+        error[:] = 0.0
+        return bool(k.int8_encode(body[middle:], body[:middle], val, error, VALUES_BLOCK))
+    narrow, wide = (k.f32_to_f16, k.f16_to_f32) if kind == "fp16" else (k.f32_to_bf16, k.bf16_to_f32)
+    finite = narrow(body, val.clip(-kernels.MOST[kind], kernels.MOST[kind]) if saturate else val)
     wide(error, body)
-    torch.sub(val, error, out=error)
-    return finite
+    error *= -1.0
+    error += val
+    return bool(finite)
 
 
 def check_values(kind: str, body: Buffer, count: int) -> None:
@@ -79,19 +77,19 @@ def split_values(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out
     return body[:middle], body[middle:]
 
 
-def decode_values(kind: str, body: Buffer, count: int) -> torch.Tensor:
+def decode_values(kind: str, body: Buffer, count: int) -> Array:
     """Decodes the values of a checked body. Raises CorruptPayload if a value is not finite."""
-    val = torch.empty(count, device=body.device if isinstance(body, torch.Tensor) else None)
+    val = kernels.empty(count, body)
     if not count:
         return val
-    middle = scales_nbytes(kind, count)
+    k, middle = kernels.of(body), scales_nbytes(kind, count)
     if kind == "int8":
-        kernels.int8_decode(val, body[middle:], body[:middle], VALUES_BLOCK, assign=True)
+        k.int8_decode(val, body[middle:], body[:middle], VALUES_BLOCK, True)
     elif kind == "int4":
-        kernels.nibbles_decode(val, body[middle:], body[:middle], VALUES_BLOCK)
+        k.nibbles_decode(val, body[middle:], body[:middle], VALUES_BLOCK)
     else:
-        {"fp32": kernels.copy_f32, "fp16": kernels.f16_to_f32, "bf16": kernels.bf16_to_f32}[kind](val, body)
-        if not kernels.all_finite(val):
+        {"fp32": kernels.copy_f32, "fp16": k.f16_to_f32, "bf16": k.bf16_to_f32}[kind](val, body)
+        if not kernels.of(val).all_finite(val):
             raise CorruptPayload("sparse payload contains a value that is not finite")
     return val
 
@@ -115,7 +113,7 @@ def bitmap_nbytes(n: int, k: int = 0) -> int:
 
 
 _NBYTES = {ELIAS_FANO: elias_fano_nbytes, BITMAP: bitmap_nbytes}
-_DECODERS = {ELIAS_FANO: kernels.ef_decode, BITMAP: kernels.bitmap_decode, BLOCKS: kernels.blocks_decode}
+_DECODERS = {ELIAS_FANO: "ef_decode", BITMAP: "bitmap_decode", BLOCKS: "blocks_decode"}
 
 
 def positions_bound(n: int, cap: int) -> int:
@@ -124,28 +122,28 @@ def positions_bound(n: int, cap: int) -> int:
     return 0 if n == 0 else min(elias_fano_nbytes(n, cap) + 2, bitmap_nbytes(n))
 
 
-def encode_positions(out: Out, idx: torch.Tensor, n: int) -> tuple[int, int]:
+def encode_positions(out: Out, idx: Array, n: int) -> tuple[int, int]:
     """Writes positions below n in the smallest encoding. Returns the number of the encoding and the bytes written; no positions
     use no bytes."""
-    k = idx.numel()
+    k = len(idx)
     if k == 0:
         return ELIAS_FANO, 0
-    sparse, dense = elias_fano_nbytes(n, k), bitmap_nbytes(n)
-    if k >= LEAST_FOR_BLOCKS and (blocks := kernels.blocks_nbytes(idx, n)) < min(sparse, dense):
-        return BLOCKS, kernels.blocks_encode(out[:blocks], idx, n)
+    sparse, dense, on = elias_fano_nbytes(n, k), bitmap_nbytes(n), kernels.of(out)
+    if k >= LEAST_FOR_BLOCKS and (blocks := on.blocks_nbytes(idx, n)) < min(sparse, dense):
+        return BLOCKS, on.blocks_encode(out[:blocks], idx, n)
     if sparse < dense:
-        return ELIAS_FANO, kernels.ef_encode(out[:sparse], idx, n)
-    return BITMAP, kernels.bitmap_encode(out[:dense], idx, n)
+        return ELIAS_FANO, on.ef_encode(out[:sparse], idx, n)
+    return BITMAP, on.bitmap_encode(out[:dense], idx, n)
 
 
-def decode_positions(kind: int, body: Out, k: int, n: int) -> torch.Tensor:
+def decode_positions(kind: int, body: Out, k: int, n: int) -> Array:
     """Decodes k positions as int32, strictly increasing and below n. Raises CorruptPayload if the bytes do not encode such
     positions."""
-    idx = torch.empty(k, dtype=torch.int32, device=body.device if isinstance(body, torch.Tensor) else None)
+    idx = kernels.empty(k, body, np.int32)
     if kind not in _DECODERS:
         raise CorruptPayload(f"payload has positions in unknown encoding {kind}, known: {', '.join(map(str, _DECODERS))}")
     if kind != BLOCKS:
         expect("bytes of positions", body.nbytes, _NBYTES[kind](n, k) if k else 0)
     if k or body.nbytes:
-        _DECODERS[kind](idx, n, body)
+        getattr(kernels.of(body), _DECODERS[kind])(idx, n, body)
     return idx

@@ -1,7 +1,7 @@
 """Error feedback, momentum, and residuals that a later plan inherits.
 
 Error feedback: the part of its input that a codec does not send stays in a residual and is added to the input of the next step.
-Sent + new residual = input + old residual, on workers and servers. A codec of one round may offer `start_fed(x, residual,
+Sent + new residual = input + old residual, on workers and servers. A codec of one round may offer `start_fused(x, residual,
 state, out)`, which does this in its own pass. A test compares it with the general method below.
 
 Momentum before compression: the codec keeps the velocity, in the residual's units. Set the optimizer's own momentum to 0.
@@ -15,60 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec.structs
+import numpy as np
 
 from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import (
+    NAN,
     Codec,
     CodecWrapper,
     Ranges,
-    Round,
+    Reduction,
     State,
-    accumulator,
-    check_codec,
-    check_input,
+    as_array,
     check_numel,
-    check_outermost,
     ranges,
-    spell,
 )
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
-from commlayer.compressors.tensors import fresh_zeros
 from commlayer.errors import InvalidInput
 from commlayer.records import Slice, Spec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
-
-@runtime_checkable
-class Fed(Protocol):
-    """A codec that compresses x + residual and updates the residual in one pass."""
-
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int: ...
-
-
-@runtime_checkable
-class ReportsSent(Protocol):
-    """A codec of several rounds that can compute, after its last payload, which part of its input this worker has sent.
-
-    That part is zero if the input or a result was not finite, because all later payloads of the step are then flagged.
-    """
-
-    def sent(self, state: State, out: torch.Tensor) -> None: ...
-
-
-@runtime_checkable
-class Limited(Protocol):
-    """A codec that flags its payload if a finite number exceeds `most`. Error feedback clamps such numbers to `most`, and the
-    residual keeps the rest."""
-
-    @property
-    def most(self) -> float: ...
 
 
 class ErrorFeedback(CodecWrapper, frozen=True):
@@ -91,13 +59,13 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 
     def __str__(self) -> str:
         # Omitted if false, since older plans without this option must keep their spelling.
-        return spell(self) if self.lr_correction else f"{self.name}({self.inner})"
+        return super().__str__() if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        state: State = {"residual": fresh_zeros(n), "inner": self.inner.init(spec), "_sent": None}
-        if not isinstance(self.inner, Fed):
-            state["_scratch"] = torch.empty(n)
+        state: State = {"residual": kernels.fresh_zeros(n), "inner": self.inner.init(spec), "_sent": None}
+        if not hasattr(self.inner, "start_fused"):
+            state["_scratch"] = np.empty(n, np.float32)
         return state
 
     def init_server(self, spec: Spec) -> State:
@@ -105,10 +73,9 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             return {**self.init(spec), "inner": self.inner.init_server(spec), "_added": None}
         return {"inner": self.inner.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+    def start(self, x: Array, state: State, out: Out) -> int:
         state["_sent"] = None  # the last payload was applied, so undo must not roll it back if this step fails
-        _check(self.name, "x", x, state)
-        nbytes = self._start(x, state, out)
+        nbytes = self._start(as_array(self.name, "x", x, len(state["residual"]), state["residual"]), state, out)
         state["_sent"] = out[: nbytes if len(self.rounds) == 1 else 0]
         return nbytes
 
@@ -120,29 +87,31 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             state["_sent"] = out[:nbytes]
         return nbytes
 
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        _check(self.name, "out", out, state)
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        out = as_array(self.name, "out", out, len(state["residual"]), state["residual"])
         return bool(self.inner.decode(result, state["inner"], out))
 
-    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
+    def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         if state["_sent"] is None:
             return
-        back = state["residual"] if elements is None else torch.zeros_like(state["residual"])
+        residual = state["residual"]
+        x = as_array(self.name, "x", x, len(residual), residual)
+        back = residual if elements is None else 0.0 * residual
         if len(self.rounds) == 1:
             self.inner.add_to(state["_sent"], back)
         elif len(state["_sent"]):
             self.inner.sent(state["inner"], state["_scratch"])
             back += state["_scratch"]
-        back -= x if kernels.all_finite(x) else x.nan_to_num(0.0, 0.0, 0.0)  # non-finite elements never entered the residual
-        _settle(state, back, elements)
+        kernels.add_finite(back, -x)  # non-finite elements never entered the residual
+        _end_undo(state, back, elements)
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
         if state.get("_sent") is None:
             return
-        back = state["residual"] if elements is None else torch.zeros_like(state["residual"])
+        back = state["residual"] if elements is None else 0.0 * state["residual"]
         back -= state["_added"]
-        self.inner.add(0, state["_sent"], accumulator(back), first=False)
-        _settle(state, back, elements)
+        self.inner.add_to(state["_sent"], back)
+        _end_undo(state, back, elements)
         if elements is None:
             state["_added"] = None
 
@@ -151,11 +120,11 @@ class ErrorFeedback(CodecWrapper, frozen=True):
             return int(self.inner.emit(r, acc, state["inner"], out))
         state["_sent"] = state["_added"] = None
         total = acc["sum"]
-        if acc["flagged"][0] or not kernels.all_finite(total, state["residual"]):
-            return payload.write_flagged(out, self.id, total.numel())
-        before_emit(self.inner, acc, state["inner"])
+        if acc["flagged"][0] or not kernels.of(total).all_finite(total, state["residual"]):
+            return payload.write_flagged(out, self.id, len(total))
+        self.inner.before_emit(acc, state["inner"])
         nbytes = self._start(total, state, out)
-        if payload.read(out[:nbytes], self.id, total.numel()).flagged:
+        if payload.read(out[:nbytes], self.id, len(total)).flagged:
             state["residual"] -= total
         else:
             state["_sent"], state["_added"] = out[:nbytes], total
@@ -164,27 +133,25 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     def _lossy_emit(self) -> bool:
         """Returns whether a server compresses its sum again and keeps a residual, which is the case for GATHER codecs. A server
         sends the sum of a SUM codec unchanged."""
-        return self.rounds == (Round.GATHER,)
+        return self.rounds == (Reduction.GATHER,)
 
-    def _start(self, x: torch.Tensor, state: State, out: Out) -> int:
+    def _start(self, x: Array, state: State, out: Out) -> int:
         residual, inner = state["residual"], state["inner"]
-        if fused := getattr(self.inner, "start_fed", None):  # isinstance(_, Fed) costs as much as selection in a small bucket
+        if fused := getattr(self.inner, "start_fused", None):
             return int(fused(x, residual, inner, out))
         v = state["_scratch"]
-        torch.add(x, residual, out=v)
-        if not kernels.all_finite(v):
-            kernels.absorb(residual, x)
+        if not kernels.add_finite(residual, x):
+            v[:] = NAN
             return int(self.inner.start(v, inner, out))  # flagged; start still increments inner step counters
-        residual.copy_(v)
-        nbytes = int(self.inner.start(v, inner, out))
+        nbytes = int(self.inner.start(residual, inner, out))
         if len(self.rounds) > 1:
             return nbytes
-        carried = self.inner.decode(out[:nbytes], inner, v)
-        if not carried and isinstance(limited := self.inner, Limited):
-            torch.clamp(residual, -limited.most, limited.most, out=v)
+        sent = self.inner.decode(out[:nbytes], inner, v)
+        if not sent:
+            v[:] = residual.clip(-self.inner.most, self.inner.most)
             nbytes = int(self.inner.start(v, inner, out))
-            carried = self.inner.decode(out[:nbytes], inner, v)
-        if carried:
+            sent = self.inner.decode(out[:nbytes], inner, v)
+        if sent:
             residual -= v
         return nbytes
 
@@ -198,24 +165,19 @@ def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"error_feedback: inner is {inner}, but it must be a codec other than error_feedback")
-    check_outermost("error_feedback", inner)
+    if isinstance(inner, Momentum):  # a residual around it would be added to the input as if it were a gradient
+        raise InvalidInput("E-CODEC-ARGUMENT",
+                           f"error_feedback: inner is {inner}, but momentum changes the input; put momentum around "
+                           "error_feedback instead")
     if inner.keeps:
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"error_feedback: inner is {inner}, which already keeps a residual or velocity; put error_feedback "
                            "inside it instead")
-    if len(inner.rounds) > 1 and not isinstance(inner, ReportsSent):
-        raise InvalidInput("E-CODEC-ARGUMENT",
-                           f"error_feedback: inner is {inner}, which has {len(inner.rounds)} rounds but no method sent() to "
-                           "compute the residual with")
     check_arguments("error_feedback", lr_correction=lr_correction)
     return ErrorFeedback(inner, lr_correction)
 
 
-def _check(name: str, what: str, tensor: torch.Tensor, state: State) -> None:
-    check_input(name, what, tensor, state["residual"].numel(), state["residual"].device)
-
-
-def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
+def _end_undo(state: State, back: Array, elements: Ranges) -> None:
     """Ends an undo. `back`: the change of the residual, or the new residual itself if all elements are undone."""
     if elements is None:
         state["_sent"] = None
@@ -223,24 +185,16 @@ def _settle(state: State, back: torch.Tensor, elements: Ranges) -> None:
         add_ranges(state["residual"], back, elements)
 
 
-def add_ranges(into: torch.Tensor, values: torch.Tensor, elements: Ranges) -> None:
+def add_ranges(into: Array, values: Array, elements: Ranges) -> None:
     """Adds `values` to `into` on these elements only."""
-    for start, stop in ranges(elements, into.numel()):
+    for start, stop in ranges(elements, len(into)):
         into[start:stop] += values[start:stop]
-
-
-def before_emit(codec: Codec, acc: Any, state: State) -> None:
-    """Passes the accumulator to a codec that needs more than the sum, such as BudgetedTopK. A server calls it before it
-    compresses the sum."""
-    if prepare := getattr(codec, "before_emit", None):
-        prepare(acc, state)
 
 
 def wrap(codec: Codec) -> Codec:
     """Returns the codec that a plan uses: with error feedback if the codec is biased, otherwise unchanged."""
-    if isinstance(codec, CodecWrapper) and codec.feedback_inside:
-        wrapped: Codec = msgspec.structs.replace(codec, inner=wrap(codec.inner))
-        return wrapped
+    if isinstance(codec, Momentum):
+        return msgspec.structs.replace(codec, inner=wrap(codec.inner))
     return error_feedback(codec) if codec.biased else codec
 
 
@@ -254,55 +208,51 @@ def in_updates(codec: Any) -> bool:
     return any(in_updates(part) for part in msgspec.structs.astuple(codec) if isinstance(part, msgspec.Struct))
 
 
-MOST = kernels.MOST["fp32"]
-
-
 class Momentum(CodecWrapper, frozen=True):
     """Sends the velocity, velocity = beta * velocity + x, instead of the input x. If x is not finite, x is sent instead, so it
     is flagged, and the velocity stays unchanged."""
 
     name: ClassVar[str] = "momentum"
-    feedback_inside: ClassVar[bool] = True
     keeps: ClassVar[bool] = True
 
     beta: float
 
     def init(self, spec: Spec) -> State:
-        return {"velocity": torch.zeros(spec.numel), "inner": self.inner.init(spec), "_moved": False}
+        return {"velocity": np.zeros(spec.numel, np.float32), "inner": self.inner.init(spec), "_moved": False}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        check_input(self.name, "x", x, state["velocity"].numel(), state["velocity"].device)
-        state["_moved"] = kernels.all_finite(x)
+    @np.errstate(over="ignore")
+    def start(self, x: Array, state: State, out: Out) -> int:
+        velocity = state["velocity"]
+        x = as_array(self.name, "x", x, len(velocity), velocity)
+        k = kernels.of(x)
+        state["_moved"] = k.all_finite(x)
         if state["_moved"]:
-            x = accelerate(state["velocity"], self.beta, x)
+            velocity *= self.beta
+            velocity += x
+            if not k.all_finite(velocity):
+                velocity[:] = velocity.clip(-kernels.MOST["fp32"], kernels.MOST["fp32"])
+            x = velocity
         return int(self.inner.start(x, state["inner"], out))
 
-    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
-        self.inner.undo(state["inner"], state["velocity"] if state["_moved"] else x, elements)
+    def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
+        velocity = state["velocity"]
+        x = as_array(self.name, "x", x, len(velocity), velocity)
+        self.inner.undo(state["inner"], velocity if state["_moved"] else x, elements)
         if state["_moved"]:
-            brake(state["velocity"], self.beta, x, elements)
+            # The rounding error grows by 1 / beta and shrinks by beta in the next step.
+            for start, stop in ranges(elements, len(velocity)):
+                part = velocity[start:stop]
+                part -= x[start:stop] if self.beta else part
+                part /= self.beta or 1.0
             state["_moved"] = elements is not None
-
-
-def accelerate(velocity: torch.Tensor, beta: float, x: torch.Tensor) -> torch.Tensor:
-    """Computes velocity = beta * velocity + x in place. Infinite elements are clamped to the largest finite number."""
-    velocity.mul_(beta).add_(x)
-    if not kernels.all_finite(velocity):
-        velocity.clamp_(-MOST, MOST)
-    return velocity
-
-
-def brake(velocity: torch.Tensor, beta: float, x: torch.Tensor, elements: Ranges = None) -> None:
-    """Undoes `accelerate` on these elements. The rounding error grows by 1 / beta and shrinks by beta in the next step."""
-    for start, stop in ranges(elements, velocity.numel()):
-        part = velocity[start:stop]
-        part.copy_((part - x[start:stop]) / beta if beta else torch.zeros_like(part))
 
 
 def momentum(inner: Codec, beta: float = 0.9) -> Momentum:
     """Adds momentum before any codec. A plan adds error feedback to the inner codec if that codec needs it."""
     check_arguments("momentum", beta=beta)
-    return Momentum(check_codec("momentum", inner), float(beta))
+    if not isinstance(inner, Codec):
+        raise InvalidInput("E-CODEC-ARGUMENT", f"momentum: inner is {inner!r}, but it must be a codec")
+    return Momentum(inner, float(beta))
 
 
 class ResidualSlice(NamedTuple):
@@ -310,35 +260,28 @@ class ResidualSlice(NamedTuple):
 
     tensor: int
     start: int
-    values: torch.Tensor
+    values: Array
 
     @property
     def stop(self) -> int:
-        return self.start + self.values.numel()
+        return self.start + len(self.values)
 
 
-def residual_of(state: State, numel: int) -> torch.Tensor | None:
-    """Returns the residual of all elements, concatenated if a wrapper keeps it in parts. None if the codec keeps no
-    residual."""
-    parts = list(_residuals(state))
-    if not parts or sum(p.numel() for p in parts) != numel:
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _residuals(state: State) -> Iterator[torch.Tensor]:
+def residual_of(state: State) -> Array | None:
+    """Returns the residual in a codec's state; None if the codec keeps no residual."""
     for name, value in state.items():
-        if name == "residual" and isinstance(value, torch.Tensor):
-            yield value.reshape(-1)
-        elif isinstance(value, dict):
-            yield from _residuals(value)
+        if name == "residual":
+            return value
+        if isinstance(value, dict) and (residual := residual_of(value)) is not None:
+            return residual
+    return None
 
 
-def split_by_tensor(slices: Sequence[Slice], start: int, values: torch.Tensor) -> Iterator[ResidualSlice]:
+def split_by_tensor(slices: Sequence[Slice], start: int, values: Array) -> Iterator[ResidualSlice]:
     """Converts values on a bucket's elements from `start` on to values on elements of the tensors in the bucket's slices."""
     at = 0
     for s in slices:
-        low, high = max(start, at), min(start + values.numel(), at + s.numel)
+        low, high = max(start, at), min(start + len(values), at + s.numel)
         if low < high:
             yield ResidualSlice(s.tensor, s.start + low - at, values[low - start : high - start])
         at += s.numel
@@ -352,18 +295,18 @@ def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
     return [(edges[i], edges[i + 1]) for i in range(len(slices)) if word >> i & 1]
 
 
-def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> torch.Tensor | None:
-    """Returns the inherited residuals of the elements of a bucket with these slices, 0 where there are none; None if there are
-    none at all."""
-    total: torch.Tensor | None = None
+def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
+    """Returns the inherited residuals of the elements of a bucket with these slices as a numpy array, 0 where there are none;
+    None if there are none at all."""
+    total: Array | None = None
     at = 0
     for s in slices:
         for part in inherited:
             low, high = max(s.start, part.start), min(s.stop, part.stop)
             if part.tensor == s.tensor and low < high:
                 if total is None:
-                    total = torch.zeros(sum(each.numel for each in slices))
-                values = part.values[low - part.start : high - part.start]
-                total[at + low - s.start : at + high - s.start] += values.to(total.device)
+                    total = np.zeros(sum(each.numel for each in slices), np.float32)
+                total[at + low - s.start : at + high - s.start] += kernels.to_host(
+                    part.values[low - part.start : high - part.start])
         at += s.numel
     return total

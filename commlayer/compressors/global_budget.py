@@ -16,22 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
-from commlayer.compressors import payload
+from commlayer.compressors import kernels, payload
 from commlayer.compressors.codec import CodecWrapper, State, place
-from commlayer.compressors.payload import Buffer, Out
+from commlayer.compressors.kernels import Array
+from commlayer.compressors.payload import Buffer, Out, on_device
 from commlayer.compressors.selection import ENOUGH, HUGE, SLOPES, clamp_threshold
 from commlayer.compressors.topk import BlockThreshold, TopK
 from commlayer.records import Spec
-
-if TYPE_CHECKING:
-    import torch
-
 
 BUDGET_LIMITS: Mapping[str, tuple[float, float]] = {
     "entries": (0, payload.MAX_NUMEL),
@@ -103,20 +100,16 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         tail = None if sent == UNKNOWN else Tail(sent, state["least"], state["slope"])
         return Demand(state["entries"], fewest, plain, most, tail)
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        return self.start_fed(x, None, state, out)
+    def start(self, x: Array, state: State, out: Out) -> int:
+        return self.start_fused(x, None, state, out)
 
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """Writes the payload of x + residual in one pass; see feedback.Fed."""
+    def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         self._resize(state, x)
-        nbytes = int(state["_codec"].start_fed(x, residual, state["inner"], out))
+        nbytes = int(state["_codec"].start_fused(x, residual, state["inner"], out))
         if self.shared and "sent" in state:
-            head = payload.read(out[:nbytes], self.id, x.numel())
+            head = payload.read(out[:nbytes], self.id, len(x))
             self._measure(state, UNKNOWN if head.flagged else head.entries)
         return nbytes
-
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        return bool(self.inner.decode(result, state["inner"], out))
 
     def zeros(self, spec: Spec, r: int) -> Any:
         return {**self.inner.zeros(spec, r), "members": [0, 0]}
@@ -124,14 +117,14 @@ class BudgetedTopK(CodecWrapper, frozen=True):
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         self.inner.add(r, payload_, acc, first=first)
         if (counted := acc.get("members")) is not None:
-            head = payload.read(payload_, self.id, acc["sum"].numel())
+            head = payload.read(payload_, self.id, len(acc["sum"]))
             entries, members = (0, 0) if first else counted
             counted[:] = entries + head.entries, members + (not head.flagged)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         self.before_emit(acc, state)
         if acc["flagged"][0]:
-            return payload.write_flagged(out, self.id, acc["sum"].numel())
+            return payload.write_flagged(out, self.id, len(acc["sum"]))
         return self.start(acc["sum"], state, out)
 
     def before_emit(self, acc: Any, state: State) -> None:
@@ -142,11 +135,11 @@ class BudgetedTopK(CodecWrapper, frozen=True):
             spec, least = state["_spec"], max(1, self._count(state["_spec"], self.inner.ratio) // MAX_SHARE)
             self.set_entries(state, min(max(round(share * total / members), least), self._count(spec, self.max_ratio)))
 
-    def _resize(self, state: State, x: torch.Tensor) -> None:
+    def _resize(self, state: State, x: Array) -> None:
         if state["_codec_entries"] != state["entries"]:
             state["_codec"], state["_codec_entries"] = self._at(state["entries"], state["_spec"]), state["entries"]
             fresh = {name: value for name, value in state["_codec"].init(state["_spec"]).items() if name.startswith("_")}
-            if x.device.type != "cpu":
+            if on_device(state["inner"]["_scratch"]["val"]):
                 place(fresh, x.device)
             state["inner"] |= fresh
 
@@ -155,9 +148,10 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         state["available"] = sent if 0 < sent < ENOUGH * state["entries"] else state["_spec"].numel
         if sent <= 0:
             return
-        magnitudes = state["inner"]["_scratch"]["val"][:sent].abs()
+        magnitudes = np.abs(kernels.to_host(state["inner"]["_scratch"]["val"][:sent]))
         least = magnitudes.min()
-        rise = float((magnitudes / least).double().log().mean())  # the inverse of Hill's estimate of a tail's exponent
+        # The inverse of Hill's estimate of a tail's exponent.
+        rise = float(np.log((magnitudes / least).astype(np.float64)).mean())
         slope = min(max(1 / rise, SLOPES[0]), SLOPES[1]) if rise > 0 else SLOPES[1]
         state["least"], state["slope"] = float(least), round(slope, DIGITS)
 

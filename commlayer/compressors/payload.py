@@ -7,14 +7,15 @@ docs/reference/wire.md.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
+
+import numpy as np
 
 from commlayer.errors import CorruptPayload, InvalidInput
 
 if TYPE_CHECKING:
     import torch
-else:
-    from commlayer.compressors import tensors as torch
+    from typing_extensions import TypeIs
 
 # Union, since `|` would load torch.
 Out: TypeAlias = Union[memoryview, "torch.Tensor"]
@@ -61,6 +62,11 @@ class Head(NamedTuple):
     body: Out
 
 
+def on_device(memory: Any) -> TypeIs[torch.Tensor]:
+    """Returns whether the memory is a torch tensor, not an array or bytes of the host."""
+    return not isinstance(memory, np.ndarray | memoryview | bytes | bytearray)
+
+
 def codec_name(number: int) -> str:
     names = [name for name, known in CODEC_IDS.items() if known == number]
     return names[0] if names else f"codec {number}"
@@ -76,15 +82,10 @@ def write_flagged(out: Out, codec: int, numel: int) -> int:
     return HEADER_NBYTES
 
 
-def on_host(memory: Out) -> memoryview:
-    """Returns the memory itself if it is host memory, otherwise raises InvalidInput. For codecs that have no device kernels."""
-    if isinstance(memory, torch.Tensor):
-        raise InvalidInput("E-CODEC-INPUT", f"this codec runs only on the CPU, but its payload memory is on {memory.device}")
-    return memory
-
-
 def _put(out: Out, *fields: int) -> None:
-    if isinstance(out, torch.Tensor):
+    if on_device(out):
+        import torch
+
         out[:HEADER_NBYTES].copy_(torch.frombuffer(bytearray(_LAYOUT.pack(*fields)), dtype=torch.uint8))
     else:
         _LAYOUT.pack_into(out, 0, *fields)
@@ -92,7 +93,7 @@ def _put(out: Out, *fields: int) -> None:
 
 def _split(payload: Buffer) -> tuple[memoryview, Out]:
     """Splits a payload into the header's bytes, in host memory, and the body in its own memory. Either may be too short."""
-    if isinstance(payload, torch.Tensor):
+    if on_device(payload):
         return payload[:HEADER_NBYTES].cpu().numpy().data, payload[HEADER_NBYTES:]
     view = memoryview(payload)
     view = view.cast("B") if view.format != "B" or view.ndim != 1 else view
@@ -125,3 +126,10 @@ def expect(what: str, got: int, wanted: int) -> None:
     """Raises CorruptPayload with both numbers if they differ. `what`: name of the number."""
     if got != wanted:
         raise CorruptPayload(f"payload has {what} {got}, expected {wanted}")
+
+
+def on_host(memory: Out) -> memoryview:
+    """Returns the memory itself if it is host memory, otherwise raises InvalidInput. For codecs that have no device kernels."""
+    if on_device(memory):
+        raise InvalidInput("E-CODEC-INPUT", f"this codec runs only on the CPU, but its payload memory is on {memory.device}")
+    return memory

@@ -1,4 +1,4 @@
-"""Creates codecs from their names in plans.
+"""Creates codecs from their names in plans, and answers what a codec can do.
 
 parse() creates a codec from its name, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server and
 another for results to workers. runs_on() says whether a codec has kernels for a device. reader_of() says whether its results
@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors import kernels
-from commlayer.compressors.blockwise import Int4, Int8, OneBit, Qsgd, int4, int8, onebit, qsgd
-from commlayer.compressors.codec import Codec, CodecWrapper, OneRound, Ranges, Round, State, spell
+from commlayer.compressors.blockwise import Int4, Int8, int4, int8, onebit, qsgd
+from commlayer.compressors.codec import Codec, CodecWrapper, OneRound, Ranges, Reduction, State
 from commlayer.compressors.dense import Bf16, Fp16, Identity, bf16, fp16, identity
 from commlayer.compressors.feedback import ErrorFeedback, Momentum, error_feedback, in_updates, momentum, wrap
 from commlayer.compressors.global_budget import BudgetedTopK, with_budget
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.powersgd import powersgd
 from commlayer.compressors.randomk import RandomK, randomk
@@ -30,34 +31,26 @@ from commlayer.records import Bucket, Plan, Spec
 
 if TYPE_CHECKING:
     import torch
-else:
-    from commlayer.compressors import tensors as torch
 
 log = logging.getLogger("commlayer")
 
-WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, Qsgd, OneBit, TopK, RandomK)
-READ_AS_WRAPPED = (BudgetedTopK, ErrorFeedback, Momentum)
+WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, TopK)
 _reported: set[str] = set()
 """Texts of launcher errors that have been logged, so each is logged once."""
 
 
-class TwoWay(msgspec.Struct, frozen=True):
+class TwoWay(Codec, frozen=True):
     """Workers send payloads of codec `up`; the server sends the sum as a payload of codec `down`. Each end keeps its own
     residual."""
 
     name: ClassVar[str] = "two_way"
-    rounds: ClassVar[tuple[Round, ...]] = (Round.GATHER,)
-    biased: ClassVar[bool] = False
-    in_place: ClassVar[bool] = False
+    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.GATHER,)
 
     up: Any
     down: Any
 
-    def __str__(self) -> str:
-        return spell(self)
-
     @property
-    def keeps(self) -> bool:
+    def keeps(self) -> bool:  # type: ignore[override]
         return bool(self.up.keeps or self.down.keeps)
 
     @property
@@ -73,16 +66,13 @@ class TwoWay(msgspec.Struct, frozen=True):
     def init_server(self, spec: Spec) -> State:
         return {"down": self.down.init_server(spec)}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
+    def start(self, x: Array, state: State, out: Out) -> int:
         return int(self.up.start(x, state["up"], out))
 
-    def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        return int(self.up.next(r, result, state["up"], out))
-
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
         return bool(_bare(self.down).decode(result, {}, out))
 
-    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
+    def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
         self.up.undo(state["up"], x, elements)
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
@@ -102,7 +92,7 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
     """Creates a codec with different compression of payloads to the server (`up`) and of results (`down`). Both codecs must
     have one round and a dense float32 sum, as most have. With topk(ratio=1.0) as `down`, the server sends all nonzero entries
     of the sum."""
-    if not _sums(up):
+    if not is_separable(up):
         raise InvalidInput("E-CODEC-ARGUMENT",
                            f"two_way: up is {up}, but it must be a codec of one round with a dense float32 sum")
     if not is_download_codec(down):
@@ -114,7 +104,7 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
 
 def is_download_codec(codec: Codec) -> bool:
     """Returns whether the codec can be used as `down` of two_way."""
-    return isinstance(_bare(codec), OneRound) and _sums(codec)
+    return isinstance(_bare(codec), OneRound) and is_separable(codec)
 
 
 def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
@@ -151,13 +141,6 @@ def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
         return TwoWay(up, down)
     result: Codec = with_budget(codec, mean_ratio, steps=steps, shared=shared)
     return result
-
-
-def _sums(codec: Codec) -> bool:
-    """Returns whether the codec's accumulator is the dense sum of the payloads. Random-k sums only the values."""
-    if isinstance(codec, CodecWrapper):
-        return _sums(codec.inner)
-    return isinstance(codec, Identity) or (isinstance(codec, OneRound) and codec.rounds == (Round.GATHER,))
 
 
 def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
@@ -237,46 +220,32 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
     return True
 
 
-@runtime_checkable
-class Reads(Protocol):
-    """A codec whose results consist of entries (positions and values)."""
-
-    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
-        are 0.
-
-        Returns None if the result is flagged as not finite. Raises CorruptPayload like `decode`.
-        """
-        ...
-
-
 def result_codec(codec: Any) -> Any:
     """Returns the inner codec that reads the results of `codec`."""
-    while isinstance(codec, (*READ_AS_WRAPPED, TwoWay)):
+    while isinstance(codec, CodecWrapper | TwoWay):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
     return codec
 
 
-def reader_of(codec: Any) -> Reads | None:
+def reader_of(codec: Any) -> TopK | RandomK | None:
     """Returns the codec that reads results as entries; None if results are not entries."""
     inner = result_codec(codec)
-    return inner if isinstance(inner, Reads) else None
+    return inner if isinstance(inner, TopK | RandomK) else None
 
 
 def is_summable(codec: Codec) -> bool:
     """Returns whether accumulators of single payloads can be summed by an all-reduce, after which `emit` sends their sum."""
-    return all(r is not Round.GATHER for r in codec.rounds)
+    return all(r is not Reduction.GATHER for r in codec.rounds)
 
 
-def is_separable(codec: Codec) -> bool:
+def is_separable(codec: Any) -> bool:
     """Returns whether each payload can be decompressed separately and added to a dense sum.
 
     This excludes codecs of several rounds, and random-k, whose accumulators contain only values.
     """
-    inner: Any = codec
-    while isinstance(inner, CodecWrapper):
-        inner = inner.inner
-    return isinstance(inner, OneRound) and type(inner).zeros is OneRound.zeros
+    while isinstance(codec, CodecWrapper):
+        codec = codec.inner
+    return isinstance(codec, OneRound) and type(codec).zeros is OneRound.zeros
 
 
 class ReducedAccumulator:
@@ -286,8 +255,10 @@ class ReducedAccumulator:
     """
 
     def __init__(self, acc: Any) -> None:
+        import torch
+
         self._acc = acc
-        self.values = acc["sum"]
+        self.values = torch.from_numpy(acc["sum"])
         seeds = acc.get("seed", [])
         self.facts = torch.tensor([int(acc["flagged"][0]), *seeds, *(-seed for seed in seeds)], dtype=torch.int64)
 

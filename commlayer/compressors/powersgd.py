@@ -10,23 +10,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload
-from commlayer.compressors.codec import NAN, Named, Ranges, Round, State, accumulator, check_input, check_numel
+from commlayer.compressors.codec import NAN, Codec, Reduction, State, accumulator, as_array, check_numel
 from commlayer.compressors.dense import finite_or_nan
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.errors import InvalidInput
 from commlayer.records import Spec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 NOISE = 1e-12
@@ -55,12 +51,12 @@ class Factors(NamedTuple):
         return self.rank * (self.m, self.n)[r] if self.rank else (0, self.m * self.n)[r]
 
 
-class PowerSGD(Named, frozen=True):
+class PowerSGD(Codec, frozen=True):
     """Sends matrices as factors of low rank. A tensor with fewer elements than its factors is sent uncompressed. The codec
     keeps no residual; error feedback calls `sent`."""
 
     name: ClassVar[str] = "powersgd"
-    rounds: ClassVar[tuple[Round, ...]] = (Round.SUM, Round.SUM)
+    rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.SUM, Reduction.SUM)
     biased: ClassVar[bool] = True
 
     rank: int
@@ -96,16 +92,17 @@ class PowerSGD(Named, frozen=True):
     def init(self, spec: Spec) -> State:
         check_numel(spec)
         factors = self.factors(spec)
-        return {"q": torch.zeros(sum(each.count(1) for each in factors if each.rank)), "shared": 0, "step": 0, "_x": None,
-                "_factors": factors, "_numel": spec.numel, "_encoded": False,
-                "_p": torch.zeros(self.count(spec, 0)), "_own": torch.zeros(self.count(spec, 1))}
+        return {"q": np.zeros(sum(each.count(1) for each in factors if each.rank), np.float32), "shared": 0, "step": 0,
+                "_x": None, "_factors": factors, "_numel": spec.numel, "_encoded": False,
+                "_p": np.zeros(self.count(spec, 0), np.float32), "_own": np.zeros(self.count(spec, 1), np.float32)}
 
     def init_server(self, spec: Spec) -> State:
         check_numel(spec)
         return {}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        check_input(self.name, "x", x, state["_numel"])
+    @np.errstate(over="ignore", invalid="ignore")
+    def start(self, x: Array, state: State, out: Out) -> int:
+        x = as_array(self.name, "x", x, state["_numel"], state["_p"])
         state["_x"], state["_encoded"] = x, False
         state["step"] += 1
         row = 0
@@ -113,16 +110,17 @@ class PowerSGD(Named, frozen=True):
             # A direction that is zero in the last sum would stay zero, so it is replaced by a random one.
             for direction in q:
                 if not direction.any():
-                    direction.copy_(signs(each.n, state["shared"], state["step"], row))
+                    direction[:] = signs(each.n, state["shared"], state["step"], row)
                 row += 1
-            torch.mm(q, x[each.start : each.stop].view(each.m, each.n).t(), out=p)
+            np.matmul(q, x[each.start : each.stop].reshape(each.m, each.n).T, out=p)
         uncompressed = (x[each.start : each.stop] for each in state["_factors"] if not each.rank)
-        if not all(kernels.all_finite(part) for part in uncompressed):
+        if not all(kernels.host().all_finite(part) for part in uncompressed):
             return payload.write_flagged(out, self.id, state["_numel"])
         return self._write(out, state["_numel"], 0, state["_p"])
 
+    @np.errstate(over="ignore", invalid="ignore")
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
-        body = self._read(result, state["_numel"], 0, state["_p"].numel())
+        body = self._read(result, state["_numel"], 0, len(state["_p"]))
         if body is None:
             return payload.write_flagged(out, self.id, state["_numel"])
         kernels.copy_f32(state["_p"], body)
@@ -130,53 +128,46 @@ class PowerSGD(Named, frozen=True):
         for each, p, own in _tensors(state["_factors"], state["_p"], state["_own"]):
             part = x[each.start : each.stop]
             if each.rank:
-                p.copy_(orthonormal(p))
-                torch.mm(p, part.view(each.m, each.n), out=own.view(each.rank, each.n))
+                p[:] = orthonormal(p)
+                np.matmul(p, part.reshape(each.m, each.n), out=own.reshape(each.rank, each.n))
             else:
-                own.copy_(part)
+                own[:] = part
         nbytes = self._write(out, state["_numel"], 1, state["_own"])
         state["_encoded"] = nbytes > HEADER
         return nbytes
 
-    def sent(self, state: State, out: torch.Tensor) -> None:
-        """Writes the part of the input that this worker sent to `out`; see feedback.ReportsSent."""
+    def sent(self, state: State, out: Array) -> None:
         if state["_encoded"]:
             self._multiply(state, state["_own"], out)
         else:
-            out.zero_()
+            out[:] = 0.0
 
-    def decode(self, result: Buffer, state: State, out: torch.Tensor) -> bool:
-        check_input(self.name, "out", out, state["_numel"])
-        body = self._read(result, state["_numel"], 1, state["_own"].numel())
-        total = torch.empty(state["_own"].numel())
+    def decode(self, result: Buffer, state: State, out: Array) -> bool:
+        out = as_array(self.name, "out", out, state["_numel"], state["_p"])
+        body = self._read(result, state["_numel"], 1, len(state["_own"]))
+        total = np.empty(len(state["_own"]), np.float32)
         if body is not None:
             kernels.copy_f32(total, body)
-        if body is None or not kernels.all_finite(total):
-            out.fill_(NAN)
+        if body is None or not kernels.host().all_finite(total):
+            out[:] = NAN
             return False
         self._multiply(state, total, out)
         factors = [q for each, _, q in _tensors(state["_factors"], state["_p"], total) if each.rank]
         if factors:
-            state["q"].copy_(torch.cat(factors))
-        largest = float(total.abs().max()) if total.numel() else 0.0
-        return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(True, out)
-
-    def undo(self, state: State, x: torch.Tensor, elements: Ranges = None) -> None:
-        """Does nothing, because the codec keeps no residual."""
-
-    def undo_server(self, state: State, elements: Ranges = None) -> None:
-        """Does nothing, because the codec keeps no residual."""
+            np.concatenate(factors, out=state["q"])
+        largest = float(np.abs(total).max(initial=0.0))
+        return largest * self.rank < kernels.MOST["fp32"] or finite_or_nan(out)
 
     def zeros(self, spec: Spec, r: int) -> Any:
-        return {**accumulator(torch.zeros(self.count(spec, r))), "numel": spec.numel}
+        return {**accumulator(np.zeros(self.count(spec, r), np.float32)), "numel": spec.numel}
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
         total = acc["sum"]
-        body = self._read(payload_, acc["numel"], r, total.numel())
+        body = self._read(payload_, acc["numel"], r, len(total))
         if body is not None:
-            (kernels.copy_f32 if first else kernels.add_f32)(total, body)
+            (kernels.copy_f32 if first else kernels.host().add_f32)(total, body)
         elif first:
-            total.zero_()
+            total[:] = 0.0
         acc["flagged"][0] = body is None or (acc["flagged"][0] and not first)
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
@@ -184,22 +175,22 @@ class PowerSGD(Named, frozen=True):
             return payload.write_flagged(out, self.id, acc["numel"])
         return self._write(out, acc["numel"], r, acc["sum"])
 
-    def _multiply(self, state: State, second: torch.Tensor, out: torch.Tensor) -> None:
+    def _multiply(self, state: State, second: Array, out: Array) -> None:
         """Computes out = P Q' for each matrix, with Q from `second`, and copies the elements of uncompressed tensors from
         `second`."""
         for each, p, q in _tensors(state["_factors"], state["_p"], second):
             part = out[each.start : each.stop]
             if each.rank:
-                kernels.outer(part, p.view(-1), q, each.rank)
+                kernels.host().outer(part, p.reshape(-1), q, each.rank)
             else:
-                part.copy_(q)
+                part[:] = q
 
-    def _write(self, out: Out, numel: int, r: int, values: torch.Tensor) -> int:
+    def _write(self, out: Out, numel: int, r: int, values: Array) -> int:
         """Writes the payload of round r. The payload is flagged if a value is not finite. Returns its size."""
-        if not kernels.all_finite(values):
+        if not kernels.host().all_finite(values):
             return payload.write_flagged(out, self.id, numel)
-        end = HEADER + 4 * values.numel()
-        payload.write(out, self.id, numel, values.numel(), aux=r)
+        end = HEADER + 4 * len(values)
+        payload.write(out, self.id, numel, len(values), aux=r)
         kernels.store_f32(out[HEADER:end], values)
         return end
 
@@ -222,25 +213,27 @@ def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD
     return PowerSGD(rank, shapes)
 
 
-def _tensors(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
+def _tensors(factors: list[Factors], first: Array, second: Array) -> Iterator[tuple[Factors, Any, Any]]:
     """Yields (tensor, its P as a rank x m matrix, its floats of round 1) for all tensors."""
-    firsts = first.split([each.count(0) for each in factors])
-    seconds = second.split([each.count(1) for each in factors])
-    for each, p, q in zip(factors, firsts, seconds, strict=True):
-        yield each, p.view(each.rank, each.m) if each.rank else p, q
+    at = [0, 0]
+    for each in factors:
+        ends = [at[r] + each.count(r) for r in range(2)]
+        p, q = first[at[0] : ends[0]], second[at[1] : ends[1]]
+        yield each, p.reshape(each.rank, each.m) if each.rank else p, q
+        at = ends
 
 
-def _matrices(factors: list[Factors], first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[Factors, Any, Any]]:
+def _matrices(factors: list[Factors], first: Array, second: Array) -> Iterator[tuple[Factors, Any, Any]]:
     """Yields (matrix, P as rank x m, Q as rank x n) for the tensors that are compressed. `second` contains their Q."""
     compressed = [each for each in factors if each.rank]
     for each, p, q in _tensors(compressed, first, second):
-        yield each, p, q.view(each.rank, each.n)
+        yield each, p, q.reshape(each.rank, each.n)
 
 
-def orthonormal(p: torch.Tensor) -> torch.Tensor:
+def orthonormal(p: Array) -> Array:
     """Makes the rows of p (float32) orthonormal in order, by Gram-Schmidt, applied twice. A linearly dependent row becomes
     zeros."""
-    rows = p.numpy().astype(np.float64)
+    rows = p.astype(np.float64)
     for j, row in enumerate(rows):
         before = _dot(row, row)
         for _ in range(2):
@@ -248,14 +241,14 @@ def orthonormal(p: torch.Tensor) -> torch.Tensor:
                 row -= _dot(other, row) * other
         after = _dot(row, row)
         row[:] = row / np.sqrt(after) if after > NOISE * before else 0.0
-    return torch.from_numpy(rows.astype(np.float32))
+    return rows.astype(np.float32)
 
 
-def signs(n: int, key: int, step: int, row: int) -> torch.Tensor:
+def signs(n: int, key: int, step: int, row: int) -> Array:
     """Returns n random numbers, 1 or -1, which are equal for all members with the same key."""
     digest = hashlib.shake_256(f"{key} {step} {row}".encode()).digest((n + 7) // 8)
     bits = np.unpackbits(np.frombuffer(digest, np.uint8), count=n)
-    return torch.from_numpy(bits.astype(np.float32) * 2 - 1)
+    return bits.astype(np.float32) * 2 - 1
 
 
 def _dot(x: Rows, y: Rows) -> float:

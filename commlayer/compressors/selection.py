@@ -19,15 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from commlayer.compressors import kernels
 from commlayer.compressors.codec import State
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
+from commlayer.compressors.kernels import Array
 
 EXACT_NUMEL = 16384
 """Number of elements up to which sorting is as cheap as tracking a threshold."""
@@ -40,8 +38,8 @@ class Picked(NamedTuple):
     """Result of a selection: increasing positions and values of the entries that were taken, and whether all of x + residual is
     finite."""
 
-    idx: torch.Tensor
-    val: torch.Tensor
+    idx: Array
+    val: Array
     finite: bool
 
 
@@ -60,51 +58,51 @@ def scratch(n: int, k: int, exact: bool) -> State:
     candidates = k if sorting else min(n, k + k // 2 + SPARE)
     sample = 0 if sorting else sample_room(n, k)
     return {
-        "idx": torch.empty(candidates, dtype=torch.int32),
-        "val": torch.empty(candidates),
-        "error": torch.empty(room(n, k, exact)),
-        "sample": torch.empty(sample),
-        "words": torch.empty(n if sorting else max(sample, candidates), dtype=torch.int32),
+        "idx": np.empty(candidates, np.int32),
+        "val": np.empty(candidates, np.float32),
+        "error": np.empty(room(n, k, exact), np.float32),
+        "sample": np.empty(sample, np.float32),
+        "words": np.empty(n if sorting else max(sample, candidates), np.int32),
     }
 
 
-def pick(k: int, exact: bool, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> Picked:
+def pick(k: int, exact: bool, x: Array, residual: Array | None, state: State) -> Picked:
     """Takes entries out of x + residual; the residual keeps the others. If x + residual is not finite, the residual becomes its
     finite part."""
-    n, memory = x.numel(), state["_scratch"]
+    n, memory = len(x), state["_scratch"]
     idx, val = memory["idx"], memory["val"]
     start = rotation(n, state)
     if sorts(n, exact):
         cut = kth_magnitude(k, x, residual, memory["words"]) if n else TINY
-        count, _, finite = kernels.select(x, residual, cut, start, idx, val)
+        count, _, finite = kernels.of(x).select(x, residual, cut, start, idx, val)
         state["step"] += finite
         return Picked(idx[:count], val[:count], finite)
-    tracked = estimate(k, n, partial(kernels.sample_abs, x, residual), state)
-    return complete(k, x, residual, state, tracked, *kernels.select(x, residual, tracked.threshold, start, idx, val))
+    tracked = estimate(k, n, partial(kernels.of(x).sample_abs, x, residual), state)
+    return complete(k, x, residual, state, tracked, *kernels.of(x).select(x, residual, tracked.threshold, start, idx, val))
 
 
 def complete(
-    k: int, x: torch.Tensor, residual: torch.Tensor | None, state: State, tracked: Estimate,
+    k: int, x: Array, residual: Array | None, state: State, tracked: Estimate,
     count: int, overflow: int, finite: bool,
 ) -> Picked:
     """Completes `pick` after the scan of a larger tensor: scans again if too few entries were found, drops the smallest if too
     many."""
-    n, memory = x.numel(), state["_scratch"]
+    n, memory = len(x), state["_scratch"]
     idx, val, start = memory["idx"], memory["val"], rotation(n, state)
     if finite and count < ENOUGH * k and tracked.threshold > TINY:
         v = x
         if residual is not None:
             v = residual
-            kernels.scatter_add(v, idx[:count], val[:count])
-        tracked = estimate_lower(k, n, partial(kernels.sample_abs, v, None), state, tracked, count)
-        count, overflow, _ = kernels.select(v, None, tracked.threshold, start, idx, val)
+            kernels.of(v).scatter_add(v, idx[:count], val[:count])
+        tracked = estimate_lower(k, n, partial(kernels.of(x).sample_abs, v, None), state, tracked, count)
+        count, overflow, _ = kernels.of(v).select(v, None, tracked.threshold, start, idx, val)
         if residual is not None:
-            kernels.scatter_add(residual, idx[:count], -val[:count])
+            kernels.of(residual).scatter_add(residual, idx[:count], -val[:count])
     if not finite:
         return Picked(idx[:count], val[:count], False)
     update(k, n, count + overflow, tracked, state)
     if count > room(n, k, False):
-        count = kernels.trim(residual, n, idx, val, count, k, start, memory["words"])
+        count = kernels.of(idx).trim(residual, n, idx, val, count, k, start, memory["words"])
     return Picked(idx[:count], val[:count], True)
 
 
@@ -115,7 +113,7 @@ EXACT_RUNS = 1024
 class PickedRuns(NamedTuple):
     """Result of a selection of runs: their increasing numbers, and whether all of x + residual is finite."""
 
-    ids: torch.Tensor
+    ids: Array
     finite: bool
 
 
@@ -129,40 +127,40 @@ def runs_scratch(runs: int, k: int) -> State:
     candidates = k if few else min(runs, k + k // 2 + SPARE)
     sample = runs if few else sample_room(runs, k)
     return {
-        "ids": torch.empty(candidates, dtype=torch.int32),
-        "scores": torch.empty(candidates),
-        "sample": torch.empty(sample),
-        "words": torch.empty(max(sample, candidates), dtype=torch.int32),
+        "ids": np.empty(candidates, np.int32),
+        "scores": np.empty(candidates, np.float32),
+        "sample": np.empty(sample, np.float32),
+        "words": np.empty(max(sample, candidates), np.int32),
     }
 
 
-def pick_runs(k: int, run: int, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> PickedRuns:
+def pick_runs(k: int, run: int, x: Array, residual: Array | None, state: State) -> PickedRuns:
     """Selects runs. The residual becomes x + residual where that is finite.
 
     Selected elements stay in the residual until the codec writes its rounding errors. Runs are few and contiguous, so reading
     them a second time is cheap.
     """
-    runs, memory = -(-x.numel() // run), state["_scratch"]
+    runs, memory = -(-len(x) // run), state["_scratch"]
     ids, scores = memory["ids"], memory["scores"]
     start = rotation(runs, state)
-    draw = partial(kernels.score_runs, x, residual, run)
+    draw = partial(kernels.of(x).score_runs, x, residual, run)
     if runs <= EXACT_RUNS:
         draw(0, memory["sample"])
         cut = kth_magnitude(k, memory["sample"], None, memory["words"]) if runs else TINY
-        count, _, finite = kernels.select_runs(x, residual, run, cut, start, ids, scores)
+        count, _, finite = kernels.of(x).select_runs(x, residual, run, cut, start, ids, scores)
         state["step"] += finite
         return PickedRuns(ids[:count], finite)
     tracked = estimate(k, runs, draw, state)
-    count, overflow, finite = kernels.select_runs(x, residual, run, tracked.threshold, start, ids, scores)
+    count, overflow, finite = kernels.of(x).select_runs(x, residual, run, tracked.threshold, start, ids, scores)
     if not finite:
         return PickedRuns(ids[:0], False)
     if count < ENOUGH * k and tracked.threshold > TINY:
         v = x if residual is None else residual
-        tracked = estimate_lower(k, runs, partial(kernels.score_runs, v, None, run), state, tracked, count)
-        count, overflow, _ = kernels.select_runs(v, None, run, tracked.threshold, start, ids, scores)
+        tracked = estimate_lower(k, runs, partial(kernels.of(x).score_runs, v, None, run), state, tracked, count)
+        count, overflow, _ = kernels.of(v).select_runs(v, None, run, tracked.threshold, start, ids, scores)
     update(k, runs, count + overflow, tracked, state)
     if count > runs_room(runs, k):
-        count = kernels.trim(None, runs, ids, scores, count, k, start, memory["words"])
+        count = kernels.of(ids).trim(None, runs, ids, scores, count, k, start, memory["words"])
     return PickedRuns(ids[:count], True)
 
 
@@ -213,7 +211,7 @@ STATE_LIMITS = {
 
 GOLDEN = 0x9E3779B1
 
-Draw: TypeAlias = "Callable[[int, torch.Tensor], None]"
+Draw: TypeAlias = "Callable[[int, Array], None]"
 """A function of (offset, tensor) that fills the tensor with magnitudes of this step, evenly spaced from the offset on."""
 
 
@@ -334,19 +332,19 @@ def rotation(n: int, state: State) -> int:
     return int(state["step"]) * GOLDEN % n if n else 0
 
 
-def kth_magnitude(k: int, x: torch.Tensor, residual: torch.Tensor | None, words: torch.Tensor) -> float:
+def kth_magnitude(k: int, x: Array, residual: Array | None, words: Array) -> float:
     """Returns the k-th largest magnitude of x + residual, or TINY if fewer than k are above TINY."""
-    value = kernels.kth_abs(x, residual, min(max(k, 1), x.numel()), words)
+    value = kernels.of(x).kth_abs(x, residual, min(max(k, 1), len(x)), words)
     return clamp_threshold(value) if math.isfinite(value) else HUGE
 
 
-def _quantile(magnitudes: torch.Tensor, rank: int, words: torch.Tensor) -> float:
+def _quantile(magnitudes: Array, rank: int, words: Array) -> float:
     """Returns the rank-th largest magnitude, as a threshold."""
     return kth_magnitude(rank, magnitudes, None, words)
 
 
-def _passing(magnitudes: torch.Tensor, cut: float) -> int:
-    return kernels.count_above(magnitudes, clamp_threshold(cut))
+def _passing(magnitudes: Array, cut: float) -> int:
+    return int(kernels.of(magnitudes).count_above(magnitudes, clamp_threshold(cut)))
 
 
 def clamp_threshold(value: float) -> float:

@@ -1,4 +1,4 @@
-"""Saves and restores the state of codecs as named tensors, and sets the keys of their random numbers.
+"""Saves and restores the state of codecs as named arrays, and sets the keys of their random numbers.
 
 The state of a codec with random numbers contains `shared` and `own` (keys; 0 until seeded) and `step`, which the codec counts.
 Random numbers that must be equal on all senders use `shared`. Rounding uses `own`, because rounding errors that are equal on
@@ -10,20 +10,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
 from commlayer.compressors.codec import State
 from commlayer.compressors.global_budget import BUDGET_LIMITS
+from commlayer.compressors.kernels import Array, to_host
+from commlayer.compressors.payload import on_device
 from commlayer.compressors.selection import STATE_LIMITS
 from commlayer.errors import InvalidInput
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
-
 
 SERVER = -1
 """Sender number of the server, for the keys of results."""
@@ -36,53 +32,66 @@ KEYS = {"shared": (0, MOST_KEY), "own": (0, MOST_KEY)}
 LIMITS: Mapping[str, tuple[float, float]] = {**STATE_LIMITS, **KEYS, **BUDGET_LIMITS}
 
 
-def snapshot(state: State) -> dict[str, torch.Tensor]:
-    """Returns CPU copies of all values that a step depends on, by path, for example `inner.threshold`. Skips keys that start
-    with `_`."""
-    return {path: _copy(value) if isinstance(value, torch.Tensor) else number(value) for path, _, _, value in _walk(state)}
+def snapshot(state: State) -> dict[str, Array]:
+    """Returns copies in host memory of all values that a step depends on, by path, for example `inner.threshold`.
+
+    Numbers become arrays without dimensions. Skips keys that start with `_`.
+    """
+    return {path: _saved(value) for path, _, _, value in _walk(state)}
 
 
-def restore(state: State, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes a snapshot into a state that `init` of the same codec and spec created. Checks all names and values first."""
+def restore(state: State, arrays: Mapping[str, Array]) -> None:
+    """Writes a snapshot (arrays or CPU tensors) into a state that `init` of the same codec and spec created.
+
+    Checks all names and values first.
+    """
     places = list(_walk(state))
-    wanted, got = {path for path, *_ in places}, set(tensors)
+    wanted, got = {path for path, *_ in places}, set(arrays)
     if wanted != got:
         raise InvalidInput("E-CODEC-STATE",
                            f"codec state: missing {sorted(wanted - got)}, unknown {sorted(got - wanted)}; the state is from a "
                            "different plan or codec")
-    for path, _, _, value in places:
-        expected = value if isinstance(value, torch.Tensor) else number(value)
-        if tensors[path].shape != expected.shape:
+    arrays = {path: np.asarray(value) for path, value in arrays.items()}
+    for path, _, name, value in places:
+        saved, dtype = arrays[path], np.float32 if _is_array(value) else number(value).dtype
+        shape = tuple(value.shape) if _is_array(value) else ()
+        if saved.shape != shape or saved.dtype != dtype:
+            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: got {saved.dtype} of shape {saved.shape}, expected "
+                                                f"{np.dtype(dtype)} of shape {shape}")
+        if not np.isfinite(saved).all():
             raise InvalidInput("E-CODEC-STATE",
-                               f"codec state {path}: got shape {tuple(tensors[path].shape)}, expected {tuple(expected.shape)}")
-        if tensors[path].dtype != expected.dtype:
-            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: got {tensors[path].dtype}, expected {expected.dtype}")
-        _check_values(path, tensors[path])
+                               f"codec state {path}: contains a number that is not finite; use an earlier checkpoint")
+        least, most = LIMITS.get(name, (-math.inf, math.inf))
+        if not shape and not least <= saved.item() <= most:
+            raise InvalidInput("E-CODEC-STATE", f"codec state {path}: is {saved.item()}, but it must be {least} to {most}; use "
+                                                "an earlier checkpoint")
     _forget(state)
     for path, owner, name, value in places:
-        if isinstance(value, torch.Tensor):
-            value.copy_(tensors[path])
+        if on_device(value) and _is_array(value):
+            value.copy_(value.new_tensor(arrays[path]))
+        elif _is_array(value):
+            value[:] = arrays[path]
         else:
-            owner[name] = type(value)(tensors[path].item())
+            owner[name] = type(value)(arrays[path].item())
 
 
-def remembered(state: State) -> dict[str, torch.Tensor]:
+def remembered(state: State) -> dict[str, Array]:
     """Returns a server's snapshot plus what `undo_server` needs, so a restarted server can resume from its journal."""
-    tensors = snapshot(state)
+    arrays = snapshot(state)
     for path, owner in _memories(state):
-        tensors[f"{path}_sent"] = number(int(owner["_sent"] is not None))
+        arrays[f"{path}_sent"] = number(int(owner["_sent"] is not None))
         if owner["_added"] is not None:
-            tensors[f"{path}_added"] = _copy(owner["_added"])
-    return tensors
+            arrays[f"{path}_added"] = _saved(owner["_added"])
+    return arrays
 
 
-def recall(state: State, tensors: Mapping[str, torch.Tensor], sent: Any) -> None:
+def recall(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
     """Restores what `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until the next
     `emit`."""
-    restore(state, {path: value for path, value in tensors.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
+    restore(state, {path: value for path, value in arrays.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
     for path, owner in _memories(state):
-        owner["_sent"] = sent if int(tensors[f"{path}_sent"].item()) else None
-        owner["_added"] = tensors.get(f"{path}_added")
+        owner["_sent"] = sent if int(arrays[f"{path}_sent"]) else None
+        owner["_added"] = arrays.get(f"{path}_added")
 
 
 def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
@@ -94,33 +103,21 @@ def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
             yield from _memories(value, f"{prefix}{name}.")
 
 
-def number(value: float) -> torch.Tensor:
-    """Returns a number as a 0-d tensor of float64 or int64, which represents it exactly."""
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+def number(value: float) -> Array:
+    """Returns a number as an array without dimensions of float64 or int64, which represents it exactly."""
+    return np.array(value, np.float64 if isinstance(value, float) else np.int64)
 
 
-def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Returns a tensor with its own copy of the array."""
-    return torch.from_numpy(array.copy())
+def _saved(value: Any) -> Array:
+    return np.array(to_host(value)) if _is_array(value) else number(value)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
-
-
-def _check_values(path: str, value: torch.Tensor) -> None:
-    if value.is_floating_point() and not bool(value.isfinite().all()):
-        raise InvalidInput("E-CODEC-STATE",
-                           f"codec state {path}: contains a number that is not finite; use an earlier checkpoint")
-    least, most = LIMITS.get(path.rsplit(".", 1)[-1], (-math.inf, math.inf)) if value.ndim == 0 else (-math.inf, math.inf)
-    if value.ndim == 0 and not least <= value.item() <= most:
-        raise InvalidInput("E-CODEC-STATE",
-                           f"codec state {path}: is {value.item()}, but it must be {least} to {most}; use an earlier "
-                           "checkpoint")
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, int | float)
 
 
 def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any]]:
-    """Yields (path, dict that contains the value, key in that dict, value) for all tensors and numbers that are saved."""
+    """Yields (path, dict that contains the value, key in that dict, value) for all arrays and numbers that are saved."""
     for name, value in state.items():
         if name.startswith("_"):
             continue

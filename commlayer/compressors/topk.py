@@ -7,11 +7,13 @@ a sixteenth of the positions and are contiguous in memory (thresholdv16 of Stell
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from commlayer.codec_spec import check_arguments
 from commlayer.compressors import kernels, payload, selection
-from commlayer.compressors.codec import OneRound, State, check_input, check_numel
+from commlayer.compressors.codec import FusedCodec, State, as_array, check_numel
 from commlayer.compressors.entries import (
     VALUE_KINDS,
     VALUES_BLOCK,
@@ -24,18 +26,14 @@ from commlayer.compressors.entries import (
     split_values,
     values_nbytes,
 )
-from commlayer.compressors.payload import Buffer, Out
+from commlayer.compressors.kernels import Array
+from commlayer.compressors.payload import Buffer, Out, on_device
 from commlayer.records import Spec
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from commlayer.compressors import tensors as torch
 
 HEADER = payload.HEADER_NBYTES
 
 
-class TopK(OneRound, frozen=True):
+class TopK(FusedCodec, frozen=True):
     """Sends about ratio * numel entries per payload, never zeros. For large tensors the number varies by up to 10 %."""
 
     name: ClassVar[str] = "topk"
@@ -61,14 +59,9 @@ class TopK(OneRound, frozen=True):
         n = check_numel(spec)
         return {**selection.threshold_state(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        return self.start_fed(x, None, state, out)
-
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
-        x + residual if that is not finite."""
-        n, k = x.numel(), self.wanted(x.numel())
-        if isinstance(out, torch.Tensor) and not selection.sorts(n, self.exact):
+    def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
+        n, k = len(x), self.wanted(len(x))
+        if on_device(out) and not selection.sorts(n, self.exact):
             from commlayer.compressors.device import topk as queued_topk  # loads torch
 
             nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
@@ -78,22 +71,23 @@ class TopK(OneRound, frozen=True):
             picked = self.pick(x, residual, state)
         idx, val, finite = picked
         if not finite and residual is not None:
-            kernels.scatter_add(residual, idx, val)
-        nbytes = self._encode(n, idx, val, residual, state["_scratch"]["error"][: idx.numel()], out) if finite else 0
+            kernels.of(residual).scatter_add(residual, idx, val)
+        nbytes = self._encode(n, idx, val, residual, state["_scratch"]["error"][: len(idx)], out) if finite else 0
         return nbytes or payload.write_flagged(out, self.id, n)
 
-    def pick(self, x: torch.Tensor, residual: torch.Tensor | None, state: State) -> selection.Picked:
+    def pick(self, x: Array, residual: Array | None, state: State) -> selection.Picked:
         """Takes entries out of x + residual; the residual keeps the others. The result is valid until the next call."""
-        check_input(self.name, "x", x, state["_numel"])
-        return selection.pick(self.wanted(x.numel()), self.exact, x, residual, state)
+        x = as_array(self.name, "x", x, state["_numel"], state["_scratch"]["val"])
+        return selection.pick(self.wanted(len(x)), self.exact, x, residual, state)
 
-    def read(self, result: Buffer, numel: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns positions and values of a result; see plan_codecs.Reads."""
+    def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
+        """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
+        are 0. Returns None if the result is flagged as not finite. Raises CorruptPayload like `decode`."""
         head = payload.read(result, self.id, numel)
         if head.flagged:
             return None
         idx, val = self.check(head, numel)
-        return idx, decode_values("int8", val, idx.numel()) if self.values == "int8" else val
+        return idx, decode_values("int8", val, len(idx)) if self.values == "int8" else val
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
         payload.expect("seed", head.seed, 0)
@@ -102,32 +96,32 @@ class TopK(OneRound, frozen=True):
         idx = decode_positions(head.aux & 15, places, head.entries, numel)
         return idx, body if self.values == "int8" else decode_values(self.values, body, head.entries)
 
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         idx, val = parts
         if assign:
-            out.zero_()
+            out[:] = 0.0
         if self.values == "int8":
-            middle = scales_nbytes("int8", idx.numel())
-            kernels.scatter_add_int8(out, idx, val[middle:], val[:middle], VALUES_BLOCK)
+            middle = scales_nbytes("int8", len(idx))
+            kernels.of(idx).scatter_add_int8(out, idx, val[middle:], val[:middle], VALUES_BLOCK)
         else:
-            kernels.scatter_add(out, idx, val)
+            kernels.of(idx).scatter_add(out, idx, val)
 
     def _encode(
-        self, n: int, idx: torch.Tensor, val: torch.Tensor, residual: torch.Tensor | None, error: torch.Tensor, out: Out
+        self, n: int, idx: Array, val: Array, residual: Array | None, error: Array, out: Out
     ) -> int:
         """Writes the payload. Rounding errors of values are added to the residual. Returns the payload's size, or 0 if a value
         became infinite.
 
         With a residual no value becomes infinite: fp16 sends its largest number and the residual keeps the rest.
         """
-        count = idx.numel()
+        count = len(idx)
         middle = HEADER + values_nbytes(self.values, count)
         if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
             return 0
         kind, nbytes = encode_positions(out[middle:], idx, n)
         payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None and self.values != "fp32":
-            kernels.scatter_add(residual, idx, error)
+            kernels.of(residual).scatter_add(residual, idx, error)
         return middle + nbytes
 
 
@@ -138,7 +132,7 @@ def topk(ratio: float = 0.01, values: str = "int8", exact: bool = False) -> TopK
     return TopK(float(ratio), values, exact)
 
 
-class BlockThreshold(OneRound, frozen=True):
+class BlockThreshold(FusedCodec, frozen=True):
     """Sends about ratio * numel entries per payload, in runs, never a run of zeros. For large tensors the number varies by up
     to 10 %."""
 
@@ -161,21 +155,16 @@ class BlockThreshold(OneRound, frozen=True):
         n = check_numel(spec)
         runs_, k = self._runs(n), self.wanted(n)
         entries = min(n, self.run * selection.runs_room(runs_, k))
-        memory = {"val": torch.empty(entries), "error": torch.empty(entries)}
+        memory = {"val": np.empty(entries, np.float32), "error": np.empty(entries, np.float32)}
         return {**selection.threshold_state(), "_scratch": {**selection.runs_scratch(runs_, k), **memory}, "_numel": n}
 
-    def start(self, x: torch.Tensor, state: State, out: Out) -> int:
-        return self.start_fed(x, None, state, out)
-
-    def start_fed(self, x: torch.Tensor, residual: torch.Tensor | None, state: State, out: Out) -> int:
-        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
-        x + residual if that is not finite."""
+    def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, memory = state["_numel"], state["_scratch"]
-        check_input(self.name, "x", x, n)
+        x = as_array(self.name, "x", x, n, memory["val"])
         ids, finite = selection.pick_runs(self.wanted(n), self.run, x, residual, state)
         if not finite:
             return payload.write_flagged(out, self.id, n)
-        count = kernels.gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
+        count = kernels.of(x).gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
         val, error = memory["val"][:count], memory["error"][:count]
         middle = HEADER + values_nbytes(self.values, count)
         if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
@@ -183,7 +172,7 @@ class BlockThreshold(OneRound, frozen=True):
         kind, nbytes = encode_positions(out[middle:], ids, self._runs(n))
         payload.write(out, self.id, n, count, aux=VALUE_KINDS[self.values] << 4 | kind)
         if residual is not None:
-            kernels.scatter_runs(residual, self.run, ids, error, assign=True)
+            kernels.of(ids).scatter_runs(residual, self.run, ids, error, True)
         return middle + nbytes
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
@@ -197,11 +186,11 @@ class BlockThreshold(OneRound, frozen=True):
             payload.expect("entries in the last run", (count - 1) % self.run + 1, short or self.run)
         return ids, decode_values(self.values, body, count)
 
-    def apply(self, parts: tuple[Any, ...], out: torch.Tensor, *, assign: bool) -> None:
+    def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
         ids, val = parts
         if assign:
-            out.zero_()
-        kernels.scatter_runs(out, self.run, ids, val, assign=False)
+            out[:] = 0.0
+        kernels.of(ids).scatter_runs(out, self.run, ids, val, False)
 
     def _runs(self, numel: int) -> int:
         return -(-numel // self.run)

@@ -17,9 +17,11 @@ from commlayer.compressors import kernels, payload, place, seed
 from commlayer.compressors.codec import NAN, Codec, OneRound, State
 from commlayer.compressors.dense import of_means
 from commlayer.compressors.feedback import ResidualSlice, add_ranges, in_updates, ranges_of, residual_of, split_by_tensor
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer
-from commlayer.compressors.plan_codecs import Reads, reader_of, result_codec
-from commlayer.compressors.tensors import fresh_zeros, give_back
+from commlayer.compressors.plan_codecs import reader_of, result_codec
+from commlayer.compressors.randomk import RandomK
+from commlayer.compressors.topk import TopK
 from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
 from commlayer.records import Bucket, Job, Slice
@@ -29,7 +31,7 @@ from commlayer.records import Bucket, Job, Slice
 def all_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, for any dtype and device. For a tensor on a GPU the host waits for the result."""
     plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
-    return kernels.all_finite(tensor.detach().view(-1)) if plain else bool(tensor.isfinite().all())
+    return bool(kernels.host().all_finite(tensor.detach().view(-1))) if plain else bool(tensor.isfinite().all())
 
 
 # ---- memory layout of buckets: slices as views in the shapes of their tensors, parts of tensors, alignment for codecs
@@ -78,7 +80,8 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocates `lead` bytes followed by `nbytes` bytes, the latter on a 64-byte boundary. The memory is not from the
     allocator's heap, where memory of earlier plans would leave holes."""
     room = ALIGN + lead + nbytes + ALIGN
-    raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned else fresh_zeros(-(-room // 4)).view(torch.uint8)
+    raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned \
+        else torch.from_numpy(kernels.fresh_zeros(-(-room // 4))).view(torch.uint8)
     skip = -(raw.data_ptr() + lead) % ALIGN
     return raw[skip : skip + lead + nbytes]
 
@@ -121,7 +124,7 @@ class SparseResult:
             to = target.detach() if target.shape == shape else target.detach().view(-1)[s.start : s.stop]
             idx, values = self._slice(number)
             if to.is_contiguous() and to.dtype == torch.float32:
-                kernels.scatter_add(to.zero_().view(-1), idx, values * factor)
+                kernels.host().scatter_add(to.zero_().view(-1), idx, values * factor)
             else:
                 torch.mul(_spread(idx, values, s.numel).view(shape), factor, out=to)
 
@@ -135,7 +138,7 @@ class SparseResult:
 
 def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
     dense = torch.zeros(numel)
-    kernels.scatter_add(dense, idx, values)
+    kernels.host().scatter_add(dense, idx, values)
     return dense
 
 
@@ -325,11 +328,17 @@ class ResidualLedger:
     finite: bool
     served: bool
     sound: bool
+    on_device: bool
 
     @property
     def coded_x(self) -> torch.Tensor:
         """The codec's input, in the memory from which the codec reads: host or device."""
         raise NotImplementedError
+
+    @property
+    def codec_input(self) -> Array:
+        """The codec's input as an array for the codec."""
+        return self.coded_x if self.on_device else self.coded_x.numpy()
 
     @property
     def result(self) -> torch.Tensor:
@@ -339,8 +348,8 @@ class ResidualLedger:
     def debts(self) -> list[ResidualSlice]:
         """This worker's unsent residuals of the bucket's elements, as slices of tensors. Units.worth defines their unit."""
         debts = [] if self.carry is None else list(split_by_tensor(self.slices, 0, self.carry))
-        for (low, high), state in self.coders:
-            if (values := residual_of(state, high - low)) is not None:
+        for (low, _), state in self.coders:
+            if (values := residual_of(state)) is not None:
                 debts += split_by_tensor(self.slices, low, values)
         return debts
 
@@ -385,7 +394,7 @@ class ResidualLedger:
         if slices:
             cut = ranges_of(self.slices, slices)
             if self.codes:
-                self.codec.undo(self.state, self.coded_x, cut)
+                self.codec.undo(self.state, self.codec_input, cut)
             if self.carried is not None:
                 self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
                 add_ranges(self.carry, self.carried, cut)
@@ -461,7 +470,7 @@ class WorkerBucket(ResidualLedger):
             self.host_y = y_block.view(torch.float32)[: self.numel]
             if on_host or self.on_device:
                 block_y = y_block.view(torch.float32) if on_host else torch.empty(floats, device=device)
-        self._reader: Reads | None = None
+        self._reader: TopK | RandomK | None = None
         self.sparse: SparseResult | None = None
         """The last result as sparse entries; None if it has another form."""
         self._decoder: OneRound | None = None
@@ -665,7 +674,7 @@ class WorkerBucket(ResidualLedger):
         if self.entries is not None:
             self.entries.begin(self.step)
         if not self.on_device:
-            return self.codec.start(self.host, self.state, self.payload)
+            return self.codec.start(self.host.numpy(), self.state, self.payload)
         nbytes = self.codec.start(self.x, self.state, self._there[0])
         self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
         if self.x.is_cuda:
@@ -680,7 +689,7 @@ class WorkerBucket(ResidualLedger):
         the part that did not reach the mean (`carry_on`).
         """
         x = self.coded_x
-        self.codec.undo(self.state, x)
+        self.codec.undo(self.state, self.codec_input)
         carried = 0.0 if self.carried is None else self.carried.to(x.device)
         x.sub_(carried).mul_(self.total / total).add_(carried)
         self.total = total
@@ -714,7 +723,7 @@ class WorkerBucket(ResidualLedger):
             self.finite = self.coded_result.finite
             return
         if not self.on_device:
-            self.finite = self.codec.decode(result, self.state, self.host_y)
+            self.finite = self.codec.decode(result, self.state, self.host_y.numpy())
             if self.means and self.y.device.type == "cpu":
                 self.y.copy_(self.host_y)
             return
@@ -737,19 +746,19 @@ class WorkerBucket(ResidualLedger):
             return
         self.codes = False
         self._drop_result()
-        give_back(self.x)
+        release(self.x)
         if not self.codec.in_place:
-            give_back(torch.from_numpy(np.asarray(self.payload)))
+            kernels.give_back(np.asarray(self.payload))
 
     def _drop_result(self) -> None:
         if self.coded_result is not None:
             body, self.coded_result = self.coded_result.body, None
             self._recycle(body)
 
-    def _read(self, reader: Reads, result: memoryview) -> None:
+    def _read(self, reader: TopK | RandomK, result: memoryview) -> None:
         entries = reader.read(result, self.numel)
         self.finite = entries is not None
-        self.sparse = None if entries is None else SparseResult(self.layout, *entries)
+        self.sparse = None if entries is None else SparseResult(self.layout, *map(torch.from_numpy, entries))
         self._y = torch.empty(0) if entries is not None else torch.full((self.numel,), math.nan)
         self.views_y = [] if entries is not None else self.layout.views(self._y)
 
@@ -794,6 +803,12 @@ class WorkerBucket(ResidualLedger):
 
 
 # ---- returns freed memory from the allocator to the system
+
+def release(x: torch.Tensor) -> None:
+    """Returns a buffer's memory to the system. Its contents are lost. Does nothing for pinned memory and on a GPU."""
+    if x.device.type == "cpu" and not x.is_pinned():
+        kernels.give_back(x.detach().numpy())
+
 
 def trim() -> None:
     """Returns freed heap memory to the system after a change of plan. Takes a few milliseconds."""

@@ -69,7 +69,7 @@ def worker_state(context: JobContext) -> dict[str, Any]:
         if residual is not None:
             tensors[f"{RESIDUAL}{bucket.id}"] = residual
             state = {name: t for name, t in state.items() if bucket.staged or not _is_residual(name)}
-        tensors |= {f"{bucket.id}.{name}": tensor for name, tensor in state.items()}
+        tensors |= {f"{bucket.id}.{name}": torch.from_numpy(value) for name, value in state.items()}
     tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
     tensors |= {f"{CARRY}{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
     tensors |= worker.late.snapshot()
@@ -82,9 +82,9 @@ def _residual_of(bucket: Any) -> torch.Tensor | None:
     """The residuals of a bucket's elements that this rank keeps, 0 elsewhere; None if its codec keeps none."""
     total = None
     for (low, high), state in bucket.coders:
-        if (values := residual_of(state, high - low)) is not None:
+        if (values := residual_of(state)) is not None:
             total = torch.zeros(bucket.numel) if total is None else total
-            total[low:high] = values.cpu()
+            total[low:high] = torch.as_tensor(values).cpu()
     return total
 
 
@@ -107,7 +107,7 @@ def restore_worker(context: JobContext, state: Mapping[str, Any]) -> None:
             at = 0
             for name, like in snapshot(bucket.state).items():
                 if _is_residual(name):
-                    saved[name], at = residual[at : at + like.numel()].view(like.shape), at + like.numel()
+                    saved[name], at = residual[at : at + like.size].view(like.shape), at + like.size
         restore(bucket.state, saved)
     for bucket in worker.buckets:
         bucket.forget()

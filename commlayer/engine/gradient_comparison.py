@@ -112,4 +112,5 @@ def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
     """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else None."""
     if not bucket.coded:
         return None
-    return residual_of(bucket.state, bucket.numel)
+    residual = residual_of(bucket.state)
+    return None if residual is None else torch.as_tensor(residual)

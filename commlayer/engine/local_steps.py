@@ -167,7 +167,7 @@ class OuterSteps:
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
             if (owed := residual_on(debts, elements)) is not None:
-                self._owed[number] = owed.view(p.shape).to(p.device)
+                self._owed[number] = torch.from_numpy(owed).view(p.shape).to(p.device)
 
     @property
     def unpaid(self) -> list[ResidualSlice]:

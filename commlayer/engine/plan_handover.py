@@ -14,6 +14,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.buckets import pass_on
 from commlayer.engine.entries_sent import inherit
@@ -74,7 +76,7 @@ def inherit_residuals(worker: Worker, debts: Sequence[ResidualSlice], *, members
 def _carry(worker: Worker, debts: Sequence[ResidualSlice]) -> None:
     for bucket in worker.buckets:
         paid = residual_on(debts, bucket.slices)
-        bucket.carry = None if paid is None else paid.mul_(worker.units.rate_of(bucket))
+        bucket.carry = None if paid is None else torch.from_numpy(paid).mul_(worker.units.rate_of(bucket))
 
 
 def _times(debt: ResidualSlice, factor: float) -> ResidualSlice:
@@ -92,5 +94,5 @@ def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
         return
     for bucket in worker.buckets:
         if (paid := residual_on(unpaid, bucket.slices)) is not None:
-            more = paid * part * units.rate_of(bucket)
+            more = torch.from_numpy(paid) * part * units.rate_of(bucket)
             bucket.carry = more if bucket.carry is None else bucket.carry + more

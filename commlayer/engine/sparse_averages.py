@@ -128,7 +128,7 @@ def make_sparse(parameters: Iterable[nn.Parameter]) -> None:
             continue
         room = p.numel() // MOST
         idx, values = torch.empty(room, dtype=torch.int32), torch.empty(room)
-        count, beyond, finite = kernels.select(p.grad.view(-1), None, SMALLEST, 0, idx, values)
+        count, beyond, finite = kernels.host().select(p.grad.view(-1), None, SMALLEST, 0, idx, values)
         if finite and not beyond:
             p.grad = sparse_gradient(idx[:count], values[:count], p.shape)
 

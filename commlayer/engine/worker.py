@@ -24,9 +24,8 @@ from torch import nn
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
 from commlayer.compressors.feedback import ResidualSlice
-from commlayer.compressors.tensors import give_back
 from commlayer.engine.bucket_assembler import BucketAssembler
-from commlayer.engine.buckets import WorkerBucket, contiguous
+from commlayer.engine.buckets import WorkerBucket, contiguous, release
 from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.lanes import Staging, device_buckets
 from commlayer.engine.late_results import LateResults
@@ -653,7 +652,7 @@ class Worker(Unapplied):
         """Returns the memory of the buckets' buffers to the system. Their contents are lost."""
         for bucket in self.buckets:
             for buffer in (bucket.all, bucket.all_y):
-                give_back(buffer)
+                release(buffer)
 
     @property
     def coded(self) -> list[WorkerBucket]:

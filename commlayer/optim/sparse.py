@@ -14,19 +14,16 @@ same decay of sqrt(v). So the sum over k steps depends only on q and m, by the s
 relative to q, the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms
 replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 
-The kernels are native if built, otherwise torch operations; on a GPU they are cuda/lazy.cu. native/include/commlayer.h
-specifies each kernel. Without CuPy a GPU uses the torch operations, which are slower.
+The kernels are native, for parameters on the CPU only. native/include/commlayer.h specifies each kernel. Dense gradients
+work on any device.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -34,11 +31,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from torch.optim.sgd import sgd
 
 from commlayer import native
-from commlayer.errors import CorruptFrame, InvalidInput, without_code
-from commlayer.gpu import launch
-from commlayer.optim import device_kernels, torch_kernels
-from commlayer.optim.torch_kernels import GROUP
+from commlayer.errors import CorruptFrame, InvalidInput
 
+GROUP = 16
+"""Number of elements per stamp, as in native/include/commlayer.h."""
 ROWS = 256
 """Number of rows of a table of missed updates, as in native/include/commlayer.h."""
 MOST_LAG = 250
@@ -109,9 +105,9 @@ class LazyOptimizer(Optimizer):
         addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())
         if p.data_ptr() not in addresses:
             addresses.add(p.data_ptr())
-            self._kernels(p).huge_pages(flat(p))
+            core().huge_pages(flat(p))
         if "stamp" not in state and self._changes_untouched(group):
-            stamp = torch.zeros(groups_of(p), dtype=torch.uint8, device=p.device)
+            stamp = torch.zeros(groups_of(p), dtype=torch.uint8)
             state.update(stamp=stamp, rows=self._no_steps, lazy_steps=0, sweep_position=0)
         if "stamp" not in state:
             self._touch(group, p, entries, None)
@@ -165,11 +161,6 @@ class LazyOptimizer(Optimizer):
                 self._require(f"option {name} of the loaded state", group.get(name), "none", not group.get(name),
                               "E-OPTIM-STATE")
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, p in zip(numbers, (p for group in self.param_groups for p in group["params"]), strict=False):
-            stamps = theirs.get(number, {}).get("stamp")
-            self._require("number of stamps in the loaded state", None if stamps is None else stamps.numel(),
-                        f"{groups_of(p)}, one for every {GROUP} weights; with an older version, call flush() before saving",
-                        stamps is None or stamps.numel() == groups_of(p), "E-OPTIM-STATE")
         plain = {**state_dict, "state": {n: {k: v for k, v in s.items() if k not in PENDING_KEYS} for n, s in theirs.items()}}
         plain["param_groups"] = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         super().load_state_dict(plain)
@@ -180,10 +171,7 @@ class LazyOptimizer(Optimizer):
                     value = theirs[number][name]
                     if name == "rows":
                         value = copies.setdefault(id(value), value.detach().clone().to("cpu"))
-                    self.state[p][name] = value.detach().to(p.device, copy=True) if name == "stamp" else value
-
-    def _kernels(self, p: torch.Tensor) -> Any:
-        return kernels_of(p)
+                    self.state[p][name] = value.detach().clone() if name == "stamp" else value
 
     # ---- defined by each kind of optimizer
 
@@ -235,14 +223,17 @@ def flat(p: torch.Tensor) -> torch.Tensor:
 def zeros(p: torch.Tensor) -> torch.Tensor:
     """Returns zeros of the parameter's shape, on huge pages, since accesses are far apart."""
     result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
-    if result.is_contiguous():
-        kernels_of(result).huge_pages(result)
+    if result.is_contiguous() and result.device.type == "cpu" and native.core is not None:
+        core().huge_pages(result)
     return result.zero_()
 
 
-def number(x: Any) -> float:
-    """Returns a learning rate, which may be a tensor, as a float."""
-    return float(cast(float, x))
+def core() -> ModuleType:
+    """Returns the native kernels."""
+    if native.core is None:
+        raise InvalidInput("E-CODEC-BACKEND", "sparse gradients need the native core, which is not installed: install a C++ "
+                                              "compiler and reinstall commlayer, or use torch's optimizers")
+    return native.core
 
 
 NO_ROWS = torch.zeros(ROWS, 4)
@@ -287,7 +278,7 @@ class SparseSGD(LazyOptimizer):
         return int("momentum_buffer" not in self.state[p])
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
-        rate, mu, decay = number(group["lr"]), group["momentum"], group["weight_decay"]
+        rate, mu, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         gain = 1.0 if number_ else 1.0 - group["dampening"]
         if mu == 0:
             step = [[1 - rate * decay, 0.0], [0.0, 1.0]]
@@ -313,8 +304,8 @@ class SparseSGD(LazyOptimizer):
                 gain, state["momentum_buffer"] = 1.0, zeros(p)
             buffer = state["momentum_buffer"].view(-1)
         stamp, now = (state["stamp"], state["lazy_steps"] & 255) if table is not None else (None, 0)
-        self._kernels(p).sgd_sparse(
-            flat(p), buffer, stamp, now, NO_ROWS if table is None else table.to(p.device), *entries, number(group["lr"]),
+        core().sgd_sparse(
+            flat(p), buffer, stamp, now, NO_ROWS if table is None else table, *entries, float(group["lr"]),
             group["momentum"], gain, group["weight_decay"], group["nesterov"],
         )
 
@@ -322,7 +313,7 @@ class SparseSGD(LazyOptimizer):
         state = self.state[p]
         buffer = state["momentum_buffer"].view(-1)[low:high] if "momentum_buffer" in state else None
         stamp = state["stamp"][groups(low, high)]
-        self._kernels(p).sgd_catch_up(flat(p)[low:high], buffer, stamp, state["lazy_steps"] & 255, table.to(p.device))
+        core().sgd_catch_up(flat(p)[low:high], buffer, stamp, state["lazy_steps"] & 255, table)
 
 
 FLAT = 1e-12
@@ -373,7 +364,7 @@ class SparseAdamW(LazyOptimizer):
         return int(self._moments(p)["step"]) + 1
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number_: int) -> torch.Tensor:
-        (beta1, beta2), rate, root = group["betas"], number(group["lr"]), math.sqrt(1 - group["betas"][1] ** number_)
+        (beta1, beta2), rate, root = group["betas"], float(group["lr"]), math.sqrt(1 - group["betas"][1] ** number_)
         keep = 1 - rate * group["weight_decay"]
         later = rows * torch.tensor([keep, beta1, beta2, keep, keep, keep, keep], dtype=torch.float64)
         fallen = later[:, BETA2].sqrt()
@@ -397,23 +388,23 @@ class SparseAdamW(LazyOptimizer):
         return torch.stack([kept - 1, beta1, beta2, total - upper, low, upper, high, torch.zeros_like(kept)], 1)
 
     def _step_numbers(self, group: dict[str, Any], number_: int) -> torch.Tensor:
-        (beta1, beta2), rate = group["betas"], number(group["lr"])
+        (beta1, beta2), rate = group["betas"], float(group["lr"])
         return torch.tensor([1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**number_),
                              group["eps"], rate / (1 - beta1**number_)], dtype=torch.float64).to(torch.float32)
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
         state = self._moments(p)
         assert table is not None
-        numbers = self._step_numbers(group, self._number(p)).to(p.device)
-        self._kernels(p).adam_sparse(flat(p), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), state["stamp"],
-                                     state["lazy_steps"] & 255, table.to(p.device), *entries, numbers)
+        numbers = self._step_numbers(group, self._number(p))
+        core().adam_sparse(flat(p), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), state["stamp"],
+                                     state["lazy_steps"] & 255, table, *entries, numbers)
         state["step"] += 1
 
     def _catch_up_range(self, p: torch.Tensor, low: int, high: int, table: torch.Tensor) -> None:
         state = self.state[p]
         memory = (x.view(-1)[low:high] for x in (p.detach(), state["exp_avg"], state["exp_avg_sq"]))
         stamp = state["stamp"][groups(low, high)]
-        self._kernels(p).adam_catch_up(*memory, stamp, state["lazy_steps"] & 255, table.to(p.device))
+        core().adam_catch_up(*memory, stamp, state["lazy_steps"] & 255, table)
 
 
 class SparseAdam(SparseAdamW):
@@ -450,6 +441,9 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
     invalid."""
     grad = parameter.grad
     assert grad is not None
+    if parameter.device.type != "cpu":
+        raise InvalidInput("E-OPTIM-PARAMETER", f"{what}: it is on {parameter.device}, but a sparse gradient requires a "
+                                                "parameter on the CPU; use torch's optimizer on a GPU")
     known: torch.Tensor | None
     known, version = getattr(grad, POSITIONS_ATTRIBUTE, (None, 0))
     if parameter.numel() > MOST:
@@ -467,10 +461,10 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
         grad = grad.coalesce()
     at, values, sparse = grad._indices(), grad._values(), grad.sparse_dim()
     block = math.prod(parameter.shape[sparse:])
-    idx = (torch.empty if sparse else torch.zeros)(at.shape[1], dtype=torch.int32, device=at.device)
+    idx = (torch.empty if sparse else torch.zeros)(at.shape[1], dtype=torch.int32)
     if sparse:
         try:
-            kernels_of(at).flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
+            core().flat_positions(idx, at.contiguous(), tuple(parameter.shape[:sparse]))
         except CorruptFrame:
             _check_range(grad, what)
             raise InvalidInput("E-OPTIM-GRADIENT",
@@ -478,7 +472,7 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
                                "as coalesced: build it without is_coalesced=True") from None
     if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
         rows = (idx.to(torch.int64) & MOST) * block
-        idx = (rows[:, None] + torch.arange(block, device=rows.device)).view(-1).to(torch.int32)
+        idx = (rows[:, None] + torch.arange(block)).view(-1).to(torch.int32)
     return SparseEntries(idx, values.contiguous().view(-1))
 
 
@@ -495,42 +489,9 @@ def _check_range(grad: torch.Tensor, what: str) -> None:
 def sparse_gradient(idx: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Returns a sparse COO gradient with these entries. Positions must increase and be inside the shape."""
     shape = tuple(shape)
-    at = torch.empty((len(shape), idx.numel()), dtype=torch.int64, device=idx.device)
+    at = torch.empty((len(shape), idx.numel()), dtype=torch.int64)
     if shape:
-        kernels_of(idx).coordinates(at, idx, shape)
+        core().coordinates(at, idx, shape)
     gradient = torch.sparse_coo_tensor(at, values, shape, is_coalesced=True, check_invariants=False)
     setattr(gradient, POSITIONS_ATTRIBUTE, (idx, gradient._version))
     return gradient
-
-
-log = logging.getLogger("commlayer")
-
-_host: list[ModuleType] = [native.core or torch_kernels]
-
-
-def kernels_of(x: torch.Tensor) -> ModuleType:
-    """Returns the module with the kernels for the device of x."""
-    if not launch.serves(x.device):
-        return _host[0] if x.device.type == "cpu" else torch_kernels
-    return device_kernels if _can_launch(x.device.type) else torch_kernels
-
-
-@functools.cache
-def _can_launch(kind: str) -> bool:
-    try:
-        launch.launcher(torch.device(kind))
-    except ValueError as error:
-        log.warning("sparse optimizers: %s; they use torch operations instead, which are correct but slower",
-                    without_code(error))
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def use_kernels(backend: ModuleType) -> Iterator[None]:
-    """Context manager that sets the CPU's kernels. For tests and measurements."""
-    before, _host[0] = _host[0], backend
-    try:
-        yield
-    finally:
-        _host[0] = before

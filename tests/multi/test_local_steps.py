@@ -212,7 +212,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
     residuals = np.zeros((TENSORS, SIZE))
     for bucket in training.session.inspect.connection.worker.buckets:
         for residual in bucket.debts():
-            residuals[residual.tensor, residual.start : residual.stop] += residual.values.numpy()
+            residuals[residual.tensor, residual.start : residual.stop] += np.asarray(residual.values)
     applied = first - training.weights()
     training.session.close()
     return put + since, applied, residuals

@@ -88,7 +88,7 @@ def config(address: str) -> Any:
 def spread(debts: list[Any]) -> list[torch.Tensor]:
     owed = [torch.zeros(shape) for shape in SHAPES]
     for debt in debts:
-        owed[debt.tensor][debt.start : debt.stop] += debt.values
+        owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
     return owed
 
 

@@ -112,7 +112,7 @@ def skip(rank: int, text: str, codec: str) -> tuple[list[bool], torch.Tensor]:
         for bucket in worker.buckets[1:3]:
             start, stop = bucket.slices[0].start, bucket.slices[0].stop
             for coder in bucket.state.values():
-                total[start:stop] += coder["residual"][: stop - start].double()
+                total[start:stop] += torch.from_numpy(coder["residual"][: stop - start]).double()
         return finite, total
     finally:
         worker.close()

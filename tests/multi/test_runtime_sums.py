@@ -49,7 +49,7 @@ def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
         owed = [torch.zeros(shape).view(-1) for shape in SHAPES]
         for bucket in worker.buckets:
             for debt in bucket.debts():
-                owed[debt.tensor][debt.start : debt.stop] += debt.values
+                owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
         return {"results": results, "owed": owed}
     finally:
         worker.close()

@@ -62,7 +62,7 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     owed = [torch.zeros(p.numel()) for p in model.parameters()]
     for bucket in worker.buckets:
         for debt in bucket.debts():
-            owed[debt.tensor][debt.start : debt.stop] += debt.values
+            owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
     flat = torch.cat([(b - p.detach()).view(-1) for b, p in zip(before, model.parameters(), strict=True)])
     return {"applied": flat, "owed": torch.cat(owed), "steps": torch.tensor(worker.step)}
 

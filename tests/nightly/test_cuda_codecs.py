@@ -18,10 +18,7 @@ from commlayer.compressors import (
     int4,
     int8,
     kernels,
-    onebit,
     place,
-    qsgd,
-    randomk,
     restore,
     seed,
     selection,
@@ -39,12 +36,9 @@ PLAIN: list[Codec] = [
     topk(ratio=0.01), topk(ratio=0.03, values="fp16"), topk(ratio=0.2, values="fp32"),
     topk(ratio=1.0), topk(ratio=0.05, values="fp32", exact=True),
     topk(ratio=0.02, values="bf16"), topk(ratio=0.02, values="int4"),
-    int4(), qsgd(), randomk(ratio=0.1), randomk(ratio=0.02, values="bf16", unbiased=True),
+    int4(), int4(block=8),
 ]  # fmt: skip
-QUANTISERS: list[Codec] = [
-    int4(block=8), onebit(), qsgd(block=64, levels=127, norm="l2"),
-]  # fmt: skip
-CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN + QUANTISERS]
+CODECS: list[Codec] = PLAIN + [error_feedback(codec) for codec in PLAIN]
 SIZES = (0, 1, 33, 257, 4097, 20_011)
 
 
@@ -68,8 +62,6 @@ class Both:
             got = self.codec.start(x.to(DEVICE), self.there, self.memory)
         payload = bytes(self.out[:nbytes])
         assert bytes(self.memory[:got].cpu().numpy()) == payload
-        if nbytes == HEADER_NBYTES and self.n:
-            self.after_nothing()
         self.check()
         return payload, launcher.launched
 
@@ -87,23 +79,11 @@ class Both:
             self.codec.undo(self.there, self.x.to(DEVICE))
         self.check()
 
-    def after_nothing(self) -> None:
-        """Where rounding is by random numbers, the host adds back what it had coded before the bad element, which rounds."""
-        mine, theirs = snapshot(self.host), snapshot(self.there)
-        for name, value in mine.items():
-            known = value[value.isfinite()]
-            atol = float(known.abs().max()) * 2**-20 if known.numel() and known.is_floating_point() else 0.0
-            torch.testing.assert_close(theirs[name].cpu(), value, rtol=0, atol=atol, equal_nan=True)
-        sent = self.there.get("_sent")
-        restore(self.there, mine)
-        if sent is not None:
-            self.there["_sent"] = sent  # it can still be undone
-
     def check(self) -> None:
         mine, theirs = snapshot(self.host), snapshot(self.there)
         assert mine.keys() == theirs.keys()
         for name, value in mine.items():
-            assert same_bits(value, theirs[name]), name
+            assert value.tobytes() == theirs[name].tobytes(), name
 
 
 def on_device(payload: bytes) -> torch.Tensor:
@@ -216,9 +196,8 @@ def test_a_checkpoint_of_a_device_goes_on_on_the_host_and_the_other_way() -> Non
 
 
 BODY = {
-    "int8": int8(), "int4": int4(), "qsgd": qsgd(levels=3), "onebit": onebit(),
+    "int8": int8(), "int4": int4(),
     "topk": topk(ratio=0.05), "fp16 values": topk(ratio=0.05, values="fp16"), "bitmap": topk(ratio=0.5, values="int4"),
-    "randomk": randomk(ratio=0.1),
 }  # fmt: skip
 
 

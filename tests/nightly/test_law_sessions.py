@@ -87,7 +87,7 @@ def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
     """Of 20 steps of 1 all is applied or owed: workers' debts here, the servers' where they keep some."""
     with rank_pool.Servers(WORLD, 1) as first, rank_pool.Servers(WORLD, 1) as second:
         results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
-        kept = sum(float(r.double().sum()) for r in first.residuals().values())
+        kept = sum(float(r.sum(dtype="float64")) for r in first.residuals().values())
     applied = sum(float(t.sum()) for t in results[0][0]["applied"])
     owed = sum(float(t.sum()) for r in results for t in r[0]["owed"])
     put = 20.0 * sum(torch.Size(s).numel() for s in SIZES)

@@ -49,7 +49,7 @@ def run(rank: int, wanted: Plan) -> dict[str, Any]:
         owed = [torch.zeros(shape) for shape in SHAPES]
         for bucket in worker.buckets:
             for debt in bucket.debts():
-                owed[debt.tensor][debt.start : debt.stop] += debt.values
+                owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
         return {"applied": applied, "owed": owed}
     finally:
         worker.close()

@@ -99,6 +99,11 @@ def room(codec: Codec, spec: Spec) -> memoryview:
     return memoryview(bytearray(codec.bound(spec)))
 
 
+def residual(state: State) -> torch.Tensor:
+    """A copy of the residual."""
+    return torch.from_numpy(state["residual"].copy())
+
+
 def coarse(codec: Codec) -> bool:
     return "error_feedback" not in str(codec) and any(word in str(codec) for word in COARSE)
 
@@ -117,7 +122,7 @@ def decoded(codec: Codec, payload: memoryview | bytes, n: int) -> torch.Tensor:
 
 def summed(codec: Codec, acc: Any, n: int) -> torch.Tensor:
     """What an accumulator of round 0 holds, as the dense tensor: it is that, or holds the values of a SUM round alone."""
-    total: torch.Tensor = acc["sum"]
+    total = torch.from_numpy(acc["sum"].copy())
     if total.numel() == n:
         return total
     out = room(codec, Spec((n,)))
@@ -159,5 +164,5 @@ class Cluster:
 
     def kept(self) -> torch.Tensor:
         """The sum of all residuals, the server's included, in float64."""
-        residuals = [s["residual"].double() for s in [*self.states, self.server] if "residual" in s]
+        residuals = [residual(s).double() for s in [*self.states, self.server] if "residual" in s]
         return torch.stack(residuals).sum(0) if residuals else torch.zeros(self.spec.numel, dtype=torch.float64)

@@ -22,4 +22,4 @@ def measure(codec: Codec, x: torch.Tensor, payload: memoryview, state: State) ->
     sent = torch.empty_like(x)
     codec.decode(payload, state, sent)
     residual = state.get("residual")
-    return compare(x, sent, residual if isinstance(residual, torch.Tensor) else None)
+    return compare(x, sent, None if residual is None else torch.as_tensor(residual))

@@ -77,7 +77,7 @@ def owed_by(session: Any) -> list[torch.Tensor]:
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for bucket in worker.buckets:
         for debt in bucket.debts():
-            owed[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+            owed[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
     return owed
 
 

@@ -191,7 +191,8 @@ class Servers:
     def residuals(self) -> dict[int, Any]:
         """What the servers keep back, by bucket."""
         cells = [cell for serving in self.serving for cell in serving._server._core.cells.values()]
-        return {cell.bucket: cell.ops._state["residual"].clone() for cell in cells if "residual" in cell.ops._state}
+        states = {cell.bucket: cell.ops._state for cell in cells}
+        return {bucket: state["residual"].copy() for bucket, state in states.items() if "residual" in state}
 
     def has_results(self) -> bool:
         """Whether the first server keeps a result."""

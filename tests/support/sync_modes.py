@@ -133,5 +133,5 @@ class Training:
         tensors = [torch.zeros(p.numel()) for p in self.model.parameters()]
         for bucket in self.connection.worker.buckets:
             for residual in bucket.debts():
-                tensors[residual.tensor][residual.start : residual.stop] += residual.values
+                tensors[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
         return torch.cat(tensors)

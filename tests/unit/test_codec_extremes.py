@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +56,7 @@ def test_denormals_stay_in_the_residual(ratio: float) -> None:
     x = torch.full((n,), 2.0**-128)
     payload = kit.encode(codec, x, state)
     assert not kit.decoded(codec, payload, n).any()
-    assert torch.equal(state["residual"], x)
+    assert torch.equal(kit.residual(state), x)
 
 
 @pytest.mark.parametrize("codec", [*NARROW, error_feedback(bf16())], ids=str)
@@ -108,7 +107,7 @@ def test_the_largest_numbers_lose_nothing(codec: Codec, backend: str) -> None:
         out = torch.empty(n)
         assert wrapped.decode(kit.encode(wrapped, x, state), state, out)
         assert bool(torch.isfinite(out).all())
-        torch.testing.assert_close(out.double() + state["residual"].double(), x.double(), rtol=0, atol=1e-7 * MOST)
+        torch.testing.assert_close(out.double() + kit.residual(state).double(), x.double(), rtol=0, atol=1e-7 * MOST)
 
 
 def test_no_byte_of_an_int8_payload_decodes_to_infinity() -> None:
@@ -157,7 +156,7 @@ def test_a_dense_body_that_is_not_finite_counts_as_flagged(codec: Codec, bad: fl
         for i, one in enumerate(order):
             outer.add(0, bytes(one), acc, first=i == 0)
         assert not outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
-    assert "residual" not in server or bool(torch.isfinite(server["residual"]).all())
+    assert "residual" not in server or bool(torch.isfinite(kit.residual(server)).all())
     outer.add(0, good, acc, first=True)
     assert outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
 
@@ -168,12 +167,12 @@ def test_a_sum_that_overflows_on_top_of_the_residual_changes_no_residual(codec: 
     cluster = kit.Cluster(wrapped, Spec((100,)), 1)
     cluster.server["residual"][3] = 0.7 * MOST
     cluster.server["residual"][4:] = 1.0
-    before = cluster.server["residual"].clone()
+    before = kit.residual(cluster.server)
     acc, result = cluster.accs[0], cluster.result
-    acc["sum"].fill_(0.6 * MOST)
+    acc["sum"][:] = 0.6 * MOST
     out = torch.empty(100)
     assert not wrapped.decode(result[: wrapped.emit(0, acc, cluster.server, result)], cluster.states[0], out)
-    assert torch.equal(cluster.server["residual"], before)
+    assert torch.equal(kit.residual(cluster.server), before)
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,25 +205,17 @@ PLAIN = [parse(text) for text in (
 )]
 
 
-def copies(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in snapshot(state).items()}
-
-
-WITH_DEVICE = [(codec, told) for codec in FEEDBACK for told in WRONG]
-WITHOUT = [(codec, told) for codec in PLAIN for told in WRONG if told != "on meta"]
-"""What has no tensor in its state leaves the device to the kernels."""
-
-
-@pytest.mark.parametrize(("codec", "told"), WITH_DEVICE + WITHOUT, ids=str)
+@pytest.mark.parametrize("told", WRONG)
+@pytest.mark.parametrize("codec", FEEDBACK + PLAIN, ids=str)
 def test_input_of_another_kind(codec: Codec, told: str) -> None:
     state, out = codec.init(SPEC), kit.room(codec, SPEC)
     codec.start(kit.noise(3200), state, out)
-    before = copies(state)
+    before = snapshot(state)
     with pytest.raises(ValueError, match="x is .*of 3200 elements.*E-CODEC-INPUT") as caught:
         codec.start(WRONG[told], state, out)
     assert told in str(caught.value)
     after = snapshot(state)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(np.array_equal(after[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("told", WRONG)
@@ -240,9 +231,9 @@ def test_output_of_another_kind(codec: Codec, told: str) -> None:
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
 def test_a_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
     state, other = codec.init(SPEC), codec.init(Spec((32, 101)))
-    with pytest.raises(ValueError, match=r"codec state \S+: got shape \(.*\).* \(.*\).*E-CODEC-STATE"):
+    with pytest.raises(ValueError, match=r"codec state \S+: got float32 of shape \(.*\).* \(.*\).*E-CODEC-STATE"):
         restore(other, snapshot(state))
     for name, value in snapshot(state).items():
-        wrong = torch.float64 if value.dtype != torch.float64 else torch.float32
+        wrong = np.dtype(np.float64 if value.dtype != np.float64 else np.float32)
         with pytest.raises(ValueError, match=rf"codec state {name}: got {wrong}.* {value.dtype}.*E-CODEC-STATE"):
-            restore(codec.init(SPEC), {**snapshot(state), name: value.to(wrong)})
+            restore(codec.init(SPEC), {**snapshot(state), name: value.astype(wrong)})

@@ -30,7 +30,7 @@ def run(codec: Codec, n: int, kernels_: object) -> list[bytes]:
             sums = cluster.step(xs)
             found += [bytes(p) for p in cluster.payloads] + [bytes(cluster.result)]
             found += [s.numpy().tobytes() if cluster.finite[0] else b"" for s in sums]
-            found += [value.numpy().tobytes() for state in cluster.states for value in snapshot(state).values()]
+            found += [value.tobytes() for state in cluster.states for value in snapshot(state).values()]
     return found
 
 

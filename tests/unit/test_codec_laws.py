@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, Round, error_feedback, parse, seed
+from commlayer.compressors import Codec, Reduction, error_feedback, parse, seed
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.records import Spec
 
@@ -198,14 +198,14 @@ def test_sent_and_residual_make_input_and_old_residual(codec: Codec, values: lis
     wrapped, x = error_feedback(codec), torch.tensor(values, dtype=torch.float32)
     state = wrapped.init(Spec((x.numel(),)))
     for factor in (1.0, -0.75, 3.0):
-        v = state["residual"] + factor * x
+        v = kit.residual(state) + factor * x
         payload = kit.encode(wrapped, factor * x, state)
         sent = torch.zeros_like(x)
         if wrapped.decode(payload, state, out := torch.empty_like(x)):
             sent = out
         # A large code for a small number leaves a residual with the bits of the code.
         atol = 3e-7 * float(v.abs().max()) if kit.coarse(codec) and values else 1e-44
-        torch.testing.assert_close(sent + state["residual"], v, rtol=3e-7, atol=atol)
+        torch.testing.assert_close(sent + kit.residual(state), v, rtol=3e-7, atol=atol)
 
 
 @each_codec
@@ -223,7 +223,7 @@ def test_extreme_input_is_coded_or_flagged(codec: Codec, values: list[float]) ->
         assert not finite or bool(torch.isfinite(out).all())
         assert not finite or bool(torch.isfinite(x).all())
         if "residual" in state:
-            assert bool(torch.isfinite(state["residual"]).all())
+            assert bool(torch.isfinite(kit.residual(state)).all())
 
 
 @each_codec
@@ -235,11 +235,11 @@ def test_server_sums_what_three_workers_sent(codec: Codec, n: int) -> None:
         sent = sum(kit.decoded(codec, payload, n).double() for payload in cluster.payloads)
         assert torch.equal(sums[0], sums[1])
         torch.testing.assert_close(kit.summed(codec, cluster.accs[0], n).double(), sent, rtol=1e-5, atol=1e-6)
-        if codec.rounds == (Round.SUM,):
+        if codec.rounds == (Reduction.SUM,):
             torch.testing.assert_close(sums[0].double(), sent, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("codec", [c for c in kit.PLAIN if c.rounds == (Round.SUM,)], ids=str)
+@pytest.mark.parametrize("codec", [c for c in kit.PLAIN if c.rounds == (Reduction.SUM,)], ids=str)
 def test_sum_rounds_are_linear(codec: Codec) -> None:
     """To the rounding of the values. Of one and the same step: a later one may draw other entries."""
     a, b = kit.noise(999, 1), kit.noise(999, 2)
@@ -252,7 +252,7 @@ def test_sum_rounds_are_linear(codec: Codec) -> None:
 def test_the_first_contribution_overwrites_what_was_there(codec: Codec) -> None:
     n = 5000
     acc, state = codec.zeros(Spec((n,)), 0), codec.init(Spec((n,)))
-    acc["sum"].fill_(float("nan"))
+    acc["sum"][:] = float("nan")
     payload = kit.encode(codec, kit.noise(n), state)
     codec.add(0, payload, acc, first=True)
     assert torch.equal(kit.summed(codec, acc, n), kit.decoded(codec, payload, n))

@@ -22,23 +22,21 @@ TILE = 4096
 @pytest.mark.parametrize("n", SIZES)
 def test_sums_and_casts(n: int, kind: str) -> None:
     acc, x = numbers(n, 1, kind=kind), numbers(n, 2, kind=kind)
-    for w in (1.0, -1.7):
 
-        def sums(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor], w: float = w) -> list[bytes]:
-            out = []
-            for name, narrow in (("f16", 2), ("bf16", 2)):
-                total, wide, payload = there(acc), there(x), there(zeros(narrow * n))
-                finite = getattr(module, f"f32_to_{name}")(payload, wide)
-                getattr(module, f"add_{name}")(total, payload, w)
-                back = there(acc)
-                getattr(module, f"{name}_to_f32")(back, payload)
-                words = payload.cpu().view(torch.int16)
-                out += [bytes([finite]), raw(total), raw(back), words[back.cpu().isfinite()].numpy().tobytes()]
-            total = there(acc)
-            module.add_f32(total, there(x.view(np.uint8)), w)
-            return [*out, raw(total), bytes([module.all_finite(there(x)), module.all_finite(there(x), there(acc))])]
+    def sums(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        out = []
+        for name in ("f16", "bf16"):
+            total, back, payload = there(acc), there(acc), there(zeros(2 * n))
+            finite = getattr(module, f"f32_to_{name}")(payload, there(x))
+            getattr(module, f"add_{name}")(total, payload)
+            getattr(module, f"{name}_to_f32")(back, payload)
+            words = payload.cpu().view(torch.int16)
+            out += [bytes([finite]), raw(total), raw(back), words[back.cpu().isfinite()].numpy().tobytes()]
+        total = there(acc)
+        module.add_f32(total, there(x.view(np.uint8)))
+        return [*out, raw(total), bytes([module.all_finite(there(x)), module.all_finite(there(x), there(acc))])]
 
-        same(sums)
+    same(sums)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,6 +61,31 @@ def test_int8(block: int, kind: str) -> None:
                 assigned = there(old)
                 module.int8_decode(assigned, q, scale, block, True)
                 return [raw(q), raw(scale), after, raw(acc), raw(assigned)]
+
+            same(code)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_numbers_of_four_bits(kind: str) -> None:
+    for n in (0, 1, 8, 33, 257, 4097):
+        x, old = numbers(n, n, kind=kind), numbers(n, n + 1)
+        for block in (8, 64, 1024)[n > 257 :]:
+
+            def code(
+                module: ModuleType, there: Callable[[np.ndarray], torch.Tensor], n: int = n, block: int = block,
+                x: np.ndarray = x, old: np.ndarray = old,
+            ) -> list[bytes]:
+                out = []
+                for kept in (None, there(old)):
+                    q, scale = there(zeros((n + 1) // 2)), there(zeros(2 * -(-n // block)))
+                    finite = module.linear_encode(q, scale, there(x), kept, block, 4, False, False)
+                    out += [bytes([finite]), b"" if kept is None else raw(kept)]
+                    if finite:
+                        added, assigned = there(old), there(old)
+                        module.linear_decode(added, q, scale, block, 4)
+                        module.linear_decode(assigned, q, scale, block, 4, True)
+                        out += [raw(q), raw(scale), raw(added), raw(assigned)]
+                return out
 
             same(code)
 

@@ -21,8 +21,8 @@ from commlayer.records import Plan
 
 SHAPES = [(150, 200), (64,), (4000,), (1,)]
 CODECS = [
-    "identity()", "bf16()", "int8(block=64)", "topk(ratio=0.05, values='int8', exact=False)", "qsgd()",
-    "error_feedback(int4())", "error_feedback(randomk(ratio=0.1))",
+    "identity()", "bf16()", "int8(block=64)", "topk(ratio=0.05, values='int8', exact=False)",
+    "error_feedback(int4())",
 ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_averages_are_those_of_codecs_on_the_host(codec: str, fields: dict[str, 
     expected = train(codec, on_device=False, **fields)
     with running(resident=2) as launcher:
         got = train(codec, on_device=True, **fields)
-    assert launcher.launched
+    assert launcher.launched or codec in ("identity()", "bf16()"), "which are operations of torch"
     for mine, theirs in zip(expected, got, strict=True):
         for host, there in zip(mine, theirs, strict=True):
             for a, b in zip(host, there, strict=True):

@@ -60,14 +60,14 @@ class Run:
             def body(rank: int) -> None:
                 worker = rig.workers[rank]
                 for step in range(first, first + steps):
-                    before = {b.id: b.state["residual"].clone() for b in worker.buckets if "residual" in b.state}
+                    before = {b.id: torch.tensor(b.state["residual"]) for b in worker.buckets if "residual" in b.state}
                     self.averages[rank].append(kit.step(worker, list(gradients(rank, step))))
                     self.sent[rank].append([entries(b.payload) for b in worker.buckets])
                     if rank == 0:
                         cells = rig.servers[0]._core.cells
                         self.received.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
                         owed = [before[b.id] + b.host for b in worker.buckets] if before else []
-                        left = [b.state["residual"] for b in worker.buckets] if before else []
+                        left = [torch.from_numpy(b.state["residual"]) for b in worker.buckets] if before else []
                         kept = sum(float(v[v != r].square().sum()) for v, r in zip(owed, left, strict=True))
                         self.energy.append(kept / max(sum(float(v.square().sum()) for v in owed), 1e-30))
 

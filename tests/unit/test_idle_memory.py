@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from support.workers import Rig, job, step
@@ -11,7 +12,7 @@ from torch import nn
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
-from commlayer.compressors.tensors import give_back
+from commlayer.compressors.kernels import give_back
 from commlayer.engine import worker as worker_module
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.local_steps import OuterSteps, StepWeights
@@ -49,9 +50,9 @@ def test_a_bucket_takes_no_memory_before_its_first_step() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
 def test_what_is_given_back_reads_as_zeros_and_can_be_written() -> None:
     x = torch.ones(NUMEL)
-    give_back(x[:100])
+    give_back(x[:100].numpy())
     assert bool((x == 1).all())
-    give_back(x)
+    give_back(x.numpy())
     assert int((x == 0).sum()) > NUMEL - 4096
     x.fill_(2.0)
     assert bool((x == 2).all())
@@ -64,12 +65,12 @@ def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
     bucket.encode()
     bucket.rewind()
     bucket.unapplied = unapplied
-    owed = bucket.state["residual"].clone()
+    owed = bucket.state["residual"].copy()
     bucket.let_go()
     assert torch.equal(bucket.x, x) == bool(unapplied) or sys.platform != "linux"
-    assert torch.equal(bucket.state["residual"], owed)
+    assert np.array_equal(bucket.state["residual"], owed)
     bucket.take_back()
-    assert torch.equal(bucket.state["residual"], owed) != bool(unapplied)
+    assert np.array_equal(bucket.state["residual"], owed) != bool(unapplied)
 
 
 class Failing:

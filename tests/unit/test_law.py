@@ -125,8 +125,8 @@ def fed(worker: Any, mine: list[Any], share: float) -> list[torch.Tensor]:
         if "velocity" in state:
             at = 0
             for s in bucket.slices:
-                velocity = state["velocity"][at : at + s.numel].view(bucket.layout.shapes[bucket.slices.index(s)])
-                parts[s.tensor].view(-1)[s.start : s.stop] += codec.beta * velocity.reshape(-1)
+                velocity = torch.from_numpy(state["velocity"][at : at + s.numel])
+                parts[s.tensor].view(-1)[s.start : s.stop] += codec.beta * velocity
                 at += s.numel
     return parts
 
@@ -223,7 +223,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
             debts += cell.ops.debts()
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for debt in debts:
-        total[debt.tensor].view(-1)[debt.start : debt.stop] += debt.values.double()
+        total[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
     return total
 
 

@@ -178,14 +178,14 @@ def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
     """False if both sides refused the payload; then neither wrote."""
     out = torch.full((n,), 7.0)
     acc = codec.zeros(Spec((n,)), 0)
-    acc["sum"].fill_(7.0)
+    acc["sum"][:] = 7.0
     try:
         codec.decode(payload, codec.init(Spec((n,))), out)
     except CorruptFrame:
         assert bool((out == 7.0).all())
         with pytest.raises(CorruptFrame):
             codec.add(0, payload, acc, first=True)
-        assert bool((acc["sum"] == 7.0).all())
+        assert (acc["sum"] == 7.0).all()
         assert acc["flagged"] == [False]
         return False
     codec.add(0, payload, acc, first=True)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import codecs as kit
@@ -56,7 +57,7 @@ def image(acc: Any) -> Any:
         return {name: image(value) for name, value in acc.items()}
     if isinstance(acc, list):
         return [image(value) for value in acc]
-    return bytes(memoryview(acc.numpy() if isinstance(acc, torch.Tensor) else acc)) if hasattr(acc, "shape") else acc
+    return bytes(memoryview(acc)) if hasattr(acc, "shape") else acc
 
 
 def payload_of(codec: Codec, r: int) -> bytes:
@@ -105,10 +106,10 @@ def test_undo_between_the_rounds() -> None:
     cluster = kit.Cluster(codec, SPEC, 1)
     cluster.step([kit.noise(SPEC.numel, 1)])
     state = cluster.states[0]
-    old, x = state["residual"].clone(), kit.noise(SPEC.numel)
+    old, x = kit.residual(state), kit.noise(SPEC.numel)
     codec.start(x, state, kit.room(codec, SPEC))
     codec.undo(state, x)
-    torch.testing.assert_close(state["residual"], old, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(kit.residual(state), old, rtol=1e-6, atol=1e-6)
 
 
 # ---- powersgd
@@ -150,14 +151,14 @@ def test_powersgd_sends_dense_what_has_no_factors_to_gain() -> None:
 
 
 def test_rows_become_orthonormal_or_zero() -> None:
-    p = kit.noise(5 * 37).view(5, 37)
+    p = kit.noise(5 * 37).view(5, 37).numpy()
     p[3] = 2 * p[0] - p[1]
-    q = orthonormal(p).double()
+    q = orthonormal(p).astype(np.float64)
     kept = q[[0, 1, 2, 4]]
-    torch.testing.assert_close(kept @ kept.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(kept @ kept.T, np.eye(4), rtol=0, atol=1e-6)
     assert not q[3].any()
-    assert not orthonormal(torch.zeros(2, 9)).any()
-    assert orthonormal(torch.tensor([[3.0]])).item() == 1.0
+    assert not orthonormal(np.zeros((2, 9), np.float32)).any()
+    assert orthonormal(np.array([[3.0]], np.float32)).item() == 1.0
     assert set(signs(1000, 1, 2, 3).tolist()) == {-1.0, 1.0}
     assert abs(float(signs(100_000, 1, 2, 3).mean())) < 0.02
-    assert not torch.equal(signs(64, 1, 2, 3), signs(64, 1, 2, 4))
+    assert not np.array_equal(signs(64, 1, 2, 3), signs(64, 1, 2, 4))

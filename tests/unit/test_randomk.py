@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from support import codecs as kit
@@ -47,7 +48,7 @@ def test_a_server_holds_values_alone_and_sends_their_float32_sum(values: str) ->
     cluster = kit.Cluster(codec, Spec((N,)), 3)
     xs = [kit.noise(N, i) for i in range(3)]
     sums = cluster.step(xs)
-    assert cluster.accs[0]["sum"].numel() == 500
+    assert len(cluster.accs[0]["sum"]) == 500
     sent = torch.stack([kit.decoded(codec, payload, N) for payload in cluster.payloads])
     assert torch.equal(sums[0], sent[0] + sent[1] + sent[2])
     assert cluster.payloads[0].nbytes == 16 + 500 * (4 if values == "fp32" else 2)
@@ -58,10 +59,10 @@ def test_a_contribution_of_another_draw_is_refused_and_changes_nothing() -> None
     acc = codec.zeros(Spec((N,)), 0)
     first, other = keyed(codec, 0), keyed(codec, 1, "another job")
     codec.add(0, kit.encode(codec, kit.noise(N), first), acc, first=True)
-    before = acc["sum"].clone()
+    before = acc["sum"].copy()
     with pytest.raises(CorruptFrame, match="seed.*E-PAYLOAD"):
         codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=False)
-    assert torch.equal(acc["sum"], before)
+    assert np.array_equal(acc["sum"], before)
     codec.add(0, kit.encode(codec, kit.noise(N), other), acc, first=True)
 
 
@@ -73,4 +74,4 @@ def test_what_fp16_cannot_hold_is_flagged_or_kept() -> None:
     fed = error_feedback(codec)
     state, out = fed.init(Spec((N,))), torch.empty(N)
     assert fed.decode(kit.encode(fed, x, state), state, out)
-    assert torch.equal(out + state["residual"], x)
+    assert torch.equal(out + kit.residual(state), x)

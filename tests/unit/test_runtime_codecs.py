@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import workers as kit
@@ -124,7 +125,8 @@ def test_a_changed_learning_rate_rescales_what_is_owed_on_both_sides() -> None:
         with rig("error_feedback(topk(0.1, 'fp32'), lr_correction=True)") as r:
             results = run(r, range(4), rates=rates)
             cells = [cell for s in r.servers for cell in s._core.cells.values()]
-            kept = [f.state["residual"] for w in r.workers for f in w.coded] + [c.ops._state["residual"] for c in cells]
+            kept = [torch.from_numpy(state["residual"]) for state in (
+                *(f.state for w in r.workers for f in w.coded), *(c.ops._state for c in cells))]
             owed[rates[0]] = torch.cat([k.clone() for k in kept]), torch.cat([t.view(-1) for t in results[0][3]])
     torch.testing.assert_close(owed[0.25][0], 0.25 * owed[1.0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(owed[0.25][1], owed[1.0][1], rtol=1e-5, atol=1e-6)
@@ -143,7 +145,7 @@ def test_applied_updates_and_what_is_owed_make_all_that_went_in() -> None:
         bucket = next(b for b in r.plan.buckets if b.shape == (40, 30))
         residuals = [b.state["residual"] for w in r.workers for b in w.coded if b.id == bucket.id]
         server = r.servers[bucket.server]._core.cells[bucket.id].ops._state["residual"]
-        kept = torch.stack([*residuals, server]).sum(0).view(40, 30)
+        kept = torch.from_numpy(np.stack([*residuals, server])).sum(0).view(40, 30)
     torch.testing.assert_close(got + kept, put, rtol=1e-4, atol=1e-4)
 
 

@@ -160,7 +160,7 @@ def test_an_error_latches_and_writes_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
         assert any(bucket.started for bucket in worker.buckets)
         for bucket in worker.buckets:  # the step is abandoned, so the residual is what it was before: zero
-            torch.testing.assert_close(bucket.state["residual"], torch.zeros(bucket.numel), rtol=0, atol=1e-6)
+            assert abs(bucket.state["residual"]).max() <= 1e-6
 
 
 def test_garbage_drops_its_sender_and_names_it() -> None:

@@ -39,7 +39,7 @@ def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
 
         averages = on_ranks(2, run)[0]
         cells = rig.servers[0]._core.cells.values()
-        sums = [cell.accs[0]["sum"].clone() for cell in cells]
+        sums = [cell.accs[0]["sum"].copy() for cell in cells]
         for cell in cells:
             cell.undo(1)  # of the last step, whose sum may be gone
         return averages, [cell.ops.snapshot() for cell in cells], sums

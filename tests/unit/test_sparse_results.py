@@ -40,7 +40,7 @@ def test_entries_are_what_decoding_writes(codec: Codec) -> None:
         assert result is not None
         idx, values = result
         dense = torch.zeros(N)
-        dense[idx.long()] = values
+        dense[torch.from_numpy(idx).long()] = torch.from_numpy(values)
         assert (idx[1:] > idx[:-1]).all()
         assert torch.equal(dense, decoded(codec, payload, N))
     flagged = answer(codec, server, encode(codec, torch.full((N,), float("nan")), state))

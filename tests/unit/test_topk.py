@@ -100,12 +100,12 @@ def test_what_is_trimmed_or_looked_for_again_is_conserved(kind: str) -> None:
     for step, factor in enumerate((1.0, 0.5, 2.0, 0.9, 1.1)):
         x = kit.noise(N, step) if kind == "normal" else torch.ones(N)
         state["inner"]["threshold"] *= factor
-        v = state["residual"] + x
+        v = kit.residual(state) + x
         message = kit.encode(codec, x, state)
         sent = kit.decoded(codec, message, N)
         assert 0.9 * k <= count(message) <= 1.1 * k
-        assert torch.equal(sent + state["residual"], v)
-        assert not state["residual"][sent != 0].any()
+        assert torch.equal(sent + kit.residual(state), v)
+        assert not kit.residual(state)[sent != 0].any()
 
 
 @pytest.mark.parametrize("factor", [1000.0, 1e-3, 3.0, 1e-30])

@@ -1,73 +1,76 @@
-"""Kernels of codecs on a CUDA device. Names, arguments and results are those of commlayer._core on the CPU.
+"""Kernels of the codecs that run on a CUDA device: identity, fp16, bf16, int8, int4 and topk.
 
-Payload bytes are uint8 tensors on the device of the other arguments, with floats at multiples of 4. A function that returns a
-value waits for the device; the others only queue work. Encoding a non-finite input returns False; the residual then becomes the
-finite part. Unlike on the CPU, scattering does not check positions, and corrupt bytes are detected only after temporary
-positions are written. For positions as blocks of 16, only the block numbers use CUDA kernels; the rest is computed with torch.
+Names, arguments and results are those of commlayer._core on the CPU. Payload bytes are uint8 tensors on the device of the other
+arguments, with floats at multiples of 4. A function that returns a value waits for the device; the others only queue work.
+Encoding a non-finite input returns False; the residual then becomes the finite part. Unlike on the CPU, scattering does not
+check positions, and corrupt bytes are detected only after temporary positions are written. Sums and casts are operations of
+torch. Positions as blocks of 16 are encoded on the host.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from commlayer import native
+from commlayer.compressors import fallback
 from commlayer.errors import CorruptPayload, InvalidInput
-from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start, words
+from commlayer.gpu.launch import MOST_BLOCKS, THREADS, each, start
 from commlayer.gpu.launch import serves as serves
 
+HOST = native.core or fallback
 SEGMENT = 1024
 """Elements per warp, as in cuda/int8.cu."""
 
 
-def yes(like: torch.Tensor) -> torch.Tensor:
-    """Returns a flag tensor with value 1, which a kernel may clear."""
-    return torch.ones(1, dtype=torch.int64, device=like.device)
+def empty(count: int, like: torch.Tensor, dtype: type) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.int32 if dtype is np.int32 else torch.float32, device=like.device)
 
 
-def add_f32(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
-    each("dense", "add_f32", acc.numel(), acc, x, acc.numel(), float(w))
+def copy_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.copy_(src.view(torch.float32))
 
 
-def add_f16(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
-    each("dense", "add_f16", acc.numel(), acc, x, acc.numel(), float(w))
+def store_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
+    dst.view(torch.float32).copy_(src)
 
 
-def add_bf16(acc: torch.Tensor, x: torch.Tensor, w: float = 1.0) -> None:
-    each("dense", "add_bf16", acc.numel(), acc, x, acc.numel(), float(w))
+def add_f32(acc: torch.Tensor, x: torch.Tensor) -> None:
+    acc += x.view(torch.float32)
 
 
-def _narrow(kernel: str, dst: torch.Tensor, src: torch.Tensor) -> bool:
-    finite = yes(src)
-    each("dense", kernel, src.numel(), dst, src, src.numel(), finite)
-    return bool(finite.item())
+def add_f16(acc: torch.Tensor, x: torch.Tensor) -> None:
+    acc += x.view(torch.float16)
+
+
+def add_bf16(acc: torch.Tensor, x: torch.Tensor) -> None:
+    acc += x.view(torch.bfloat16)
 
 
 def f32_to_f16(dst: torch.Tensor, src: torch.Tensor) -> bool:
-    return _narrow("f32_to_f16", dst, src)
+    return all_finite(dst.view(torch.float16).copy_(src))
 
 
 def f32_to_bf16(dst: torch.Tensor, src: torch.Tensor) -> bool:
-    return _narrow("f32_to_bf16", dst, src)
+    return all_finite(dst.view(torch.bfloat16).copy_(src))
 
 
 def f16_to_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
-    each("dense", "f16_to_f32", dst.numel(), dst, src, dst.numel())
+    dst.copy_(src.view(torch.float16))
 
 
 def bf16_to_f32(dst: torch.Tensor, src: torch.Tensor) -> None:
-    each("dense", "bf16_to_f32", dst.numel(), dst, src, dst.numel())
+    dst.copy_(src.view(torch.bfloat16))
 
 
 def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
-    finite = yes(x)
-    each("dense", "all_finite", x.numel(), x, residual, x.numel(), finite)
-    return bool(finite.item())
+    return bool((x if residual is None else x + residual).isfinite().all())
 
 
 def within(scales: torch.Tensor, most: float) -> bool:
     """Returns whether every float32 in these bytes is from 0 to `most`."""
-    valid = yes(scales)
-    each("dense", "within", scales.nbytes // 4, scales, scales.nbytes // 4, float(most), valid)
-    return bool(valid.item())
+    numbers = scales.view(torch.float32)
+    return bool(((numbers >= 0) & (numbers <= most)).all())
 
 
 def largest(src: torch.Tensor, width: int) -> int:
@@ -75,6 +78,11 @@ def largest(src: torch.Tensor, width: int) -> int:
     if src.numel() == 0:
         return 0
     return int((src if width == 1 else src.view(torch.int16).to(torch.int32) & 0xFFFF).max())
+
+
+def yes(like: torch.Tensor) -> torch.Tensor:
+    """Returns a flag tensor with value 1, which a kernel may clear."""
+    return torch.ones(1, dtype=torch.int64, device=like.device)
 
 
 def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
@@ -106,36 +114,16 @@ def int8_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: 
 
 def linear_encode(
     q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int, bits: int,
-    euclidean: bool, dither: bool, key: int = 0, step: int = 0,
+    euclidean: bool, dither: bool,
 ) -> bool:
     n, finite = x.numel(), yes(x)
-    each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, int(euclidean), finite)
-    each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, int(dither), key, step, finite)
+    each("quantise", "linear_measure", 32 * -(-n // block), scale, x, residual, n, block, bits, finite)
+    each("quantise", "linear_code", -(-n // 8), q, scale, x, residual, n, block, bits, finite)
     return finite_or_absorbed(finite, x, residual)
 
 
 def linear_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, bits: int, assign: bool = False) -> None:
     each("quantise", "linear_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, bits, int(assign))
-
-
-def onebit_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
-    n, finite = x.numel(), yes(x)
-    each("quantise", "onebit_measure", 32 * -(-n // block), scale, x, residual, n, block, finite)
-    each("quantise", "onebit_code", -(-n // 8), q, scale, x, residual, n, block, finite)
-    return finite_or_absorbed(finite, x, residual)
-
-
-def onebit_decode(acc: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, block: int, assign: bool = False) -> None:
-    each("quantise", "onebit_decode", -(-acc.numel() // 8), acc, q, scale, acc.numel(), block, int(assign))
-
-
-def draw_strata(idx: torch.Tensor, n: int, seed: int) -> None:
-    each("draws", "draw_strata", idx.numel(), idx, idx.numel(), n, seed)
-
-
-def take(src: torch.Tensor, idx: torch.Tensor, val: torch.Tensor) -> None:
-    """Copies elements: val = src[idx]."""
-    each("draws", "take", idx.numel(), src, idx, val, idx.numel())
 
 
 TILE = 16 * THREADS
@@ -345,70 +333,19 @@ def trim(
     return keep
 
 
-BLOCK_NUMEL = 16
-COUNT_NBYTES, MASK_NBYTES = 4, 2
-
-
-def _widened(idx: torch.Tensor) -> torch.Tensor:
-    return idx.to(torch.int64) & 0xFFFFFFFF
-
-
-def _block_numbers(n: int, count: int) -> tuple[int, int, int]:
-    """Returns the number of blocks below n, the smaller encoding of `count` block numbers, and the size of that encoding in
-    bytes."""
-    blocks = -(-n // BLOCK_NUMEL)
-    kind, nbytes = smaller(blocks, count)
-    return blocks, kind, nbytes
-
-
-def _blocks_nbytes(n: int, count: int) -> int:
-    return COUNT_NBYTES + _block_numbers(n, count)[2] + MASK_NBYTES * count if count else 0
-
-
 def blocks_nbytes(idx: torch.Tensor, n: int) -> int:
-    return _blocks_nbytes(n, (_widened(idx) // BLOCK_NUMEL).unique_consecutive().numel())
+    return int(HOST.blocks_nbytes(idx.cpu().numpy(), n))
 
 
 def blocks_encode(out: torch.Tensor, idx: torch.Tensor, n: int) -> int:
     """Encodes positions as blocks. `out` must have exactly the size of the encoded positions."""
-    where = _widened(idx)
-    numbers, owner = (where // BLOCK_NUMEL).unique_consecutive(return_inverse=True)
-    count = numbers.numel()
-    if count == 0:
-        return 0
-    blocks, kind, middle = _block_numbers(n, count)
-    bits = (1 << where % BLOCK_NUMEL).to(torch.int32)
-    masks = torch.zeros(count, dtype=torch.int32, device=idx.device).index_add_(0, owner, bits)
-    packed = words(middle, idx.device)
-    (bitmap_encode if kind == BITMAP else ef_encode)(packed, numbers.to(torch.int32), blocks)
-    head = torch.tensor([count], dtype=torch.int64).to(torch.int32).view(torch.uint8).to(idx.device)
-    torch.cat([head, packed, masks.to(torch.int16).view(torch.uint8)], out=out)
+    encoded = np.empty(out.numel(), np.uint8)
+    HOST.blocks_encode(encoded, idx.cpu().numpy(), n)
+    out.copy_(torch.from_numpy(encoded))
     return out.numel()
 
 
 def blocks_decode(idx: torch.Tensor, n: int, src: torch.Tensor) -> None:
-    k = idx.numel()
-    if k == 0 and src.numel() == 0:
-        return
-    corrupt = CorruptPayload(f"sparse payload: its bytes do not encode {k} increasing positions below {n}")
-    if src.numel() < COUNT_NBYTES:
-        raise corrupt
-    count = int.from_bytes(bytes(src[:COUNT_NBYTES].tolist()), "little")
-    if not 1 <= count <= min(k, -(-n // BLOCK_NUMEL)) or src.numel() != _blocks_nbytes(n, count):
-        raise corrupt
-    blocks, kind, middle = _block_numbers(n, count)
-    numbers = torch.empty(count, dtype=torch.int32, device=idx.device)
-    packed = src[COUNT_NBYTES : COUNT_NBYTES + middle]
-    try:
-        (bitmap_decode if kind == BITMAP else ef_decode)(numbers, blocks, packed)
-    except CorruptPayload:
-        raise corrupt from None
-    halves = src[COUNT_NBYTES + middle :].clone().view(torch.int16).to(torch.int32)
-    bits = (halves[:, None] >> torch.arange(BLOCK_NUMEL, dtype=torch.int32, device=idx.device)) & 1
-    block, bit = bits.nonzero(as_tuple=True)
-    if block.numel() != k or not bits.any(1).all():
-        raise corrupt
-    where = _widened(numbers)[block] * BLOCK_NUMEL + bit
-    if int(where[-1]) >= n:
-        raise corrupt
-    idx.copy_(where.to(torch.int32))
+    where = np.empty(idx.numel(), np.int32)
+    HOST.blocks_decode(where, n, src.cpu().numpy().data)
+    idx.copy_(torch.from_numpy(where))

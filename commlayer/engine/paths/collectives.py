@@ -19,6 +19,7 @@ from commlayer.cluster.process_groups import ANY_PEER, PendingCollective
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Ranges, State, accumulator
 from commlayer.compressors.feedback import ranges_of
+from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.engine.buckets import WorkerBucket
@@ -269,7 +270,8 @@ class CollectivesBucket:
             seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
             if on_device:
                 place(state, where)
-            acc = None if step.first else accumulator(torch.zeros(spec.numel, device=where))
+            sums: Array = torch.zeros(spec.numel, device=where)
+            acc = None if step.first else accumulator(sums if on_device else sums.numpy())
             given = torch.zeros(numel if step.first and self._codec.keeps else 0, device=where)
             coders.append(_Coder(span, spec, state, acc, given))
         self._coders[step.number] = coders
@@ -327,14 +329,15 @@ class CollectivesBucket:
         self._started.append(step)
         for coder, slot in zip(self._coders[step.number], slots[:, 0], strict=True):
             room: Out = slot[LENGTH_NBYTES:] if on_device else slot.numpy().data[LENGTH_NBYTES:]
-            x = self._x(coder.span, on_device=on_device)
+            source = self._x(coder.span, on_device=on_device)
+            x = source if on_device else source.numpy()
             if coder.acc is None:
                 if coder.given.numel():
-                    coder.given.copy_(x)
+                    coder.given.copy_(source)
                 nbytes = self._codec.start(x, coder.state, room)
             else:
-                coder.acc["sum"].copy_(x)
-                coder.acc["flagged"][0] = not bool(torch.isfinite(x).all())
+                coder.acc["sum"][:] = x
+                coder.acc["flagged"][0] = not bool(torch.isfinite(source).all())
                 nbytes = self._codec.emit(0, coder.acc, coder.state, room)
             slot[:8].view(torch.int64)[0] = nbytes
         self._payloads = slots
@@ -347,7 +350,7 @@ class CollectivesBucket:
         on_device = self._on_device(step)
         for span, pieces in zip(step.units, self._payloads.to(self.bucket.x.device if on_device else "cpu"), strict=True):
             sums = (self.bucket.x if on_device else self._host)[span[0] : span[1]]
-            acc = accumulator(sums)
+            acc = accumulator(sums if on_device else sums.numpy())
             for number, piece in enumerate(pieces):
                 self._codec.add(0, _payload(piece, as_tensor=on_device), acc, first=number == 0)
             if acc["flagged"][0]:
