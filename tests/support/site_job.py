@@ -166,7 +166,7 @@ def residuals_of(connection: Any) -> list[torch.Tensor]:
             parts += [part for name, x in state.items() if "residual" in name
                       for part in split_by_tensor(bucket.slices, 0, x.view(-1))]
     for part in parts:
-        total[part.tensor].view(-1)[part.start : part.stop] += part.values.double() / connection.world
+        total[part.tensor].view(-1)[part.start : part.stop] += torch.as_tensor(part.values).double() / connection.world
     return total
 
 
