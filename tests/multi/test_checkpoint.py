@@ -121,7 +121,7 @@ def owed(job: Training, world: int) -> torch.Tensor:
     for bucket in worker.buckets:
         for debt in bucket.debts():
             at = starts[debt.tensor] + debt.start
-            total[at : at + debt.values.numel()] += debt.values.double() / world
+            total[at : at + len(debt.values)] += torch.as_tensor(debt.values).double() / world
     return total
 
 

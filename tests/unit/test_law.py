@@ -164,7 +164,7 @@ def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
             cell.forget_results()
             cell.idle(states[0]["step"])
     for worker, state in zip(r.workers, states, strict=True):
-        checkpoint._restore(connected(worker), worker, state)
+        checkpoint.restore_worker(connected(worker), state)
 
 
 def connected(worker: Worker) -> JobContext:
