@@ -22,7 +22,7 @@ WORLD = 2
 
 
 class Breaks(torch.autograd.Function):
-    """Raises in its backward pass if it is told to."""
+    """Raises in its backward pass if `broken`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, broken: bool) -> torch.Tensor:
@@ -38,26 +38,26 @@ class Breaks(torch.autograd.Function):
 
 def delayed(model: nn.Module, per_node: int) -> Plan:
     """Half of the buckets are used a step late."""
-    made = default_plan(job_of(model), codec="int8(block=64)", path="service", servers=1, ranks_per_node=per_node,
+    plan = default_plan(job_of(model), codec="int8(block=64)", path="service", servers=1, ranks_per_node=per_node,
                         fuse_nbytes=1024, cut_nbytes=4096)
-    assert len(made.buckets) > 2
-    return replace(made, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in made.buckets))
+    assert len(plan.buckets) > 2
+    return replace(plan, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in plan.buckets))
 
 
 def planned(model: nn.Module, how: str, per_node: int) -> Any:
     """What attach() takes for a plan."""
-    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=per_node,
+    plan = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=per_node,
                         fuse_nbytes=1024, cut_nbytes=4096)
     if how == "delayed":
         return delayed(model, per_node)
     if "staged" in how:
-        staged = (replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in made.buckets)
-        return lower(replace(made, buckets=tuple(staged), servers=0))
+        staged = (replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in plan.buckets)
+        return lower(replace(plan, buckets=tuple(staged), servers=0))
     return "auto" if "allreduce" in how else commlayer.compressors.parse(how)
 
 
 def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
-    """Four steps; in the second one backward breaks off on the ranks `who`: half-way, or behind the last gradient."""
+    """Four steps; in the second one the backward pass raises on the ranks `who`: half-way, or after the last gradient."""
     torch.manual_seed(0)
     first, second = nn.Linear(50, 40), nn.Linear(40, 1)
     model = nn.ModuleList([first, second])
@@ -67,7 +67,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
     with cuda.unread() if "unread" in how else contextlib.nullcontext():
         session = commlayer.attach(model, optimizer, plan=planned(model, how, per_node), config=config,
                                    sync="forward" if "forward" in how else None)
-    said, seen = [], []
+    lines, seen = [], []
     try:
         for step in range(4):
             optimizer.zero_grad()
@@ -80,10 +80,10 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
                 if "forward" in how:
                     session.flush()
             except (ArithmeticError, StepAbandoned) as error:
-                said.append(f"{type(error).__name__}: {error}")
+                lines.append(f"{type(error).__name__}: {error}")
                 continue
             seen.append([p.detach().clone() for p in model.parameters()])
-        return {"said": said, "seen": seen, "steps": session.metrics()["exchanges"]}
+        return {"said": lines, "seen": seen, "steps": session.metrics()["exchanges"]}
     finally:
         session.close()
 
@@ -100,11 +100,11 @@ def test_a_step_that_a_worker_breaks_off_is_none(how: str, who: tuple[int, ...],
     with rank_pool.Servers(WORLD, 1) as servers:
         results = pool(WORLD).call(train, how, who, per_node, late, servers.address)
     for rank, result in enumerate(results):
-        (said,) = result["said"]
+        (text,) = result["said"]
         assert result["steps"] == 3
         if rank in who:
-            assert said == "ArithmeticError: no more memory, say"
+            assert text == "ArithmeticError: no more memory, say"
         else:
-            assert said.endswith("(step 1) [E-STEP-ABANDONED]"), said
+            assert text.endswith("(step 1) [E-STEP-ABANDONED]"), text
     for mine, theirs in zip(*(r["seen"] for r in results), strict=True):
         assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(mine, theirs, strict=True))

@@ -1,5 +1,5 @@
-"""The campaign of small trainings: what it trains is what the runtime trains, it goes on where it stopped, and what it says of
-a store or a task that it cannot use."""
+"""The campaign of small trainings: it trains as the engine does, resumes where it stopped, and refuses a store or a task that
+it cannot use."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def over_loopback(way: Variant) -> list[torch.Tensor]:
 
 def virtual(way: Variant, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The same by `train`."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
 
     def look(task: Any, model: torch.nn.Module) -> float:
-        found[:] = [p.detach().clone() for p in model.parameters()]
+        results[:] = [p.detach().clone() for p in model.parameters()]
         return 0.0
 
     with monkeypatch.context() as patch:
         patch.setattr(learning_run.Task, "validation", look)
         train(structs.replace(way, rate=RATE), steps=STEPS, looks=1)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
@@ -142,12 +142,12 @@ def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
     curve = train(way, steps=40, looks=2)
     assert curve == train(way, steps=40, looks=2)
     assert curve != train(structs.replace(way, seed=1), steps=40, looks=2)
-    made = TASKS[task](0)
-    assert curve[1] < made.validation(made.model) * 0.99
-    assert 10_000 < sum(p.numel() for p in made.model.parameters()) < 100_000
+    tasks = TASKS[task](0)
+    assert curve[1] < tasks.validation(tasks.model) * 0.99
+    assert 10_000 < sum(p.numel() for p in tasks.model.parameters()) < 100_000
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "text"), [
     (lambda lines: [lines[0].replace(b'"store":1', b'"store":2'), *lines[1:]], "a store of form 2"),
     (lambda lines: [lines[0], lines[1][:40], *lines[2:]], "line 2 is damaged"),
     (lambda lines: [lines[0], lines[1].replace(b"1.0,", b"", 1), *lines[2:]], "line 2 has"),
@@ -155,14 +155,14 @@ def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
     (lambda lines: lines[1:], "line 1 is no head"),
 ], ids=["another form", "half a line", "too few looks", "unknown field", "no head"])
 def test_a_store_that_it_cannot_use_ends_it_in_one_line(
-    damage: Callable[[list[bytes]], list[bytes]], said: str, store: Path, capsys: pytest.CaptureFixture[str],
+    damage: Callable[[list[bytes]], list[bytes]], text: str, store: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     for seed in range(2):
         Store(store).add(Variant("mlp", "sgd", seed=seed), Run("m", (1.0,) * LOOKS))
     store.write_bytes(b"\n".join(damage(store.read_bytes().split(b"\n"))))
     before = store.read_bytes()
     assert program.main(["learning", "--quick"]) == 2
-    told = capsys.readouterr()
-    assert said in told.err
-    assert len(told.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert text in output.err
+    assert len(output.err.splitlines()) == 1
     assert store.read_bytes() == before

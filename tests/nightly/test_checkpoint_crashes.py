@@ -54,7 +54,7 @@ class Job:
                 if bucket.server == server and server % WORLD == self.run.rank:
                     data = safetensors.torch.load(connection.uplink.fetch_state(server, bucket.id, 0))
                     tensors |= {f"server {server} {bucket.id}.{name}": tensor for name, tensor in data.items()}
-        dist.barrier()  # nobody begins a step while others ask servers for the last one's state
+        dist.barrier()  # no rank begins a step while others fetch the last one's state from servers
         return tensors
 
 
@@ -100,21 +100,21 @@ class Crash(NamedTuple):
 
 
 def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
-    """Saves; what a crash would have left in front of each operation, and behind the last."""
-    found: list[Crash] = []
+    """Saves; what a crash would have left before each operation, and after the last."""
+    results: list[Crash] = []
     phase = [0]
 
     def record(name: str, args: tuple[Any, ...]) -> None:
-        at = f"{copies}/{len(found)}"
+        at = f"{copies}/{len(results)}"
         shutil.copytree(directory, at)
-        found.append(Crash(phase[0], at))
+        results.append(Crash(phase[0], at))
         written = Path(os.readlink(f"/proc/self/fd/{args[0]}")) if name == "fsync" else None
         if written is not None and written.is_file():
-            torn = f"{copies}/{len(found)}"
+            torn = f"{copies}/{len(results)}"
             shutil.copytree(directory, torn)
             file = Path(torn) / written.relative_to(Path(directory).resolve())
             os.truncate(file, file.stat().st_size // 2)
-            found.append(Crash(phase[0], torn))
+            results.append(Crash(phase[0], torn))
 
     together = checkpoint.all_or_none
 
@@ -128,7 +128,7 @@ def recorded_save(job: Job, directory: str, copies: str) -> list[Crash]:
         patch.setattr(checkpoint, "all_or_none", counted)
         job.session.checkpoint(directory, model=False)
     record("end", ())
-    return found
+    return results
 
 
 def everyones(crashes: list[Crash]) -> list[list[Crash]]:
@@ -194,7 +194,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
             job.session.checkpoint(place, model=False)
         for victim, operations in enumerate([row[0] for row in everyones([Crash(counted[0], "")])]):
             for at in range(operations[0]):
-                left, before, there = [at if rank == victim else -1], job.kept(), checkpoint.numbers(Path(place))
+                left, before, present = [at if rank == victim else -1], job.kept(), checkpoint.numbers(Path(place))
 
                 def fail(name: str, args: tuple[Any, ...], left: list[int] = left) -> None:
                     left[0] -= 1
@@ -216,7 +216,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
                     wrong.append(f"{at}: the failed save changed the state")
-                if failed and checkpoint.numbers(Path(place)) != there:
+                if failed and checkpoint.numbers(Path(place)) != present:
                     wrong.append(f"{at}: left {os.listdir(place)}")
                 job.session.resume(place)
         job.session.checkpoint(place, model=False)
@@ -272,7 +272,7 @@ def test_a_rank_that_is_killed(victim: int, operation: str, file: str, loads: in
 
 
 def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
-    """What resume() says of directories that no save filled; the last one is as earlier versions wrote it."""
+    """How resume() refuses directories without one complete save; the last one is of an earlier version."""
     job = Job(rank, where)
     for name in ("first", "second", "same-step"):
         if name != "same-step":
@@ -283,25 +283,25 @@ def mixtures(rank: int, where: Setting, folder: str) -> list[str]:
     old = Path(f"{folder}/old")
     old.mkdir(exist_ok=True)
     safetensors.torch.save_file({}, old / f"rank-{rank}.safetensors", metadata={"format": "commlayer-state-1", "step": "1"})
-    before, said = job.kept(), []
+    before, lines = job.kept(), []
     for place in (f"{folder}/{('first', 'second')[rank]}/{rank}", f"{folder}/{('second', 'same-step')[rank]}/{rank}",
                   f"{folder}/{('first', 'nowhere')[rank]}/{rank}", f"{folder}/old"):
         with pytest.raises(ValueError) as caught:
             job.session.resume(place)
-        said.append(str(caught.value))
+        lines.append(str(caught.value))
     assert equal(job.kept(), before)
     job.run.close()
-    return said
+    return lines
 
 
 def test_files_of_different_saves_are_refused_in_a_line(tmp_path: Path) -> None:
     with Servers(WORLD, SERVERS) as servers:
         results = pool(WORLD).call(mixtures, setting(servers), str(tmp_path))
-    for rank, said in enumerate(results):
-        steps, same, missing, old = said
+    for rank, text in enumerate(results):
+        steps, same, missing, old = text
         for line, low, high in ((steps, 1, 2), (same, 2, 2)):
             assert re.search(rf"rank 0 .*step {low}, rank 1 .*step {high}\b.*E-CHECKPOINT", line), line
         assert re.search("/old: .*earlier version.*E-CHECKPOINT", old), old
         assert re.search("complete on all ranks.*rank 1 .*E-CHECKPOINT", missing), missing
-        assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in said), rank
+        assert all(line.startswith(str(tmp_path)) and "\n" not in line for line in text), rank
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older save was removed"

@@ -43,7 +43,7 @@ def test_every_family_compiles_for_the_target(target: str, tmp_path: Path) -> No
 
     with ThreadPoolExecutor(2) as pool:
         problems = dict(zip(FAMILIES, pool.map(compile_one, FAMILIES), strict=True))
-    assert {family: said for family, said in problems.items() if said} == {}
+    assert {family: text for family, text in problems.items() if text} == {}
 
 
 def test_sources_are_found_beside_an_editable_install_and_in_the_package(tmp_path: Path) -> None:

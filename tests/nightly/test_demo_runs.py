@@ -57,12 +57,12 @@ def test_its_digits_need_no_package_that_installing_commlayer_does_not_bring() -
 
 def marked(folder: Path) -> list[int]:
     """The processes that were started with this folder for temporary files: workers, servers and all."""
-    found = []
+    results = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdecimal() and f"TMPDIR={folder}\0".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
+                results.append(int(entry.name))
+    return results
 
 
 @pytest.mark.commit(1)
@@ -76,20 +76,20 @@ def test_a_small_demo_reaches_its_target_and_leaves_nothing(tmp_path: Path) -> N
     assert marked(folder) == []
     assert list(folder.glob("commlayer*")) == []
     assert max(map(len, done.stdout.splitlines())) <= 100
-    told = json.loads(out.read_text())
+    data = json.loads(out.read_text())
     assert [entry.name for entry in tmp_path.iterdir() if entry != folder] == [out.name]
-    assert set(told) == {"name", "machine", "rows", "summary"}
-    dense, bound, compressed = told["rows"]
+    assert set(data) == {"name", "machine", "rows", "summary"}
+    dense, bound, compressed = data["rows"]
     for row in (dense, compressed):
         assert row["reached"]
         assert row["accuracy"] >= 0.3
         assert row["sent_nbytes"] == pytest.approx(row["step_nbytes"] * row["steps"])
         assert 0 < row["exposed"] < 1
         assert f"{row['train_s']:.1f} s" in done.stdout
-    assert dense["step_nbytes"] > 2 * told["summary"]["parameters"], "two bytes each and a header"
+    assert dense["step_nbytes"] > 2 * data["summary"]["parameters"], "two bytes each and a header"
     assert 3.5 < dense["step_nbytes"] / compressed["step_nbytes"] < 4, "16 bits against four and a scale"
     assert bound["train_s"] == pytest.approx(bound["step_s"] * dense["steps"])
-    assert told["summary"]["speedup"] == pytest.approx(dense["train_s"] / compressed["train_s"])
+    assert data["summary"]["speedup"] == pytest.approx(dense["train_s"] / compressed["train_s"])
 
 
 def test_ctrl_c_ends_workers_and_servers(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_ctrl_c_ends_workers_and_servers(tmp_path: Path) -> None:
         others = [os.pidfd_open(pid) for pid in marked(tmp_path) if pid != demo.pid]
         assert len(others) >= 5, "torchrun, two workers, two servers"
         demo.send_signal(signal.SIGINT)
-        _, said = demo.communicate(timeout=WAIT_S)
-        assert (demo.returncode, said) == (130, "commlayer demo: stopped\n")
+        _, text = demo.communicate(timeout=WAIT_S)
+        assert (demo.returncode, text) == (130, "commlayer demo: stopped\n")
         deadline = time.monotonic() + WAIT_S
         for descriptor in others:
             assert select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0], "it is still running"

@@ -99,14 +99,14 @@ def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folder
 def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen: str) -> None:
     """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
     config = quick(dead_after_s=LIMIT_S, carrier=carrier)
-    with contextlib.closing(Coordinator(config, workers=1, servers=1)) as made, \
-            contextlib.closing(DataServer("127.0.0.1", 0, quick(), made)) as serving:
+    with contextlib.closing(Coordinator(config, workers=1, servers=1)) as result, \
+            contextlib.closing(DataServer("127.0.0.1", 0, quick(), result)) as serving:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             closed = f"127.0.0.1:{sock.getsockname()[1]}"
-        with contextlib.closing(CoordinatorChannel(made.address, "", None)) as link:
+        with contextlib.closing(CoordinatorChannel(result.address, "", None)) as link:
             link.call("Join", messages.server_request(closed, colocated=True, streams=serving.streams), messages.JoinReply,
                       LIMIT_S)
-        findings = check(quick(join=made.address, carrier=carrier))
+        findings = check(quick(join=result.address, carrier=carrier))
         (one,) = [finding for finding in findings if finding.check == "carrier"]
     assert one.verdict == verdict
     assert re.search(seen, one.seen)
@@ -115,17 +115,17 @@ def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen
 def test_each_server_is_dialled_by_what_it_takes_at_its_own_ports() -> None:
     """One has the number of the coordinator's port, on another address; the others' streams come by ports of their own."""
     with contextlib.ExitStack() as opened:
-        made = opened.enter_context(contextlib.closing(Coordinator(quick(dead_after_s=LIMIT_S), workers=1, servers=3)))
-        number = int(made.address.rpartition(":")[2])
+        result = opened.enter_context(contextlib.closing(Coordinator(quick(dead_after_s=LIMIT_S), workers=1, servers=3)))
+        number = int(result.address.rpartition(":")[2])
         alike, closed, alone = (opened.enter_context(contextlib.closing(DataServer(host, port, quick(carrier=carrier)))) for
                                 host, port, carrier in (("127.0.0.2", number, "tcp"), ("127.0.0.3", 0, "auto"),
                                                         ("127.0.0.3", 0, "grpc")))
         with socket.create_server(("127.0.0.1", 0)) as sock:
             nowhere = f"127.0.0.1:{sock.getsockname()[1]}"
-        link = opened.enter_context(contextlib.closing(CoordinatorChannel(made.address, "", None)))
+        link = opened.enter_context(contextlib.closing(CoordinatorChannel(result.address, "", None)))
         for address, streams in ((alike.address, ""), (nowhere, closed.streams), (alone.address, alone.streams)):
             link.call("Join", messages.server_request(address, streams=streams), messages.JoinReply, LIMIT_S)
-        findings = {one.seen: one.verdict for one in check(quick(join=made.address)) if one.check == "carrier"}
+        findings = {one.seen: one.verdict for one in check(quick(join=result.address)) if one.check == "carrier"}
     assert [verdict for line, verdict in findings.items() if nowhere in line and closed.streams in line] == ["warn"]
     assert findings[f"TCP to server {alike.address}"] == findings[f"gRPC streams at {alone.address}"] == "ok"
     assert len(findings) == 3
@@ -163,12 +163,12 @@ class Relay:
     def _accept(self) -> None:
         while True:
             try:
-                here, _ = self._listener.accept()
+                local, _ = self._listener.accept()
             except OSError:
                 return
             host, port = self._target.rsplit(":", 1)
-            there = socket.create_connection((host, int(port)))
-            for a, b in ((here, there), (there, here)):
+            present = socket.create_connection((host, int(port)))
+            for a, b in ((local, present), (present, local)):
                 threading.Thread(target=self._pass, args=(a, b), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket) -> None:
@@ -184,12 +184,12 @@ class Relay:
 
 def test_a_way_that_loses_full_size_packets_is_told_from_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "CALL_S", 1.0)
-    made = Coordinator(quick(token=SECRET), workers=1)
-    relay = Relay(made.address, 1400)
+    result = Coordinator(quick(token=SECRET), workers=1)
+    relay = Relay(result.address, 1400)
     findings = check(quick(token=SECRET, join=relay.address))
     assert verdicts(findings) == {"server": "ok", "clock": "ok", "latency": "ok", "packets": "fail"}, findings
     relay.close()
-    made.close()
+    result.close()
 
 
 # ---- this machine

@@ -33,11 +33,11 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
     """To the end, from what is in `folder` if there is anything. `killed`: a rank that is, once."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    whole = Path(folder) / "model.pt"
+    full = Path(folder) / "model.pt"
     with commlayer.attach(model, optimizer, compression=topk(ratio=0.1), config=rank_pool.quick(ranks_per_node=1)) as session:
         first = 0
-        if whole.is_file():
-            held = torch.load(whole, weights_only=True)
+        if full.is_file():
+            held = torch.load(full, weights_only=True)
             model.load_state_dict(held["model"])
             optimizer.load_state_dict(held["optimizer"])
             session.resume(f"{folder}/session")
@@ -47,8 +47,8 @@ def train(rank: int, folder: str, *, killed: int = -1) -> dict[str, Any]:
                 session.checkpoint(f"{folder}/session", model=False)
                 if rank == 0:
                     held = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                    torch.save(held, f"{whole}.new")
-                    os.replace(f"{whole}.new", whole)
+                    torch.save(held, f"{full}.new")
+                    os.replace(f"{full}.new", full)
             if step == KILLED and rank == killed and first == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
@@ -70,18 +70,18 @@ def environment() -> dict[str, str]:
 
 
 def check(agents: list[tuple[str, str]], undisturbed: list[str]) -> None:
-    said = [json.loads(line) for out, _ in agents for line in out.splitlines() if line.startswith("{")]
-    said.sort(key=lambda each: int(each["rank"]))
-    assert [each["first"] for each in said] == [SAVED] * WORLD, agents
-    assert [each["digest"] for each in said] == undisturbed
+    lines = [json.loads(line) for out, _ in agents for line in out.splitlines() if line.startswith("{")]
+    lines.sort(key=lambda each: int(each["rank"]))
+    assert [each["first"] for each in lines] == [SAVED] * WORLD, agents
+    assert [each["digest"] for each in lines] == undisturbed
 
 
 def test_after_a_kill_all_start_again_and_come_to_the_same_weights(tmp_path: Path, undisturbed: list[str]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD),
                "--max-restarts", "1", str(Path(__file__)), str(tmp_path), "1"]
     # As docs/how-to/torchrun.md says: else the second attempt of torch 2.13 meets in the store of the first.
-    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = subprocess.run(command, env=environment() | told, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    report = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(command, env=environment() | report, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     check([(done.stdout, done.stderr)], undisturbed)
 
@@ -93,24 +93,24 @@ def test_the_line_on_two_machines_goes_on_whoever_is_killed(killed: int, tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as free:
         where = f"127.0.0.1:{free.getsockname()[1]}"
     words = re.sub(r"--rdzv-endpoint \S+", f"--rdzv-endpoint {where}", " ".join(line)).split()
-    told = dict([words[0].split("=")])
+    lines = dict([words[0].split("=")])
     command = [sys.executable, "-m", "torch.distributed.run", *words[2:], "--local-addr", "127.0.0.1", str(Path(__file__)),
                str(tmp_path), str(killed)]
-    agents = [subprocess.Popen(command, env=environment() | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    agents = [subprocess.Popen(command, env=environment() | lines, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
               for _ in range(2)]
     try:
-        said = [agent.communicate(timeout=LIMIT_S) for agent in agents]
+        messages = [agent.communicate(timeout=LIMIT_S) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    check(said, undisturbed)
-    assert sum("(exitcode: -9)" in errors for _, errors in said) == 1, said
+    assert [agent.returncode for agent in agents] == [0, 0], messages
+    check(messages, undisturbed)
+    assert sum("(exitcode: -9)" in errors for _, errors in messages) == 1, messages
 
 
 def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
     """What session.resume says in a world that did not save that, and whether a step goes on behind it."""
-    said = ""
+    text = ""
     held = torch.load(Path(folder) / "model.pt", weights_only=True)
     model = mlp()
     model.load_state_dict(held["model"])
@@ -119,11 +119,11 @@ def load_elsewhere(rank: int, folder: str) -> tuple[str, bool]:
         try:
             session.resume(f"{folder}/session")
         except ValueError as error:
-            said = str(error)
+            text = str(error)
         x, y = data(rank, held["step"])
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
-    return said, all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    return text, all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
 def test_a_save_of_another_world_is_refused_with_the_code_on_the_page(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_save_of_another_world_is_refused_with_the_code_on_the_page(tmp_path: 
     assert goes_on
     assert re.search(rf"^{tmp_path}/session/save-1 .*world 3\b.*\b2\b.*\[E-CHECKPOINT\]$", line)
     assert "`E-CHECKPOINT`" in PAGE
-    # Who is alone owes nobody anything.
+    # One worker alone keeps no residuals.
     assert pool(1).call(load_elsewhere, str(tmp_path)) == [("", True)]
 
 

@@ -24,8 +24,8 @@ def losses(line: list[str], folder: Path) -> list[float]:
 
 
 def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> None:
-    (anew := tmp_path / "anew").mkdir()
-    fresh = losses([], anew)
+    (empty := tmp_path / "empty").mkdir()
+    fresh = losses([], empty)
     first = losses(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
     then = losses([], tmp_path)
     assert len(fresh) == len(first) == len(then) == 2, "rank 0 alone prints"
@@ -51,12 +51,12 @@ def test_a_home_without_a_checkpoint_that_comes_first_overwrites_none(tmp_path: 
 
 def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
     (line,) = re.findall(r"^\$ commlayer (estimate .*)$", PAGE, re.MULTILINE)
-    said = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
-    assert said.exit_code == 0, said.output
-    assert "servers on server\n" in said.output
-    rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", said.output, re.MULTILINE))
+    text = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
+    assert text.exit_code == 0, text.output
+    assert "servers on server\n" in text.output
+    rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", text.output, re.MULTILINE))
     shown = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", PAGE, re.MULTILINE))
     assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}
     assumed = re.findall(r"^  (?:batch|computing|optimizer|memory|network): .*$", PAGE, re.MULTILINE)
     assert len(assumed) == 5
-    assert [line for line in assumed if line not in said.output] == []
+    assert [line for line in assumed if line not in text.output] == []

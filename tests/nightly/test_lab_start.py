@@ -29,8 +29,8 @@ def main() -> None:
     with commlayer.attach(model, compression=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
         model(data(session.inspect.connection.rank, 0)[0]).sum().backward()
         gradient = float(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]).double().norm())
-        told = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}
-        print(json.dumps(told), flush=True)
+        report = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}
+        print(json.dumps(report), flush=True)
 
 
 def launched(lab: Lab, port: int, settings: list[dict[str, str]]) -> list[tuple[int, str, str]]:
@@ -57,10 +57,10 @@ def lab() -> Iterator[Lab]:
 def test_two_machines_need_no_more_than_leave_to_talk_in_plain_text(lab: Lab) -> None:
     ended = launched(lab, 29500, [{"COMMLAYER_INSECURE": "1"}] * HOSTS)
     assert [code for code, _, _ in ended] == [0, 0], ended
-    said = [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
-    assert [s["world"] for s in said] == [HOSTS] * HOSTS
-    assert said[0]["norm"] == said[1]["norm"] > 0
-    listening = [line for line in said[0]["said"] if "listen" in line]
+    lines = [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
+    assert [s["world"] for s in lines] == [HOSTS] * HOSTS
+    assert lines[0]["norm"] == lines[1]["norm"] > 0
+    listening = [line for line in lines[0]["said"] if "listen" in line]
     assert listening == [f"step 0: the servers of this node listen on {lab.addresses[0]}, the address of this machine on the "
                          "route to MASTER_ADDR; the setting bind overrides it"]
 

@@ -48,8 +48,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
             command()
         except SystemExit as end:
             code = int(end.code or 0)
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return call
 
@@ -96,12 +96,12 @@ def train(rank: int, parts: list[int], plan: str, config: dict[str, Any] | None,
             pairs = [data(part, step) for part in parts]
             torch.stack([nn.functional.mse_loss(model(x), y) for x, y in pairs]).mean().backward()
             optimizer.step()
-        told: dict[str, Any] = {"weights": weights(model)}
+        report: dict[str, Any] = {"weights": weights(model)}
         if session is not None:
             assert session.inspect.connection.uplink is not None
-            told |= {"servers": [s.node for s in session.inspect.connection.uplink.view.servers],
+            report |= {"servers": [s.node for s in session.inspect.connection.uplink.view.servers],
                      "decisions": session.inspect.decisions(), "children": len(session.inspect.connection.embedded)}
-        return told
+        return report
     finally:
         if session is not None:
             session.close()
@@ -121,22 +121,22 @@ def test_a_plan_of_many_classes_of_paths_trains_as_one_process_would_and_is_trac
     first, second = str(Path("first.json").resolve()), str(Path("second.json").resolve())
     ranks = pool(WORLD)
     ranks.ready(__name__)
-    with Servers(WORLD) as made:
-        results = ranks.call(ranked, plan, settings(join=made.address, trace=first), second)
+    with Servers(WORLD) as servers:
+        results = ranks.call(ranked, plan, settings(join=servers.address, trace=first), second)
     alone = train(0, [*range(WORLD)], "", None)
     for result in results:
         torch.testing.assert_close(result["weights"], alone["weights"])
         assert all(torch.equal(w, results[0]["weights"][name]) for name, w in result["weights"].items())
     assert [r["decisions"] for r in results] == [[]] * WORLD
-    # one by session.inspect.trace() before the first step, whose begin nobody saw; one by the setting, when steps are warm
+    # one by session.inspect.trace() before the first step, which has no recorded begin; one by the setting, when steps are warm
     for file, begins in ((second, 1), (first, 2)):
         code, _, errors = call("trace", file, "--json", "told.json")
         assert (code, errors) == (0, "")
-        told = json.loads(Path("told.json").read_text())
-        assert (told["ranks"], told["nodes"], told["first_step"], told["note"]) == (WORLD, 2, begins, "")
+        report = json.loads(Path("told.json").read_text())
+        assert (report["ranks"], report["nodes"], report["first_step"], report["note"]) == (WORLD, 2, begins, "")
         # the file's, not that of what it is lowered to
-        assert told["plan"] == records.digest(records.decode(Path(plan).read_bytes(), Plan, "plan"))
-        ops = {row["op"]: row for row in told["rows"]}
+        assert report["plan"] == records.digest(records.decode(Path(plan).read_bytes(), Plan, "plan"))
+        ops = {row["op"]: row for row in report["rows"]}
         assert {"forward", "backward", "node.reduce", "encode@cpu", "exchange", "decode@cpu", "node.broadcast", "all.allreduce",
                 "node.reduce_scatter", "net.allreduce", "net.alltoall", "net.allgather", "all.allgather", "node.allgather",
                 "step"} == set(ops)
@@ -201,8 +201,8 @@ def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Cal
     file = save(plan)
     ranks = pool(2)
     ranks.ready(__name__)
-    with Servers(2) as made:
-        results = ranks.call(under_ddp, file, made.address)
+    with Servers(2) as servers:
+        results = ranks.call(under_ddp, file, servers.address)
     first, second = (r["weights"] for r in results)
     assert all(torch.equal(w, second[name]) for name, w in first.items() if "running" not in name)
     assert results[0]["slices"] == [len(b.slices) for b in plan.buckets if not job.tensors[b.slices[0].tensor].buffer]
@@ -211,15 +211,15 @@ def test_ddp_runs_the_plan_of_what_it_wraps_and_leaves_out_its_buffers(call: Cal
 
 def refused(rank: int, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
     """What attach says to each."""
-    said = []
+    lines = []
     for plan, config in cases:
         try:
             commlayer.attach(mlp(), plan=plan, config=config).close()
         except ValueError as error:
-            said.append(str(error))
+            lines.append(str(error))
         else:
-            said.append("attached")
-    return said
+            lines.append("attached")
+    return lines
 
 
 def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_of_it(call: Callable[..., Any]) -> None:
@@ -244,9 +244,9 @@ def test_what_cannot_run_is_refused_in_a_line_by_every_rank_and_lint_finds_all_o
         (str(Path("absent.json").resolve()), settings(), r"(rank 0: )?plan '.*absent.json': .*\[E-PLAN-NAME\]"),
     ]
     results = pool(WORLD).call(refused, [(file, config) for file, config, _ in cases])
-    for said in results:
-        assert len(said) == len(cases)
-        for line, (_, _, expected) in zip(said, cases, strict=True):
+    for text in results:
+        assert len(text) == len(cases)
+        for line, (_, _, expected) in zip(text, cases, strict=True):
             assert "\n" not in line
             assert re.fullmatch(expected, line), line
     code, out, errors = call("plan", "lint", "bad.json", "--job", "job.json")
@@ -268,5 +268,5 @@ def test_a_lowered_plan_knows_which_bucket_each_is_of() -> None:
     low = lower(plan)
     assert len(low.buckets) > len(plan.buckets)
     for bucket, old in zip(low.buckets, origins(plan), strict=True):
-        whole = plan.buckets[old].slices[0]
-        assert all(s.tensor == whole.tensor and whole.start <= s.start < s.stop <= whole.stop for s in bucket.slices)
+        slices = plan.buckets[old].slices[0]
+        assert all(s.tensor == slices.tensor and slices.start <= s.start < s.stop <= slices.stop for s in bucket.slices)

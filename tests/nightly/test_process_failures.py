@@ -62,11 +62,11 @@ def staged(model: Any) -> Any:
     from commlayer.engine.optimizers import job_of
     from commlayer.planner import default_plan
 
-    made = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
+    plan = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
                         fuse_nbytes=2048, cut_nbytes=4096)
     path = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu"
-    buckets = tuple(msgspec.structs.replace(b, path=path) for b in made.buckets)
-    return msgspec.structs.replace(made, buckets=buckets, servers=0)
+    buckets = tuple(msgspec.structs.replace(b, path=path) for b in plan.buckets)
+    return msgspec.structs.replace(plan, buckets=buckets, servers=0)
 
 
 def tell(**what: Any) -> None:
@@ -75,10 +75,10 @@ def tell(**what: Any) -> None:
 
 def begin(run: Tree) -> list[int]:
     """Waits until all ranks have trained; the ids of the servers among their children."""
-    said = [json.loads(run.until(rank, "{")) for rank in range(len(run.processes))]
-    servers: list[int] = said[0]["embedded"]
+    lines = [json.loads(run.until(rank, "{")) for rank in range(len(run.processes))]
+    servers: list[int] = lines[0]["embedded"]
     assert len(servers) == 1
-    assert not said[1]["embedded"]
+    assert not lines[1]["embedded"]
     assert not gone(servers[0], 0.1)
     return servers
 
@@ -96,7 +96,7 @@ def test_an_exception_on_one_rank_ends_all(how: str, failing: int) -> None:
 
 
 def test_a_rank_that_fails_while_groups_are_made_is_named() -> None:
-    """Nobody's heartbeats are heard yet."""
+    """Heartbeats have not begun."""
     with tree(__file__, 2, args=("groups", "1"), settings=SETTINGS | {"deadline_s": 2.0}) as run:
         results = run.ended(END_S)
         assert [code for code, _ in results] == [1, 1]
@@ -123,7 +123,7 @@ def test_a_worker_that_dies_or_stops_is_named_by_all_others(how: str, sent: sign
 
 @pytest.mark.parametrize("how", ["module", "allreduce"])
 def test_the_end_of_the_rank_that_hosts_coordinator_and_server_is_no_hang(how: str) -> None:
-    """They end with their parent: nobody is left to say who died, and that silence says who."""
+    """They end with their parent: only silence shows the death."""
     with tree(__file__, 2, args=(how, "-1"), settings=SETTINGS) as run:
         servers = begin(run)
         os.kill(run.processes[0].pid, signal.SIGKILL)

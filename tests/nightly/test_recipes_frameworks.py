@@ -1,4 +1,4 @@
-"""The examples with other people's loops: a resumed run equals the one that went on, bit for bit, by what the codec still owes.
+"""The examples with frameworks' loops: a resumed run equals one without a stop, bit for bit, thanks to saved residuals.
 
 Ranks are kept over all of them, since a framework takes seconds to import. Lightning's own launcher starts its script itself.
 """
@@ -32,9 +32,9 @@ RECIPES = [
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
     """Processes of their own: frameworks change what a process does in many places."""
-    made = Pool(WORLD)
-    yield made
-    made.close()
+    pool = Pool(WORLD)
+    yield pool
+    pool.close()
 
 
 def train(rank: int, recipe: str, arguments: list[str], address: str, load: bool) -> dict[str, torch.Tensor]:
@@ -71,14 +71,14 @@ def test_a_resumed_run_equals_the_one_that_went_on(
     if importlib.util.find_spec(package) is None:
         pytest.skip(MISSING.format(package))
     arguments = [*arguments, "--out", str(tmp_path)]
-    whole = run(ranks, recipe, arguments)
-    assert equal(*whole), "ranks differ"
+    result = run(ranks, recipe, arguments)
+    assert equal(*result), "ranks differ"
     assert sorted(tmp_path.rglob("manifest.json")), "residuals were saved"
     for rank, resumed in enumerate(run(ranks, recipe, [*arguments, "--resume"])):
-        assert equal(resumed, whole[rank])
+        assert equal(resumed, result[rank])
     if recipe == RECIPES[0][0]:  # the others save and load the same
         without = run(ranks, recipe, [*arguments, "--resume"], load=False)
-        assert not equal(without[0], whole[0]), "what was owed made no difference"
+        assert not equal(without[0], result[0]), "the residuals made no difference"
 
 
 def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_lightning_starts_the_ranks_itself(tmp_path: Path) -> None:
     script = [str(EXAMPLES / "with_lightning.py"), "--epochs", "2", "--save-at", "1", "--out", "."]
     done = subprocess.run([sys.executable, *script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [line for line in done.stdout.splitlines() if line.startswith("step 10: loss ")]
-    assert len(told) == 1
-    assert int(told[0].split(", ")[1].split()[0]) > 0, "the ranks have met"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step 10: loss ")]
+    assert len(lines) == 1
+    assert int(lines[0].split(", ")[1].split()[0]) > 0, "the ranks have met"
     assert [p.name for p in sorted(tmp_path.glob("*.residuals"))] == ["epoch=0.ckpt.residuals", "epoch=1.ckpt.residuals"]

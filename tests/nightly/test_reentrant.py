@@ -90,8 +90,8 @@ SETTINGS = {"service": Setting("module"), "all-reduce": Setting("module", server
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("make", MODELS)
 def test_as_alone(make: Callable[[], nn.Module], micro: int, path: str) -> None:
-    with coordinators(1, WORLD, SETTINGS[path].servers) as made:
-        setting = SETTINGS[path]._replace(addresses=tuple(m.address for m in made))
+    with coordinators(1, WORLD, SETTINGS[path].servers) as result:
+        setting = SETTINGS[path]._replace(addresses=tuple(m.address for m in result))
         results = pool(WORLD).call(play, WORLD, trained, setting, make, micro)
     for name, tensor in play(0, WORLD, trained, None, make, micro).items():
         torch.testing.assert_close(results[0][name], tensor, msg=lambda m, n=name: f"{n}: {m}")
@@ -99,7 +99,7 @@ def test_as_alone(make: Callable[[], nn.Module], micro: int, path: str) -> None:
 
 
 class Raises(torch.autograd.Function):
-    """In its backward pass, if it is told to."""
+    """In its backward pass, if `now`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, now: bool) -> torch.Tensor:
@@ -117,7 +117,7 @@ def broken(rank: int, how: str, address: str) -> tuple[list[str], torch.Tensor]:
     """The outer pass of rank 1 raises in step 1, after a segment. What became of each step, and the weights."""
     model: Any = All()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
+    results = []
     sync = "forward" if how == "forward" else None
     with commlayer.attach(model, optimizer, compression="identity()", config=quick(join=address), sync=sync):
         for step in range(STEPS):
@@ -127,10 +127,10 @@ def broken(rank: int, how: str, address: str) -> tuple[list[str], torch.Tensor]:
             try:
                 nn.functional.mse_loss(segment(model.head, segment(model.body[2:], hidden)), y).backward()
                 optimizer.step()
-                found.append("")
+                results.append("")
             except (ArithmeticError, commlayer.CommError) as error:
-                found.append(type(error).__name__)
-        return found, torch.cat([p.detach().view(-1) for p in model.parameters()])
+                results.append(type(error).__name__)
+        return results, torch.cat([p.detach().view(-1) for p in model.parameters()])
 
 
 def test_a_pass_that_raises_drops_its_step_on_all_ranks() -> None:
@@ -166,13 +166,13 @@ def overlapped(rank: int, arguments: dict[str, Any], address: str) -> tuple[list
 
 
 def test_other_sync_modes_and_one_log_line() -> None:
-    found = []
+    results = []
     for arguments in ({}, {"overlap": "forward"}, {"every": 1, "codes": "updates"}):
         with Servers(WORLD, 1) as servers:
-            (said, one), (_, other) = pool(WORLD).call(overlapped, arguments, servers.address)
-        assert said == [REENTRANT]
+            (text, one), (_, other) = pool(WORLD).call(overlapped, arguments, servers.address)
+        assert text == [REENTRANT]
         assert all(torch.equal(one[name], other[name]) for name in one), arguments
-        found.append(one)
-    for name, tensor in found[0].items():
-        assert torch.equal(tensor, found[1][name]), "the same bits with and without overlap"
-        torch.testing.assert_close(tensor, found[2][name])
+        results.append(one)
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), "the same bits with and without overlap"
+        torch.testing.assert_close(tensor, results[2][name])

@@ -26,7 +26,7 @@ from commlayer.planner.model import Line
 WORLD, SERVERS = 2, 2
 FINE = {"identity()", "fp16()", "bf16()", "int8()", "int4()"}
 SETTLED, MOST = 40, 4000
-"""Steps under a plan that nobody has left yet; steps in all."""
+"""Steps after which a plan counts as final; steps in all."""
 COMPUTING_S = 0.03
 
 

@@ -263,9 +263,9 @@ def over_a_coordinator(model: Any, optimizer: Any, train: Callable[[Any], None],
 
     def exists(flag: str) -> bool:
         """Alike at all sites."""
-        there = torch.tensor([float(Path(flag).exists())])
-        dist.all_reduce(there)
-        return there.item() > 0
+        present = torch.tensor([float(Path(flag).exists())])
+        dist.all_reduce(present)
+        return present.item() > 0
 
     step, left = 0, BETWEEN
     with commlayer.attach(model, optimizer, compression="topk(ratio=0.1)") as session:

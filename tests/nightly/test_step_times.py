@@ -29,15 +29,15 @@ WORLD = 2
 
 
 def passes(run: Run, overlap: str | None) -> dict[str, Any]:
-    """When each backward pass began and ended, and what an observer was told of its end: of some steps it looks at sums."""
+    """When each backward pass began and ended, and the end that an observer sees. In some steps it reads sums."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=overlap, config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    made, times, told = session.inspect.connection, list[tuple[float, float]](), list[float]()
+    connection, times, lines = session.inspect.connection, list[tuple[float, float]](), list[float]()
 
     def after_step() -> None:
-        told.append(made.passed_s)
+        lines.append(connection.passed_s)
 
     session.inspect.observers.add(Observer(ObserverOrder.OTHER, None, after_step=after_step, looks=lambda: len(times) % 3 == 2))
     for step in range(9):
@@ -48,15 +48,15 @@ def passes(run: Run, overlap: str | None) -> dict[str, Any]:
         loss.backward()
         times.append((begin, time.perf_counter()))
         optimizer.step()
-    return {"times": times, "told": told}
+    return {"times": times, "told": lines}
 
 
 @pytest.mark.parametrize("overlap", [None, "forward"])
 def test_a_step_ends_with_its_backward_pass_whenever_it_is_looked_at(overlap: str | None) -> None:
     for result in pool(WORLD).call(play, WORLD, passes, Setting("module", servers=2), overlap):
         assert len(result["told"]) >= len(result["times"]) - 1, "the last may still be on its way"
-        for (begin, end), told in zip(result["times"], result["told"], strict=False):
-            assert begin <= told <= end
+        for (begin, end), report in zip(result["times"], result["told"], strict=False):
+            assert begin <= report <= end
 
 
 SLEEP_S, EVERY = 0.02, 4
@@ -69,8 +69,8 @@ def priced(run: Run, overlap: str | None) -> tuple[list[ReplanVerdict], float]:
     session = commlayer.attach(model, optimizer, compression="fp16()", sync=sync_of(EVERY, overlap=overlap),
                                config=rank_pool.quick(servers="each"))
     run.sessions.append(session)
-    made = session.inspect.connection
-    auto = TuningController(made, JobActions(made, 0.2), None, keep=True)
+    connection = session.inspect.connection
+    auto = TuningController(connection, JobActions(connection, 0.2), None, keep=True)
     session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, auto, after_exchange=auto.after_exchange))
     times = []
     for step in range((FIRST_PLANNING + 2) * EVERY):
@@ -123,7 +123,7 @@ class Clock:
 
 
 def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step ends behind its backward pass, is looked at 0.03 s into the next one, and one look takes 5 s."""
+    """A step ends after its backward pass, is examined 0.03 s into the next one, and one examination takes 5 s."""
     clock, seconds, connection = Clock(), list[float](), JobContext()
     monkeypatch.setattr("commlayer.autotune.controller.time", SimpleNamespace(
         perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
@@ -138,7 +138,7 @@ def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None
         clock.now += 5.0 if len(seconds) == 3 else 0.0
 
     monkeypatch.setattr(auto, "step_over", step_over)
-    for late in (True, True, True, False, False, True):  # the fourth is waited for, as somebody looks at its sums
+    for late in (True, True, True, False, False, True):  # the fourth is waited for: an observer reads its sums
         clock.now += 0.27
         connection.passed()
         clock.now += 0.13 if late else 0.0

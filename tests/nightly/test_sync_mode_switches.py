@@ -1,4 +1,4 @@
-"""switch() from any way of exchanging steps to any other, at one step of a running job. Real ranks, plain modules."""
+"""switch() from any sync mode to any other, at one step of a running job. Real ranks, plain modules."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def walk(how: str = "") -> list[str]:
     without = {"forward"} if "ddp" in how else {"late"} if "scaled" in how else set()
     ways = [way for way in MODES if way not in without]
     left = {a: [b for b in ways if b != a] for a in ways}
-    path, found = ["gradients"], []
+    path, results = ["gradients"], []
     while path:
         if left[path[-1]]:
             path.append(left[path[-1]].pop(0))
         else:
-            found.append(path.pop())
-    return found[::-1]
+            results.append(path.pop())
+    return results[::-1]
 
 
 def test_the_walk_sees_all_ordered_pairs() -> None:
@@ -44,14 +44,14 @@ def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
     for before, way in zip(walk(how), rest, strict=False):
         training.switch(way)
         local.append((way, training.connection.local is not None, training.session.inspect.plan))
-        # Behind a step of gradients DDP leaves buffers as they are, to copy rank 0's ahead of the next.
+        # After a step of gradients DDP leaves buffers unequal; it copies rank 0's before the next step.
         rows.append(training.tensors(buffers="ddp" not in how or before in LOCAL))
         losses.append(training.train(3))
     training.session.flush()
     rows.append(training.tensors(buffers="ddp" not in how))
-    found = {"rows": rows, "losses": losses, "local": local, "said": training.session.inspect.decisions()}
+    results = {"rows": rows, "losses": losses, "local": local, "said": training.session.inspect.decisions()}
     training.session.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("how", [
@@ -73,8 +73,8 @@ RATE = 0.1
 
 
 def slopes(rank: int, step: int, model: nn.Module) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + rank)
-    return [torch.randn(p.shape, generator=made) for p in model.parameters()]
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(p.shape, generator=generator) for p in model.parameters()]
 
 
 def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor]:
@@ -89,7 +89,7 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
         training.switch(way)
         for _ in range(3):
             given = slopes(rank, step, model)
-            idle = 1 if "idle" in how and way in LOCAL else 0  # so many have no gradient then to pay a debt into
+            idle = 1 if "idle" in how and way in LOCAL else 0  # tensors without a gradient that could carry a residual
             given[:idle] = [torch.zeros_like(s) for s in given[:idle]]
             terms = [(p, s) for p, s in zip(model.parameters(), given, strict=True)][idle:]
 
@@ -109,9 +109,9 @@ def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor
                 training.optimizer.step()
             step += 1
     end = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = {"put": put, "applied": start - end, "owed": RATE * training.residuals()}
+    results = {"put": put, "applied": start - end, "owed": RATE * training.residuals()}
     training.session.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("codec", "how"), [
