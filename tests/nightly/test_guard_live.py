@@ -36,7 +36,10 @@ COARSE, STEPS, LATEST = "topk(ratio=0.0001)", 40, 260
 
 
 def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any]:
-    """Trains that many steps under each codec ("": the current plan; "auto: ...": as if chosen automatically). Gradients are compared as often as possible. `rises_at`: the step from which rank 1 reports a doubled loss."""
+    """Trains that many steps under each codec ("": the current plan; "auto: ...": as if chosen automatically).
+
+    Gradients are compared as often as possible. `rises_at`: the step from which rank 1 reports a doubled loss.
+    """
     quality.TIME_PART = 1e9
     logging.getLogger("commlayer").setLevel(logging.ERROR)
     model = mlp()

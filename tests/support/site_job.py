@@ -18,11 +18,27 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
+from msgspec import structs
 from safetensors.torch import load
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import commlayer
+from commlayer.cluster import client
+from commlayer.cluster.collectives import Groups, RowChannel
+from commlayer.cluster.uplink import Uplink
+from commlayer.compressors import parse, wrap
 from commlayer.compressors.feedback import split_by_tensor
 from commlayer.engine import checkpoint
+from commlayer.engine.local_steps import OuterSteps
+from commlayer.engine.observers import Observer, ObserverOrder
+from commlayer.engine.replica import Replica
+from commlayer.engine.step import Arrivals
+from commlayer.engine.switch import switch
+from commlayer.errors import CommError, StepAbandoned
+from commlayer.planner import default_plan
+from commlayer.transport.protocol import SERVER_BASE, Header, Kind
 from support.arguments import sync_of
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
@@ -219,13 +235,6 @@ class Faults:
 
     def install(self) -> None:
         """Wraps the functions at which this site can fail; before attach()."""
-        from commlayer.cluster import client
-        from commlayer.cluster.collectives import Groups, RowChannel
-        from commlayer.cluster.uplink import Uplink
-        from commlayer.engine.local_steps import LocalSteps
-        from commlayer.engine.replica import Replica
-        from commlayer.engine.step import Arrivals
-
         join, rows, expect, arrived = client.join, RowChannel.rows, Arrivals.expect, Arrivals.arrived
 
         def watched_join(address: str, request: Any, config: Any, on_failure: Callable[[Any], None], **named: Any) -> Any:
@@ -247,8 +256,6 @@ class Faults:
             turns: list[Any] = []
 
             def read_or_lose(*args: Any) -> Any:
-                from commlayer.errors import CommError
-
                 turns.append(read(*args))
                 if len(turns) != self.at("lose row")[0].number:
                     return turns[-1]
@@ -273,7 +280,7 @@ class Faults:
         client.join = watched_join
         RowChannel.rows, Arrivals.expect, Arrivals.arrived = lossy_rows, counted_expect, late_arrived
         for owner, name in ((Groups, "gather_all"), (Groups, "share_bytes"), (Uplink, "send_plan"), (Uplink, "put_state"),
-                            (LocalSteps, "drain"), (LocalSteps, "exchange"), (Replica, "take")):
+                            (OuterSteps, "drain"), (OuterSteps, "exchange"), (Replica, "take")):
             self._watch(owner, name, after=owner is Uplink)
 
     def at(self, action: str) -> list[Event]:
@@ -311,8 +318,6 @@ class Faults:
 
     def break_protocol(self, connection: Any, how: str) -> None:
         """Sends a payload that no codec decodes, or a frame that is not allowed. Then lives on until it is evicted."""
-        from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-
         if how == "payload":
             bucket = next(b.id for b in connection.plan.buckets if b.server == 0)
             header = Header(Kind.PUSH, connection.worker.generation, connection.worker.step, bucket, codec=99,
@@ -358,11 +363,6 @@ def codec_of(plan: Any) -> str:
 
 def other_plan(connection: Any, step: int) -> Any:
     """A plan with the other codec; of an exact plan, one with other buckets."""
-    from msgspec import structs
-
-    from commlayer.compressors import parse, wrap
-    from commlayer.planner import default_plan
-
     plan, used = connection.plan, codec_of(connection.plan)
     if used == EXACT:
         return default_plan(connection.worker.job, codec=EXACT, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1,
@@ -373,14 +373,6 @@ def other_plan(connection: Any, step: int) -> Any:
 
 
 def main(site: int, script: Script) -> None:
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    import commlayer
-    from commlayer.engine.observers import Observer, ObserverOrder
-    from commlayer.engine.switch import switch
-    from commlayer.errors import CommError, StepAbandoned
-
     faults, model, local_rank = Faults(site, script), Linear(), int(os.environ["LOCAL_RANK"])
     faults.install()
     with torch.no_grad():
