@@ -12,7 +12,7 @@ import torch
 from support.workers import Rig, ToldRows, on_ranks
 from torch import nn
 
-from commlayer.engine.local_steps import LocalSteps, StepWeights, scale_of, square_of
+from commlayer.engine.local_steps import OuterSteps, StepWeights, scale_of, square_of
 from commlayer.optim import OuterSGD, usual
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
@@ -88,7 +88,7 @@ def trained(
     with Rig(world, "", plan=plan, of=job) as rig:
         def body(rank: int) -> Any:
             parameters = [nn.Parameter(torch.zeros(shape[::-1]).t() if strided else torch.zeros(shape)) for shape in SHAPES]
-            local = LocalSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
+            local = OuterSteps(parameters, EVERY, outer, StepWeights(weights[rank], None), fragments=fragments, overlap=overlap,
                                lengths=rows.of(rank))
             results = []
             for step in range(STEPS):
