@@ -10,7 +10,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from typing import Any, TypeVar
 
 import msgspec
@@ -53,14 +52,9 @@ log = logging.getLogger("commlayer")
 CALL_S, MIN_CALL_S = 5.0, 0.05
 """Usual and shortest timeout of a call, in seconds."""
 CHECK_S = 1.0
-CLOCK_S = 300.0
-"""Seconds of difference between this machine's clock and the coordinator's above which a warning is logged. No reply takes that
-long."""
 NAME_S = 5.0
 """Seconds after which a host name that cannot be resolved is an error. The name of a container exists only after the container
 has started."""
-PARTS_IN_FLIGHT = 8
-"""How many chunks of a plan are sent concurrently, so uploading to a distant coordinator takes few round trips."""
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
 answered."""
@@ -182,7 +176,7 @@ class CoordinatorChannel:
         """
         begin = answered = time.monotonic()
         missing = logged = ""
-        wrong_clock, ended = False, ended or threading.Event()
+        ended = ended or threading.Event()
         backoff = Backoff(begin + wait_s, ended)
         while True:
             now = time.monotonic()
@@ -204,7 +198,6 @@ class CoordinatorChannel:
                 answered, missing = time.monotonic(), reply.missing
                 if reply.error:
                     raise Refused(reply.error, peer=self.peer)
-                wrong_clock = wrong_clock or self._check_clock(reply.time_s)
                 if reply.plan_wanted:
                     continue
                 if reply.complete:
@@ -229,30 +222,15 @@ class CoordinatorChannel:
         raise DeadlineExceeded(f"did not answer within {min(answer_s, wait_s):g} s: check that `commlayer serve` is running at "
                                "this address and port, and that firewalls allow connections to it", peer=self.peer)
 
-    def _check_clock(self, time_s: float) -> bool:
-        """Logs a warning if this machine's clock differs by more than CLOCK_S from the coordinator's. Returns whether it
-        does."""
-        off_s = time.time() - time_s
-        if not time_s or abs(off_s) < CLOCK_S:
-            return False
-        log.warning("this machine's clock is %.1f hours %s compared with %s, so valid certificates may be rejected: "
-                    "synchronize it (timedatectl set-ntp true)", abs(off_s) / 3600, "fast" if off_s > 0 else "slow", self.peer)
-        return True
-
     def send_plan(self, plan: bytes, timeout_s: float) -> None:
         """Uploads a plan in parts, each in a call of its own, because no call may be large."""
         if len(plan) > MAX_PLAN_NBYTES:
             raise InvalidInput("E-PLAN-REFUSED",
                                f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
         digest = messages.digest_of(plan)
-
-        def send(begin: int) -> None:
+        for begin in range(0, len(plan), PART_NBYTES):
             part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
             self.call("PlanPart", part, HeartbeatReply, timeout_s)
-
-        with futures.ThreadPoolExecutor(PARTS_IN_FLIGHT, "commlayer-plan") as pool:
-            for _ in pool.map(send, range(0, len(plan), PART_NBYTES)):
-                pass
 
     def leave(self, token: str, reason: str, exchanges: int = -1, *, deadline: float = 0.0, timeout_s: float = 1.0
               ) -> HeartbeatReply | None:

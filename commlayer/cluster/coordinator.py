@@ -234,7 +234,6 @@ class Coordinator:
             self._write_down(before)
             view = self._state.view
             place = None if is_registered else self._state.registrations.get(request.token)
-        reply = msgspec.structs.replace(reply, time_s=time.time())
         if reply.error:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
         if place is not None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import structs
 
-from commlayer.cluster.membership import MembershipDecision, Registration, State, conflict, evict, failure, over
+from commlayer.cluster.membership import Registration, State, conflict, evict, failure, over
 from commlayer.cluster.messages import FINISHED, HeartbeatReply, Join, JoinReply, Overdue, PeerExit, incompatible
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.errors import CorruptFrame, coded, one_line, without_code
@@ -204,7 +204,7 @@ def _closed(state: State, view: View, present: int) -> AdmissionState:
     return AdmissionState(shut, full=full)
 
 
-def admit(state: State, request: Join, now: float) -> MembershipDecision:
+def admit(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     """Admits a worker to the running job by starting an epoch with it as the last member, or refuses it."""
     view = state.view
     assert view is not None
@@ -223,14 +223,13 @@ def admit(state: State, request: Join, now: float) -> MembershipDecision:
     if not problem and differs:
         problem = coded("E-RANKS-DIFFER", differs[0])
     if problem:
-        return MembershipDecision(state,
-                        JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}"))
+        return state, JoinReply(error=f"worker on {request.certificate or request.name} (pid {request.pid}): {problem}")
     member = Member(request.rank, request.node, request.name, request.pid, request.certificate)
     view = msgspec.structs.replace(view, generation=view.generation + 1, members=(*view.members, member))
     place = Registration(msgspec.structs.replace(request, plan=b""), request.rank, now)
     places = {**state.registrations, request.token: place}
-    return MembershipDecision(msgspec.structs.replace(state, registrations=places, view=view),
-                 JoinReply(rank=request.rank, view=view, plan=state.plan))
+    return (msgspec.structs.replace(state, registrations=places, view=view),
+            JoinReply(rank=request.rank, view=view, plan=state.plan))
 
 
 def inelastic_workers(state: State) -> list[str]:

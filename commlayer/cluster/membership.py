@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -93,39 +92,31 @@ class State(Record, frozen=True):
     (epoch_change.py)."""
 
 
-class MembershipDecision(NamedTuple):
-    """Result of a registration request: the next state, and the reply to the caller."""
-
-    state: State
-    reply: JoinReply
-
-
-def join(state: State, request: Join, now: float) -> MembershipDecision:
+def join(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
     """Registers the process, refuses it, or repeats the reply to a registered one. The last process that the job waits for
     starts epoch 1."""
     place = state.registrations.get(request.token)
     if place is not None:
         if not place.present:
             error = f"{place.peer} is no longer in this job ({place.dead or place.left})"
-            return MembershipDecision(state, JoinReply(error=error))
+            return state, JoinReply(error=error)
         # A restarted server may present another certificate than the one that it registered with.
         renewed = msgspec.structs.replace(place.join, certificate=request.certificate, serial=request.serial)
         state = _lives(_with(state, msgspec.structs.replace(place, seen_s=now, join=renewed)), place)
-        return MembershipDecision(state, _seat(state, place))
+        return state, _seat(state, place)
     problem = _problem(state, request)
     if problem:
         peer = request.kind if request.rank == ANY else f"{request.kind} {request.rank}"
         line = f"{peer} on {_who(request)}: {problem}"
         entries = tuple(entry for entry in state.refusals if entry[0] != peer)[-7:]
-        return MembershipDecision(msgspec.structs.replace(state, refusals=(*entries, (peer, without_code(problem)))),
-                        JoinReply(error=line))
+        return msgspec.structs.replace(state, refusals=(*entries, (peer, without_code(problem)))), JoinReply(error=line)
     if request.rank in (0, ANY) and request.plan_digest and not request.plan:
-        return MembershipDecision(state, JoinReply(missing=missing(state), plan_wanted=True))
+        return state, JoinReply(missing=missing(state), plan_wanted=True)
     rank = request.rank if request.rank != ANY else _free(state, request.kind)
     place = Registration(request, rank, now)
     workers = state.workers or request.world if request.kind == "worker" else state.workers
     state = _completed(msgspec.structs.replace(_with(state, place), workers=workers))
-    return MembershipDecision(state, _seat(state, place))
+    return state, _seat(state, place)
 
 
 def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = None) -> tuple[State, HeartbeatReply]:

@@ -104,8 +104,6 @@ class JoinReply(Record, frozen=True):
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
-    time_s: float = 0.0
-    """The coordinator's clock, in seconds since 1970; 0 in the reply to a site."""
     plan_wanted: bool = False
     """The process is not registered, because the coordinator lacks the plan with that digest. Upload the plan in chunks, then
     join again."""

@@ -21,6 +21,7 @@ from commlayer import config as settings
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, one_line
 from commlayer.transport.flow_control import LinkSample
 from commlayer.transport.key_folder import PeerCertificate
+from commlayer.transport.reconnect import Backoff
 
 settings.quiet_grpc()
 import grpc  # noqa: E402  (after quiet_grpc(): grpc reads its settings once)
@@ -280,8 +281,6 @@ OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 """gRPC options of a client's channel for streams."""
-RETRY_S = 0.1
-"""Seconds to wait after RESOURCE_EXHAUSTED before dialing again, since pending handshakes end soon."""
 AcceptStream = Callable[[GrpcStream, str], bool]
 """Accepts a stream that was opened from an address. Returns False if too many handshakes are pending. Raises LookupError if the
 process accepts no streams."""
@@ -358,6 +357,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
     with contextlib.suppress(OSError):
         _dialed.update(info[4][:2] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))  # type: ignore[misc]
     refusal: CommError | None = None
+    backoff = Backoff(deadline)
     while True:
         try:
             stream: GrpcStream = run_on_loop(made(), deadline - begin + 5.0)
@@ -369,9 +369,9 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
                 "there, and firewalls") from None
         except grpc.aio.AioRpcError as error:
             refusal = _refusal(error, f"{where} (deadline {deadline - begin:.1f} s)")
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or time.monotonic() + RETRY_S > deadline:
+            # Retried if too many handshakes are pending, since they end soon.
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or not backoff.wait():
                 raise refusal from None
-        time.sleep(RETRY_S)
 
 
 def _refusal(error: Any, where: str) -> CommError:

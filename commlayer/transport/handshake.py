@@ -220,32 +220,31 @@ class PendingHandshakes:
         self._closed = False
 
     def acquire(self) -> bool:
-        """Waits until another handshake may start, evicting the oldest if it takes longer than allowed. Returns False after
-        close()."""
+        """Waits until another handshake may start. Returns False after close()."""
         with self._work:
-            while len(self._pending) >= self._most and not self._closed:
-                first, since = next(iter(self._pending.items()))
-                left_s = since + self._evict_after_s - time.monotonic()
-                if left_s <= 0:
-                    del self._pending[first]
-                    _wake(first)
-                else:
-                    self._work.wait(left_s)
+            while not self._closed and (wait_s := self._evict()) > 0:
+                self._work.wait(wait_s)
             return not self._closed
 
     def try_add(self, sock: ByteChannel) -> bool:
-        """Adds a handshake without waiting, evicting the oldest if it takes longer than allowed. Returns False if there is no
-        space."""
+        """Adds a handshake without waiting. Returns False if there is no space."""
         with self._work:
-            if len(self._pending) >= self._most:
-                first, since = next(iter(self._pending.items()))
-                if time.monotonic() < since + self._evict_after_s:
-                    return False
-                del self._pending[first]
-                _wake(first)
-            if not self._closed:
-                self._pending[sock] = time.monotonic()
-            return not self._closed
+            if self._closed or self._evict() > 0:
+                return False
+            self._pending[sock] = time.monotonic()
+            return True
+
+    def _evict(self) -> float:
+        """Makes space by evicting the oldest handshake if it takes longer than allowed. Returns the seconds until then; 0 if
+        there is space."""
+        if len(self._pending) < self._most:
+            return 0.0
+        first, since = next(iter(self._pending.items()))
+        if (left_s := since + self._evict_after_s - time.monotonic()) > 0:
+            return left_s
+        del self._pending[first]
+        _wake(first)
+        return 0.0
 
     def add(self, sock: ByteChannel) -> None:
         with self._work:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.coordinators import WAIT_S, Failures, quick
+from support.coordinators import WAIT_S, quick
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.summation import VALUES, Doubles, push, service
 
-from commlayer.cluster import client, coordinator, messages
+from commlayer.cluster import messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
@@ -110,18 +108,3 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
     link.close()
     made.close()
     assert [line["where"].split()[0] for line in audited(tmp_path) if line["event"] == "refused"] == ["gpu-1"]
-
-
-def test_a_clock_that_is_hours_off_is_one_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    later = SimpleNamespace(time=lambda: time.time() - 3 * 3600, monotonic=time.monotonic)
-    with caplog.at_level(logging.WARNING, "commlayer"):
-        made = Coordinator(quick(), workers=1)
-        client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
-        made.close()
-        assert [r for r in caplog.records if "clock" in r.getMessage()] == []
-        monkeypatch.setattr(coordinator, "time", later)
-        made = Coordinator(quick(), workers=1)
-        client.join(made.address, messages.worker_request("job", 0, 1, plan=b"a plan"), quick(), Failures()).leave()
-        made.close()
-    (line,) = [r.getMessage() for r in caplog.records if "clock" in r.getMessage()]
-    assert "this machine's clock is 3.0 hours fast compared with coordinator 127.0.0.1:" in line

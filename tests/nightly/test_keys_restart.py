@@ -69,7 +69,7 @@ def test_of_those_who_were_refused_nothing_is_kept(folders: Folders) -> None:
 def test_a_seat_has_the_certificate_that_its_process_came_with_last() -> None:
     """A server that was killed, and resumes its registration with a new folder of keys."""
     one = msgspec.structs.replace(messages.worker_request("job", 0, 1, plan=b"a plan"), certificate="gpu-1", serial="a")
-    first = membership.join(membership.State(1, 0), one, 0.0).state
-    then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0).state
+    first = membership.join(membership.State(1, 0), one, 0.0)[0]
+    then = membership.join(first, msgspec.structs.replace(one, certificate="gpu-1", serial="b"), 1.0)[0]
     assert then.registrations[one.token].join.serial == "b"
     assert journaled_part(then) != journaled_part(first), "and the journal is written"

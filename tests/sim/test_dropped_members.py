@@ -218,10 +218,10 @@ def test_what_a_server_quotes_stands_in_one_line() -> None:
 
 def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:
     state = membership.State(2, 1)
-    refused = membership.join(state, server(0, certificate="anna", dials_only=True), 0.0).reply
+    refused = membership.join(state, server(0, certificate="anna", dials_only=True), 0.0)[1]
     assert re.search(r"anna\b.*E-CERTIFICATE-USE", refused.error)
-    assert membership.join(state, server(0, certificate="ben"), 0.0).reply.error == ""
-    assert membership.join(state, worker(1, certificate="anna", dials_only=True), 0.0).reply.error == ""
+    assert membership.join(state, server(0, certificate="ben"), 0.0)[1].error == ""
+    assert membership.join(state, worker(1, certificate="anna", dials_only=True), 0.0)[1].error == ""
 
 
 def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(

@@ -101,7 +101,7 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
 def joining(active_generation: int = 1) -> State:
     """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
     state = hears(membership.evict(several(), ["w3"], "killed"))
-    state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0).state
+    state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0)[0]
     assert members(state) == (3, [0, 1, 2, 4])
     state, _ = membership.heartbeat(state, "w4", 1.0, Heartbeat("w4", active_generation=3))
     for token in ("w0", "w1", "w2"):
