@@ -36,7 +36,7 @@ from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.sites import AdmissionState
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
-from commlayer.records import Record, ServerInfo
+from commlayer.records import Record, ServerInfo, View
 from commlayer.transport import framing, grpc_stream
 from commlayer.transport.grpc_stream import AcceptStream, GrpcStream
 from commlayer.transport.key_folder import Keys
@@ -107,9 +107,8 @@ class Coordinator:
         self._take: AcceptStream | None = None
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
-                                            door=self._door,
-                                    journal=journal,
-                                    noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
+                                             door=self._door, journal=journal,
+                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._rendezvous.begin()
         self._port.start(RpcServer({
@@ -168,8 +167,7 @@ class Coordinator:
         """Reports that process `pid` on this machine, the training process that started this coordinator, has exited. Its
         registrations are dead from now on."""
         with self._lock:
-            before, self._state = self._state, membership.mark_exited(self._state, socket.gethostname(), pid)
-            self._note_deaths(before)
+            self._set(membership.mark_exited(self._state, socket.gethostname(), pid))
         self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
 
     def _lost(self) -> dict[int, str]:
@@ -198,10 +196,8 @@ class Coordinator:
         ranks, why = self._rendezvous.supersede(request, seen_s, still_s)
         if ranks:
             with self._lock:
-                before = self._state
-                tokens = [t for t, p in before.registrations.items() if p.join.kind == "worker" and p.rank in ranks]
-                self._state = membership.evict(before, tokens, why)
-                self._note_deaths(before)
+                tokens = [t for t, p in self._state.registrations.items() if p.join.kind == "worker" and p.rank in ranks]
+                self._set(membership.evict(self._state, tokens, why))
         return self._rendezvous.register(request)
 
     def _challenge(self, _: bytes, peer: str) -> bytes:
@@ -219,41 +215,26 @@ class Coordinator:
         if request.kind == "site":
             return self._register_site(request)
         with self._lock:
-            before, began = self._state, self._state.view is not None
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             is_registered = request.token in self._state.registrations
             if self._again and not is_registered and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
-            late = began and not is_registered and request.kind == "worker"
-            self._state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
-            self._tell_of(before)
-            if self._state.view is not None and not began:
-                self._rendezvous.begin()  # before seats are journaled: a journal with seats also holds what sites stored
-            self._write_down(before)
-            view = self._state.view
-            place = None if is_registered else self._state.registrations.get(request.token)
+            late = self._state.view is not None and not is_registered and request.kind == "worker"
+            state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
+            self._set(state)
         if reply.error:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
-        if place is not None:
-            self._audit.note("joined", peer=place.peer, certificate=request.certificate, host=request.name, of=request.pid)
-        if view is not None and not began:
-            self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
-            log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
-            if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
-                log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
-                            self._state.min_workers, ", ".join(unable))
         return reply
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
         with self._lock:
-            before = self._state
-            self._state, pulse = membership.heartbeat(before, request.token, self._clock(), request)
-            self._state = epoch_change.record_overdue(self._state, request.token, request.overdue, self._clock(),
-                                                      self._patience_s)
-            pulse = epoch_change.explain_end(self._state, pulse)
-            self._note_deaths(before)
+            now = self._clock()
+            state, pulse = membership.heartbeat(self._state, request.token, now, request)
+            state = epoch_change.record_overdue(state, request.token, request.overdue, now, self._patience_s)
+            pulse = epoch_change.explain_end(state, pulse)
+            self._set(state)
             over = pulse.job_done and not self._staying()
             settled = epoch_change.settled_generation(self._state)
         self._rendezvous.forget(settled)
@@ -261,13 +242,7 @@ class Coordinator:
 
     def _leave(self, request: messages.Leave) -> Record:
         with self._lock:
-            before, place = self._state, self._state.registrations.get(request.token)
-            if place is not None and place.present:
-                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=request.reason)
-            self._state = membership.leave(self._state, request.token, request.reason, request.exchanges)
-            self._regroup(before)
-            self._write_down(before)
-            self._note_end()
+            self._set(membership.leave(self._state, request.token, request.reason, request.exchanges))
             # A worker that has finished learns which peers have not.
             self._state, pulse = membership.heartbeat(self._state, request.token, self._clock())
         return pulse
@@ -294,28 +269,30 @@ class Coordinator:
             self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
-                self._state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
-                                              TOLD_HEARTBEATS * self._heartbeat_s)
-                self._drop_awaited()
-                self._note_deaths(before)
-                self._note_unheard(before)
+                state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
+                                        TOLD_HEARTBEATS * self._heartbeat_s)
+                for token, place in state.registrations.items():
+                    if place.left and not before.registrations[token].left:
+                        log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
+                self._set(self._without_awaited(state))
             try:
                 self._drop_revoked()
             except Exception:  # without this thread no failure would be detected
                 log.exception("failed to disconnect processes with revoked certificates; retrying in the next tick")
 
-    def _drop_awaited(self) -> None:
-        """Evicts workers for which other workers have waited too long in the key-value store. Call it with the lock held."""
-        if not self._state.min_workers:
-            return
+    def _without_awaited(self, state: membership.State) -> membership.State:
+        """Evicts workers for which other workers have waited too long in the key-value store."""
+        if not state.min_workers:
+            return state
         now, pending = self._clock(), self._rendezvous.pending_waits()
         self._waited |= {rank: now for one in pending for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
-        late = epoch_change.hung_in_store(self._state, pending, self._deadline_s, ago_s, self._patience_s)
+        late = epoch_change.hung_in_store(state, pending, self._deadline_s, ago_s, self._patience_s)
         self._late = {rank: self._late.get(rank, now) for rank in late}
-        for token, place in list(self._state.registrations.items()):
+        for token, place in state.registrations.items():
             if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
-                self._state = membership.evict(self._state, [token], late[place.rank])
+                state = membership.evict(state, [token], late[place.rank])
+        return state
 
     def _drop_revoked(self) -> None:
         revoked = self._keys.revoked() if self._keys else self._revoked
@@ -323,61 +300,56 @@ class Coordinator:
             return
         self._port.drop(revoked)
         with self._lock:
-            before = self._state
-            for token, place in before.registrations.items():
+            state = self._state
+            for token, place in state.registrations.items():
                 if _revoked(place.join, revoked):
-                    why = f"its certificate ({place.join.certificate}) was revoked"
-                    self._state = membership.evict(self._state, [token], why)
-            self._note_deaths(before)
+                    state = membership.evict(state, [token], f"its certificate ({place.join.certificate}) was revoked")
+            self._set(state)
             self._revoked = revoked
 
-    def _write_down(self, before: membership.State) -> None:
-        """Writes the journal if registrations or the epoch have changed since `before`, once the job has begun."""
-        if self._journal is not None and self._state.view is not None and journaled_part(before) != journaled_part(self._state):
-            self._journal.write(CoordinatorRecord(self.address, self._made, self._state))
-
-    def _regroup(self, before: membership.State) -> None:
-        """Starts a new epoch with the remaining workers, if enough are left. Call it under the same lock acquisition as the
-        loss of a worker, so no reply reports the loss without the new epoch."""
-        self._state = epoch_change.next_view(self._state)
-        self._tell_of(before)
-
-    def _tell_of(self, before: membership.State) -> None:
-        """Logs the new epoch, if the epoch has changed since `before`."""
-        view, former = self._state.view, before.view
-        if view is None or former is None or view.generation == former.generation:
-            return
-        departed_ranks = [m.rank for m in former.members if m not in view.members]
-        finished = {p.rank for p in self._state.registrations.values()
-                    if p.join.kind == "worker" and p.left == messages.FINISHED}
-        absentees = ", ".join(f"worker {rank}" for rank in departed_ranks)
-        names = ", ".join(f"worker {rank}{' (finished)' * (rank in finished)}" for rank in departed_ranks)
-        new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
-        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=absentees, joined=new)
-        log.info("continuing with %d workers%s%s", len(view.members), absentees and f"; left: {names}",
-                 new and f"; joined: {new}")
-
-    def _note_deaths(self, before: membership.State) -> None:
-        self._regroup(before)
-        self._write_down(before)
-        self._note_end()
-        for token, place in self._state.registrations.items():
-            if place.dead and not before.registrations[token].dead:
+    def _set(self, state: membership.State) -> None:
+        """Makes `state` the present one. Starts a new epoch if enough workers are left, writes the journal, and logs what has
+        changed. Call it with the lock held, so that no reply reports a change before the change is in the journal."""
+        before, self._state = self._state, epoch_change.next_view(state)
+        state, view, former = self._state, self._state.view, before.view
+        if view is not None and former is None:
+            self._rendezvous.begin()  # first: a journal with registrations also holds what sites stored
+        if self._journal is not None and view is not None and journaled_part(before) != journaled_part(state):
+            self._journal.write(CoordinatorRecord(self.address, self._made, state))
+        for token, place in state.registrations.items():
+            known, certificate = before.registrations.get(token), place.join.certificate
+            if known is None:
+                self._audit.note("joined", peer=place.peer, certificate=certificate, host=place.join.name, of=place.join.pid)
+            elif place.dead and not known.dead:
                 log.warning("%s: %s", place.peer, place.dead)
-                self._audit.note("lost", peer=place.peer, certificate=place.join.certificate, why=place.dead)
-
-    def _note_unheard(self, before: membership.State) -> None:
-        """Logs workers that the last tick marked as left, because servers report that the workers closed their connections."""
-        for token, place in self._state.registrations.items():
-            if place.left and not before.registrations[token].left:
-                log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
-                self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why=place.left)
-
-    def _note_end(self) -> None:
-        if membership.over(self._state) and not self._staying():
+                self._audit.note("lost", peer=place.peer, certificate=certificate, why=place.dead)
+            elif place.left and not known.left:
+                self._audit.note("left", peer=place.peer, certificate=certificate, why=place.left)
+        for token in before.registrations.keys() - state.registrations.keys() if view is None else ():
+            place = before.registrations[token]
+            self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why="before the job began")
+        if view is not None and (former is None or view.generation != former.generation):
+            self._log_epoch(view, former)
+        if membership.over(state) and not self._staying():
             self.over.set()
-        if membership.empty(self._state):
+        if membership.empty(state):
             self._empty.set()
+
+    def _log_epoch(self, view: View, former: View | None) -> None:
+        if former is None:
+            self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
+            log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
+                log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
+                            self._state.min_workers, ", ".join(unable))
+            return
+        departed = [f"worker {m.rank}" for m in former.members if m not in view.members]
+        finished = {p.peer for p in self._state.registrations.values() if p.left == messages.FINISHED}
+        names = ", ".join(name + " (finished)" * (name in finished) for name in departed)
+        new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
+        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=", ".join(departed),
+                         joined=new)
+        log.info("continuing with %d workers%s%s", len(view.members), names and f"; left: {names}", new and f"; joined: {new}")
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
         """Wraps a handler of calls: verifies, decodes, handles, encodes."""
