@@ -241,12 +241,7 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
         part.mkdir(mode=0o700)
         for name in folders:
             (part / name).mkdir(mode=0o700)
-        for name, data in contents.items():
-            descriptor = os.open(part / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        write_whole({part / name: data for name, data in contents.items()}, durable=True, mode=0o600)
         if not new and place.exists() and any(place.iterdir()):
             place.rename(former)
         try:

@@ -60,9 +60,7 @@ class RendezvousService:
             if not token:
                 return frozenset(), ""
             why = f"was started again (pid {request.pid})"
-            self._state = sites.remove(before, token, why)
-            self._note(before)
-            self._write_down(before)
+            self._set(sites.remove(before, token, why))
         site = before.present[token]
         return frozenset(site.ranks), f"its home {site.who} {why}"
 
@@ -70,9 +68,8 @@ class RendezvousService:
         door = self._door()
         with self._lock:
             before = self._state
-            self._state, reply = sites.register(before, request, self._clock(), door, 2 * self._noticed_s)
-            self._note(before)
-            self._write_down(before)
+            state, reply = sites.register(before, request, self._clock(), door, 2 * self._noticed_s)
+            self._set(state)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and request.token not in before.former:
             self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
@@ -93,24 +90,20 @@ class RendezvousService:
         store.drop(request.drop)
         total = 0 if request.add is None else store.add(*request.add, writer, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        names = [name for name, _ in request.want]
+        names, waits = [name for name, _ in request.want], self._has_rank(request.home, request.rank)
         while None in (values := store.values(names)):
             lost = {**self._state.left, **self._lost()}
-            never = [rank for (_, rank), value in zip(request.want, values, strict=True) if value is None and rank in lost]
-            left_s = until - time.monotonic()
-            pairs = list(zip(request.want, values, strict=True))
-            blames = self._min_workers and request.limit_s > 0.0  # without min_workers no worker is dropped for being slow
-            if blames and self._has_rank(request.home, request.rank):
-                self._waits.add(request.rank, [want for want, value in pairs if value is None], request.limit_s, self._clock())
-            over = request.without and all(value is not None or rank in lost for (_, rank), value in pairs)
-            if request.without and not over:
-                never = []  # the writers that are present may still write
-            if over or never:
-                if self._has_rank(request.home, request.rank):
+            absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
+            never = [rank for _, rank in absent if rank in lost]
+            if waits and self._min_workers and request.limit_s > 0.0:  # without min_workers no worker is dropped for being slow
+                self._waits.add(request.rank, absent, request.limit_s, self._clock())
+            over = request.without and len(never) == len(absent)
+            if over or (never and not request.without):  # `without`: writers that are present may still write
+                if waits:
                     self._waits.remove(request.rank, names)
-                return KvReply(values, "", total, over=True) if over else \
-                    KvReply(values, lost[never[0]], total, lost=peer_name(never[0]))
-            if left_s <= 0:
+                error, peer = ("", "") if over else (lost[never[0]], peer_name(never[0]))
+                return KvReply(values, error, total, over=over, lost=peer)
+            if (left_s := until - time.monotonic()) <= 0:
                 return KvReply(values, self._record_contact(request.home), total)
             await store.change(left_s)
         return KvReply(values, "", total)
@@ -155,16 +148,8 @@ class RendezvousService:
         if self._journal is not None:
             self._journal.wait()
         with self._lock:
-            before, now = self._state, self._clock()
-            self._state = sites.tick(sites.reset_silence(before, now) if still_s else before, now, self._silence_s, ended)
-            self._note(before)
-            self._write_down(before)
-
-    def _write_down(self, before: sites.Sites) -> None:
-        """Writes to the journal which sites take part, if that has changed since `before`. After the job has begun, it changes
-        only when sites join or leave."""
-        if self._journal is not None and self._state.begun and self._state.present.keys() != before.present.keys():
-            self._journal.write_sites(sites.reset_silence(self._state, 0.0))
+            state, now = self._state, self._clock()
+            self._set(sites.tick(sites.reset_silence(state, now) if still_s else state, now, self._silence_s, ended))
 
     def _record_contact(self, site: str) -> str:
         """Records that the site has called. Returns why the site is not part of this rendezvous; "" if it is."""
@@ -188,9 +173,10 @@ class RendezvousService:
         lost = self._lost()
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in one.ranks if rank in lost), "")
 
-    def _note(self, before: sites.Sites) -> None:
-        """Logs sites that have joined or left since `before`."""
-        state = self._state
+    def _set(self, state: sites.Sites) -> None:
+        """Makes `state` the present one. Logs sites that have joined or left, and writes them to the journal once the job has
+        begun. Call it with the lock held."""
+        before, self._state = self._state, state
         for token, site in state.present.items():
             if token not in before.present:
                 news = f"joins {site.world - site.request.world} workers" if site.world else \
@@ -198,8 +184,10 @@ class RendezvousService:
                 log.info("home %s registered: %s", site.who, news)
                 self._audit.note("attended", where=site.who, workers=site.request.world)
         reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
-                if token not in state.present]
+                   if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
             self._store = KvStore(state.workers)  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S
+        if self._journal is not None and state.begun and state.present.keys() != before.present.keys():
+            self._journal.write_sites(sites.reset_silence(state, 0.0))

@@ -94,15 +94,22 @@ def run(config: Config, part: ServeOptions) -> None:
         events[:] = threading.Event(), threading.Event()
 
 
-def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event) -> tuple[Config,
-                                                                                                        ServeOptions] | None:
+def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event
+           ) -> tuple[Config, ServeOptions] | None:
     """Serves one job. Returns the settings with which to serve the next one if the job failed, otherwise None."""
     goes_on = functools.partial(_can_resume, config, end, stopped)
     reason, unfit = [messages.FINISHED], ""
     with contextlib.ExitStack() as stack:
         control, near, data, data_port = config.join, config.join, "", config.port
-        coordinator = member = None
-        orphaned = functools.partial(_set_reason, reason, part.parent)
+        coordinator: Coordinator | None = None
+        member: client.Membership | None = None
+
+        def orphaned() -> None:
+            if coordinator is not None:
+                coordinator.orphaned(part.parent)
+            else:
+                reason[0] = f"its training process (pid {part.parent}) has ended"
+
         if not control:
             data_port = part.data_port if part.data_port != messages.ANY else config.port and config.port + 1
             journal = CoordinatorJournal(config.journal) if config.journal else None
@@ -116,7 +123,6 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                                       job_token=part.job_token, embedded=part.parent > 0)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
-            orphaned = functools.partial(coordinator.orphaned, part.parent)
         if part.parent:
             child_processes.follow_parent(part.parent, end, orphaned)
         if part.sums:
@@ -218,12 +224,6 @@ def _launch_command(config: Config, control: str, job_token: str) -> str:
     secret = f"COMMLAYER_TOKEN={job_token}" if job_token else "COMMLAYER_TOKEN_FILE=FILE-WITH-THE-SECRET"
     insecure = "" if is_loopback(host_port(control)[0]) else "--insecure "
     return f"{secret} commlayer join {insecure}{control} SCRIPT"
-
-
-def _set_reason(reason: list[str], parent: int) -> None:
-    """Called when the training process that started this server has ended. Sets the reason for leaving that other processes are
-    sent."""
-    reason[0] = f"its training process (pid {parent}) has ended"
 
 
 def _on_silence(serving: DataServer, config: Config, control: str, end: threading.Event, stopped: threading.Event,
