@@ -22,7 +22,6 @@ SMALLEST = F32(2.0**-126)
 """Smallest normal float32. A block with a smaller scale is sent as zeros."""
 MOST_SCALE = F32(np.finfo(F32).max / 128)
 INT4_LEVELS, INT4_MOST16 = 7, 0x7F7F - (3 << 7)
-NIBBLE_MOST = F32(np.finfo(F32).max / 8)
 RUN = 16
 """Number of positions per block, for the encoding of positions as blocks."""
 
@@ -122,25 +121,14 @@ def _largest(rows: Array) -> Array:
 
 def _encode(x: Any, residual: Any, block: int, code: Callable[[Array], Array]) -> bool:
     """Compresses x + residual with `code`, which receives the blocks as rows, writes the payload and returns the decompressed
-    blocks. Returns whether x + residual is finite.
-
-    If it is not, the residual becomes the finite part of x + residual. In blocks before the first non-finite one, it becomes
-    the rounding error plus the decoded values. The native kernels do the same.
-    """
+    blocks. The residual becomes the rounding error, or the finite part of x + residual if that is not finite."""
     v = _total(x, residual)
     finite = np.isfinite(v)
     rows = _rows(np.where(finite, v, F32(0)), block)
-    decoded = code(rows)
-    rest = rows - decoded
-    good = bool(finite.all())
+    decoded, good = code(rows), bool(finite.all())
     if residual is not None:
         kept = _view(residual, F32)
-        if good:
-            kept[:] = rest.reshape(-1)[: v.size]
-        else:
-            first = int(np.argmin(finite)) // block * block
-            kept[:first] = (rest + decoded).reshape(-1)[:first]
-            kept[first:] = np.where(finite, v, kept)[first:]
+        kept[:] = (rows - decoded).reshape(-1)[: v.size] if good else np.where(finite, v, kept)
     return good
 
 
@@ -175,20 +163,6 @@ def int8_decode(acc: Any, q: Any, scale: Any, block: int, assign: bool = False) 
     _assign(acc, np.repeat(_view(scale, F32), block)[: quanta.size] * quanta, assign)
 
 
-def _pack(q: Any, levels: Array) -> None:
-    """Packs integers as two's complement of 4 bits, with the even element in the low half of a byte."""
-    packed = _view(q, U8)
-    codes = np.zeros(2 * packed.size, U8)
-    codes[: levels.size] = levels.view(U8) & 15
-    packed[:] = codes[::2] | codes[1::2] << 4
-
-
-def _unpack(q: Any, n: int) -> Array:
-    packed = _view(q, U8)
-    codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1)[:n].astype(np.int16)
-    return np.where(codes > 7, codes - 16, codes).astype(F32)
-
-
 def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: int, euclidean: bool, dither: bool,
                   key: int = 0, step: int = 0) -> bool:
     if bits != 4 or euclidean or dither:
@@ -200,7 +174,11 @@ def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: i
         scales = np.where(size >= SMALLEST, up, 0).astype(U16)
         levels = _levels(rows, _wide(scales), INT4_LEVELS)
         _view(scale, U16)[:] = scales.reshape(-1)
-        _pack(q, levels.reshape(-1)[: _view(x, F32).size])
+        packed = _view(q, U8)
+        codes = np.zeros(2 * packed.size, U8)
+        n = _view(x, F32).size
+        codes[:n] = levels.reshape(-1)[:n].view(U8) & 15
+        packed[:] = codes[::2] | codes[1::2] << 4  # two's complement, the even element in the low half of a byte
         return _wide(scales) * levels.astype(F32)
 
     return _encode(x, residual, block, code)
@@ -209,27 +187,10 @@ def linear_encode(q: Any, scale: Any, x: Any, residual: Any, block: int, bits: i
 def linear_decode(acc: Any, q: Any, scale: Any, block: int, bits: int, assign: bool = False) -> None:
     if bits != 4:
         raise refusal("qsgd")
-    levels = _unpack(q, _view(acc, F32).size)
-    _assign(acc, np.repeat(_wide(_view(scale, U16)), block)[: levels.size] * levels, assign)
-
-
-def nibbles_encode(q: Any, scale: Any, x: Any, rest: Any, block: int) -> bool:
-    v = _view(x, F32)
-    if not np.isfinite(v).all():
-        return False
-    rows = _rows(v, block)
-    most = _largest(rows)
-    scales = np.where(most < F32(7) * SMALLEST, F32(0), np.minimum(most / F32(7), NIBBLE_MOST))
-    levels = _levels(rows, scales, 7)
-    _view(scale, F32)[:] = scales.reshape(-1)
-    _pack(q, levels.reshape(-1)[: v.size])
-    _view(rest, F32)[:] = (rows - scales * levels.astype(F32)).reshape(-1)[: v.size]
-    return True
-
-
-def nibbles_decode(out: Any, q: Any, scale: Any, block: int) -> None:
-    levels = _unpack(q, _view(out, F32).size)
-    _view(out, F32)[:] = np.repeat(_view(scale, F32), block)[: levels.size] * levels
+    n, packed = _view(acc, F32).size, _view(q, U8)
+    codes = np.stack([packed & 15, packed >> 4], 1).reshape(-1)[:n].astype(np.int16)
+    levels = np.where(codes > 7, codes - 16, codes).astype(F32)
+    _assign(acc, np.repeat(_wide(_view(scale, U16)), block)[:n] * levels, assign)
 
 
 # ---- selection

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from commlayer import native
+from commlayer.codec_spec import CodecSpec
 from commlayer.compressors import fallback
 from commlayer.compressors.payload import Buffer, on_device
 from commlayer.errors import InvalidInput
@@ -63,10 +64,10 @@ def use(backend: ModuleType) -> Iterator[None]:
         _chosen[0] = before
 
 
-def check_family(family: str) -> None:
-    """Raises InvalidInput if the backend has no kernels for this family of codecs."""
-    if _chosen[0] is fallback and family not in fallback.FAMILIES:
-        raise fallback.refusal(f"codec {family}")
+def check_supported(spec: CodecSpec) -> None:
+    """Raises InvalidInput if the backend has no kernels for this codec, without its inner codec."""
+    if _chosen[0] is fallback and (spec.family not in fallback.FAMILIES or spec.get("values") == "int4"):
+        raise fallback.refusal(f"codec {spec}")
 
 
 def threads(count: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 import numpy as np
 
-from commlayer.errors import CorruptPayload, InvalidInput
+from commlayer.errors import CorruptPayload
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +126,3 @@ def expect(what: str, got: int, wanted: int) -> None:
     """Raises CorruptPayload with both numbers if they differ. `what`: name of the number."""
     if got != wanted:
         raise CorruptPayload(f"payload has {what} {got}, expected {wanted}")
-
-
-def on_host(memory: Out) -> memoryview:
-    """Returns the memory itself if it is host memory, otherwise raises InvalidInput. For codecs that have no device kernels."""
-    if on_device(memory):
-        raise InvalidInput("E-CODEC-INPUT", f"this codec runs only on the CPU, but its payload memory is on {memory.device}")
-    return memory

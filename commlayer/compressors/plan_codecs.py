@@ -116,7 +116,7 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
     codec = wrap(parse(bucket.codec))
     for text in filter(None, (bucket.codec, bucket.down)):
         for part in parse_spec(text).layers():
-            kernels.check_family(part.family)
+            kernels.check_supported(part)
     for text in bucket.by_node:
         _check_alike(bucket, codec, wrap(parse(text)))
     if node is not None and bucket.by_node:

@@ -194,7 +194,7 @@ class PowerSGD(Codec, frozen=True):
         kernels.store_f32(out[HEADER:end], values)
         return end
 
-    def _read(self, message: Buffer, numel: int, r: int, count: int) -> memoryview | None:
+    def _read(self, message: Buffer, numel: int, r: int, count: int) -> Out | None:
         """Checks a payload or a result. Returns its body of `count` floats; None if it is flagged as not finite."""
         head = payload.read(message, self.id, numel)
         if head.flagged:
@@ -203,7 +203,7 @@ class PowerSGD(Codec, frozen=True):
         payload.expect("round", head.aux, r)
         payload.expect("count", head.entries, count)
         payload.expect("bytes of body", head.body.nbytes, 4 * count)
-        return payload.on_host(head.body)
+        return head.body
 
 
 def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD:

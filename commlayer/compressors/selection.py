@@ -27,141 +27,96 @@ from commlayer.compressors import kernels
 from commlayer.compressors.codec import State
 from commlayer.compressors.kernels import Array
 
-EXACT_NUMEL = 16384
-"""Number of elements up to which sorting is as cheap as tracking a threshold."""
+FEW_ENTRIES, FEW_RUNS = 16384, 1024
+"""Numbers of entries and runs up to which comparing all is as cheap as tracking a threshold."""
 
 ENOUGH = 0.9
 SPARE = 16
 
 
 class Picked(NamedTuple):
-    """Result of a selection: increasing positions and values of the entries that were taken, and whether all of x + residual is
-    finite."""
+    """Result of a selection: the increasing numbers of the entries or runs that were taken, the values of entries or sums of
+    magnitudes of runs, and whether all of x + residual is finite."""
 
     idx: Array
     val: Array
     finite: bool
 
 
-def sorts(n: int, exact: bool) -> bool:
-    return exact or n <= EXACT_NUMEL
+def room(n: int, k: int, few: bool) -> int:
+    """Returns the maximum number of entries or runs that `pick` returns."""
+    return k if few else min(n, k + max(1, k // 10))
 
 
-def room(n: int, k: int, exact: bool) -> int:
-    """Returns the maximum number of entries that `pick` returns."""
-    return k if sorts(n, exact) else min(n, k + max(1, k // 10))
-
-
-def scratch(n: int, k: int, exact: bool) -> State:
-    """Creates temporary memory for one step. The caller may use `error` after `pick`."""
-    sorting = sorts(n, exact)
-    candidates = k if sorting else min(n, k + k // 2 + SPARE)
-    sample = 0 if sorting else sample_room(n, k)
+def scratch(n: int, k: int, few: bool, run: int = 1) -> State:
+    """Creates temporary memory for the selection of k of n entries or runs."""
+    candidates = k if few else min(n, k + k // 2 + SPARE)
+    sample = (n if run > 1 else 0) if few else max(sample_sizes(n, aim(n, k)))
     return {
         "idx": np.empty(candidates, np.int32),
         "val": np.empty(candidates, np.float32),
-        "error": np.empty(room(n, k, exact), np.float32),
         "sample": np.empty(sample, np.float32),
-        "words": np.empty(n if sorting else max(sample, candidates), np.int32),
+        "words": np.empty(n if few else max(sample, candidates), np.int32),
     }
 
 
-def pick(k: int, exact: bool, x: Array, residual: Array | None, state: State) -> Picked:
-    """Takes entries out of x + residual; the residual keeps the others. If x + residual is not finite, the residual becomes its
-    finite part."""
-    n, memory = len(x), state["_scratch"]
-    idx, val = memory["idx"], memory["val"]
-    start = rotation(n, state)
-    if sorts(n, exact):
-        cut = kth_magnitude(k, x, residual, memory["words"]) if n else TINY
-        count, _, finite = kernels.of(x).select(x, residual, cut, start, idx, val)
-        state["step"] += finite
-        return Picked(idx[:count], val[:count], finite)
-    tracked = estimate(k, n, partial(kernels.of(x).sample_abs, x, residual), state)
-    return complete(k, x, residual, state, tracked, *kernels.of(x).select(x, residual, tracked.threshold, start, idx, val))
+def pick(k: int, few: bool, x: Array, residual: Array | None, state: State, run: int = 1) -> Picked:
+    """Takes entries out of x + residual, and the residual keeps the others. With run > 1 selects runs, whose elements stay in
+    the residual until the codec writes its rounding errors: reading few contiguous runs a second time is cheap.
+
+    If x + residual is not finite, the residual becomes its finite part. `few`: compares all entries or runs.
+    """
+    n, memory = -(-len(x) // run), state["_scratch"]
+    idx, val, start = memory["idx"], memory["val"], rotation(n, state)
+    if not few:
+        tracked = estimate(k, n, _draw(x, residual, run), state)
+        return complete(k, x, residual, state, tracked, *_select(x, residual, run, tracked.threshold, start, idx, val), run)
+    scores, rest = x, residual
+    if run > 1:
+        scores, rest = memory["sample"], None
+        _draw(x, residual, run)(0, scores)
+    cut = kth_magnitude(k, scores, rest, memory["words"]) if n else TINY
+    count, _, finite = _select(x, residual, run, cut, start, idx, val)
+    state["step"] += finite
+    return Picked(idx[:count], val[:count], finite)
 
 
 def complete(
-    k: int, x: Array, residual: Array | None, state: State, tracked: Estimate,
-    count: int, overflow: int, finite: bool,
+    k: int, x: Array, residual: Array | None, state: State, tracked: Estimate, count: int, overflow: int, finite: bool,
+    run: int = 1,
 ) -> Picked:
-    """Completes `pick` after the scan of a larger tensor: scans again if too few entries were found, drops the smallest if too
-    many."""
-    n, memory = len(x), state["_scratch"]
-    idx, val, start = memory["idx"], memory["val"], rotation(n, state)
+    """Completes `pick` after the scan of a larger tensor: scans again if too few were found, drops the smallest if too many."""
+    n, memory = -(-len(x) // run), state["_scratch"]
+    idx, val, start, on = memory["idx"], memory["val"], rotation(n, state), kernels.of(x)
+    taken = residual if run == 1 else None
     if finite and count < ENOUGH * k and tracked.threshold > TINY:
-        v = x
-        if residual is not None:
-            v = residual
-            kernels.of(v).scatter_add(v, idx[:count], val[:count])
-        tracked = estimate_lower(k, n, partial(kernels.of(x).sample_abs, v, None), state, tracked, count)
-        count, overflow, _ = kernels.of(v).select(v, None, tracked.threshold, start, idx, val)
-        if residual is not None:
-            kernels.of(residual).scatter_add(residual, idx[:count], -val[:count])
-    if not finite:
-        return Picked(idx[:count], val[:count], False)
-    update(k, n, count + overflow, tracked, state)
-    if count > room(n, k, False):
-        count = kernels.of(idx).trim(residual, n, idx, val, count, k, start, memory["words"])
-    return Picked(idx[:count], val[:count], True)
-
-
-EXACT_RUNS = 1024
-"""Number of runs up to which `pick_runs` computes the magnitudes of all runs."""
-
-
-class PickedRuns(NamedTuple):
-    """Result of a selection of runs: their increasing numbers, and whether all of x + residual is finite."""
-
-    ids: Array
-    finite: bool
-
-
-def runs_room(runs: int, k: int) -> int:
-    """Returns the maximum number of runs that `pick_runs` returns."""
-    return k if runs <= EXACT_RUNS else min(runs, k + max(1, k // 10))
-
-
-def runs_scratch(runs: int, k: int) -> State:
-    few = runs <= EXACT_RUNS
-    candidates = k if few else min(runs, k + k // 2 + SPARE)
-    sample = runs if few else sample_room(runs, k)
-    return {
-        "ids": np.empty(candidates, np.int32),
-        "scores": np.empty(candidates, np.float32),
-        "sample": np.empty(sample, np.float32),
-        "words": np.empty(max(sample, candidates), np.int32),
-    }
-
-
-def pick_runs(k: int, run: int, x: Array, residual: Array | None, state: State) -> PickedRuns:
-    """Selects runs. The residual becomes x + residual where that is finite.
-
-    Selected elements stay in the residual until the codec writes its rounding errors. Runs are few and contiguous, so reading
-    them a second time is cheap.
-    """
-    runs, memory = -(-len(x) // run), state["_scratch"]
-    ids, scores = memory["ids"], memory["scores"]
-    start = rotation(runs, state)
-    draw = partial(kernels.of(x).score_runs, x, residual, run)
-    if runs <= EXACT_RUNS:
-        draw(0, memory["sample"])
-        cut = kth_magnitude(k, memory["sample"], None, memory["words"]) if runs else TINY
-        count, _, finite = kernels.of(x).select_runs(x, residual, run, cut, start, ids, scores)
-        state["step"] += finite
-        return PickedRuns(ids[:count], finite)
-    tracked = estimate(k, runs, draw, state)
-    count, overflow, finite = kernels.of(x).select_runs(x, residual, run, tracked.threshold, start, ids, scores)
-    if not finite:
-        return PickedRuns(ids[:0], False)
-    if count < ENOUGH * k and tracked.threshold > TINY:
         v = x if residual is None else residual
-        tracked = estimate_lower(k, runs, partial(kernels.of(x).score_runs, v, None, run), state, tracked, count)
-        count, overflow, _ = kernels.of(v).select_runs(v, None, run, tracked.threshold, start, ids, scores)
-    update(k, runs, count + overflow, tracked, state)
-    if count > runs_room(runs, k):
-        count = kernels.of(ids).trim(None, runs, ids, scores, count, k, start, memory["words"])
-    return PickedRuns(ids[:count], True)
+        if taken is not None:
+            on.scatter_add(taken, idx[:count], val[:count])
+        tracked = estimate_lower(k, n, _draw(v, None, run), state, tracked, count)
+        count, overflow, _ = _select(v, None, run, tracked.threshold, start, idx, val)
+        if taken is not None:
+            on.scatter_add(taken, idx[:count], -val[:count])
+    if finite:
+        update(k, n, count + overflow, tracked, state)
+        if count > room(n, k, False):
+            count = on.trim(taken, n, idx, val, count, k, start, memory["words"])
+    return Picked(idx[:count], val[:count], finite)
+
+
+def _draw(x: Array, residual: Array | None, run: int) -> Draw:
+    on = kernels.of(x)
+    return partial(on.sample_abs, x, residual) if run == 1 else partial(on.score_runs, x, residual, run)
+
+
+def _select(
+    x: Array, residual: Array | None, run: int, threshold: float, start: int, idx: Array, val: Array
+) -> tuple[int, int, bool]:
+    """Returns (number selected, number that did not fit, whether all of x + residual is finite)."""
+    on = kernels.of(x)
+    found: tuple[int, int, bool] = (on.select(x, residual, threshold, start, idx, val) if run == 1 else
+                                    on.select_runs(x, residual, run, threshold, start, idx, val))
+    return found
 
 
 EXPECTED = 64
@@ -235,10 +190,6 @@ def aim(n: int, k: int) -> int:
     """Returns the target count: k plus the noise of a sample, since too many entries are cheaper than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
-
-
-def sample_room(n: int, k: int) -> int:
-    return max(sample_sizes(n, aim(n, k)))
 
 
 def sample_sizes(n: int, k: int) -> tuple[int, int]:

@@ -53,32 +53,33 @@ class TopK(FusedCodec, frozen=True):
 
     def capacity(self, numel: int) -> int:
         """Returns the maximum number of entries of a payload."""
-        return selection.room(numel, self.wanted(numel), self.exact)
+        return selection.room(numel, self.wanted(numel), self.few(numel))
+
+    def few(self, numel: int) -> bool:
+        """Returns whether all entries are compared."""
+        return self.exact or numel <= selection.FEW_ENTRIES
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        return {**selection.threshold_state(), "_scratch": selection.scratch(n, self.wanted(n), self.exact), "_numel": n}
+        memory = selection.scratch(n, self.wanted(n), self.few(n)) | {"error": np.empty(self.capacity(n), np.float32)}
+        return {**selection.threshold_state(), "_scratch": memory, "_numel": n}
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, k = len(x), self.wanted(len(x))
-        if on_device(out) and not selection.sorts(n, self.exact):
+        if on_device(out) and not self.few(n):
             from commlayer.compressors.device import topk as queued_topk  # loads torch
 
             nbytes, picked = queued_topk.start(self.id, VALUE_KINDS[self.values], k, x, residual, state, out)
             if picked is None:
                 return nbytes
         else:
-            picked = self.pick(x, residual, state)
+            x = as_array(self.name, "x", x, state["_numel"], state["_scratch"]["val"])
+            picked = selection.pick(k, self.few(n), x, residual, state)
         idx, val, finite = picked
         if not finite and residual is not None:
             kernels.of(residual).scatter_add(residual, idx, val)
         nbytes = self._encode(n, idx, val, residual, state["_scratch"]["error"][: len(idx)], out) if finite else 0
         return nbytes or payload.write_flagged(out, self.id, n)
-
-    def pick(self, x: Array, residual: Array | None, state: State) -> selection.Picked:
-        """Takes entries out of x + residual; the residual keeps the others. The result is valid until the next call."""
-        x = as_array(self.name, "x", x, state["_numel"], state["_scratch"]["val"])
-        return selection.pick(self.wanted(len(x)), self.exact, x, residual, state)
 
     def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
         """Returns the positions (increasing, uint32 stored as int32) and values that `decode` would write; all other elements
@@ -144,8 +145,9 @@ class BlockThreshold(FusedCodec, frozen=True):
     values: str
 
     def bound(self, spec: Spec) -> int:
-        runs_, cap = self._runs(spec.numel), selection.runs_room(self._runs(spec.numel), self.wanted(spec.numel))
-        return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs_, cap)
+        runs = self._runs(spec.numel)
+        cap = selection.room(runs, self.wanted(spec.numel), runs <= selection.FEW_RUNS)
+        return HEADER + values_nbytes(self.values, min(spec.numel, self.run * cap)) + positions_bound(runs, cap)
 
     def wanted(self, numel: int) -> int:
         """Returns the number of runs to send."""
@@ -153,19 +155,21 @@ class BlockThreshold(FusedCodec, frozen=True):
 
     def init(self, spec: Spec) -> State:
         n = check_numel(spec)
-        runs_, k = self._runs(n), self.wanted(n)
-        entries = min(n, self.run * selection.runs_room(runs_, k))
-        memory = {"val": np.empty(entries, np.float32), "error": np.empty(entries, np.float32)}
-        return {**selection.threshold_state(), "_scratch": {**selection.runs_scratch(runs_, k), **memory}, "_numel": n}
+        runs, k = self._runs(n), self.wanted(n)
+        few = runs <= selection.FEW_RUNS
+        entries = min(n, self.run * selection.room(runs, k, few))
+        memory = {"values": np.empty(entries, np.float32), "error": np.empty(entries, np.float32)}
+        return {**selection.threshold_state(), "_scratch": selection.scratch(runs, k, few, self.run) | memory, "_numel": n}
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
         n, memory = state["_numel"], state["_scratch"]
         x = as_array(self.name, "x", x, n, memory["val"])
-        ids, finite = selection.pick_runs(self.wanted(n), self.run, x, residual, state)
+        few = self._runs(n) <= selection.FEW_RUNS
+        ids, _, finite = selection.pick(self.wanted(n), few, x, residual, state, self.run)
         if not finite:
             return payload.write_flagged(out, self.id, n)
-        count = kernels.of(x).gather_runs(x if residual is None else residual, self.run, ids, memory["val"])
-        val, error = memory["val"][:count], memory["error"][:count]
+        count = kernels.of(x).gather_runs(x if residual is None else residual, self.run, ids, memory["values"])
+        val, error = memory["values"][:count], memory["error"][:count]
         middle = HEADER + values_nbytes(self.values, count)
         if not encode_values(self.values, out[HEADER:middle], val, error, saturate=residual is not None):
             return payload.write_flagged(out, self.id, n)

@@ -43,11 +43,11 @@ class LANS(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check(type(self).__name__, {**self.defaults, **param_group})
         super().add_param_group(param_group)
-        try:
-            _check_tensors(type(self).__name__, self.param_groups[-1]["params"])
-        except ValueError:
+        wrong = next((p for p in self.param_groups[-1]["params"] if p.dtype not in DTYPES), None)
+        if wrong is not None:
             del self.param_groups[-1]
-            raise
+            raise InvalidInput("E-OPTIM-PARAMETER", f"{type(self).__name__}: got a parameter of dtype {wrong.dtype}, allowed: "
+                                                    f"{', '.join(map(str, DTYPES))}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -79,7 +79,7 @@ class LANS(torch.optim.Optimizer):
         m, v = [s["m"] for s in states], [s["v"] for s in states]
         x, g = _wide(parameters), _wide([p.grad for p in parameters if p.grad is not None])
         if group["normalize"]:
-            g = list(torch._foreach_div(g, _each(_positive(_norms(g)))))
+            g = list(torch._foreach_div(g, _positive(_norms(g)).unbind()))
         torch._foreach_lerp_(m, g, 1 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, g, g, 1 - beta2)
@@ -98,7 +98,7 @@ class LANS(torch.optim.Optimizer):
         for direction, part in ((r, beta1), (c, 1 - beta1)):
             norms = _norms(direction)
             ratio = torch.where((length > 0) & (norms > 0), length / _positive(norms), 1.0)
-            torch._foreach_mul_(direction, _each(ratio * (part * group["lr"])))
+            torch._foreach_mul_(direction, (ratio * (part * group["lr"])).unbind())
             torch._foreach_sub_(x, direction)
         if x[0] is not parameters[0]:
             torch._foreach_copy_(parameters, x)
@@ -149,14 +149,6 @@ def _pair(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2
 
 
-def _check_tensors(name: str, parameters: Sequence[torch.Tensor]) -> None:
-    for p in parameters:
-        if p.dtype not in DTYPES:
-            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in DTYPES)
-            raise InvalidInput("E-OPTIM-PARAMETER",
-                               f"{name}: got a parameter of dtype {str(p.dtype).removeprefix('torch.')}, allowed: {kinds}")
-
-
 def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yields lists of parameters with equal device and dtype, in order. Parameters without a gradient are left out."""
     by_kind = defaultdict(list)
@@ -182,7 +174,3 @@ def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tens
 def _positive(norms: torch.Tensor) -> torch.Tensor:
     """Returns norms for use as divisors: 0 becomes 1, so a zero tensor stays zero."""
     return torch.where(norms > 0, norms, 1.0)
-
-
-def _each(numbers: torch.Tensor) -> list[torch.Tensor]:
-    return list(numbers.unbind())

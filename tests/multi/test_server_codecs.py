@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="built 
 
 SLICES = (Slice(0, 0, 4000), Slice(1, 16, 4016), Slice(2, 0, 16128))
 VECTOR = Bucket(0, SLICES, "service")
-"""Larger than what is sorted whole (selection.EXACT_NUMEL)."""
+"""Larger than what is sorted whole (selection.FEW_ENTRIES)."""
 CASES = [*({"codec": text} for text in kit.NAMED.values() if "powersgd" not in text),
          *({"codec": "topk(ratio=0.05)", "down": down} for down in ("int8()", "error_feedback(topk(ratio=0.05))"))]
 

@@ -13,7 +13,8 @@ from commlayer.errors import CorruptFrame, InvalidInput
 from commlayer.records import Bucket, Slice, Spec
 
 SUPPORTED = [codec for codec in [*kit.PLAIN, *map(parse, kit.NAMED.values())]
-             if all(part.family in fallback.FAMILIES for part in parse_spec(str(codec)).layers())]
+             if all(part.family in fallback.FAMILIES and part.get("values") != "int4"
+                    for part in parse_spec(str(codec)).layers())]
 SIZES = (0, 1, 2, 31, 257, 4097, 20_011)
 
 
@@ -64,7 +65,7 @@ def test_damaged_positions_are_refused_as_by_the_oracle(kind: str) -> None:
 
 def test_other_codecs_are_refused_in_one_line() -> None:
     with kernels.use(fallback):
-        with pytest.raises(InvalidInput, match="codec randomk needs the native core") as caught:
+        with pytest.raises(InvalidInput, match="randomk.* needs the native core") as caught:
             codec_of(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))
         assert caught.value.code == "E-CODEC-BACKEND"
         state = onebit().init(Spec((64,)))

@@ -88,12 +88,11 @@ def yes(like: torch.Tensor) -> torch.Tensor:
 def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
     """Returns whether an encode's input was finite; waits for the device. If it was not, nothing was encoded, and the residual
     becomes the finite part of x + residual."""
-    if finite.item():
-        return True
-    if residual is not None:
+    good = bool(finite.item())
+    if not good and residual is not None:
         v = residual + x
         torch.where(torch.isfinite(v), v, residual, out=residual)
-    return False
+    return good
 
 
 def int8_encode(q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None, block: int) -> bool:
