@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support import rank_pool
 from support.arguments import sync_of
-from support.attached import data, refusals, said_in_lines
+from support.attached import assert_refused, data, outcome, same
 from support.rank_pool import Servers, pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.engine.optimizers import job_of
 from commlayer.optim import OuterSGD
-from commlayer.planner import default_plan, verify_alone
+from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Bucket, Plan, Slice
 
@@ -270,37 +269,27 @@ def test_starts_that_differ_are_reported_and_weights_that_are_not_finite_are_dro
     assert (first == second).all()
 
 
-def dropped(rank: int, address: str) -> tuple[Any, Any]:
-    training = Training(rank, address, every=H, codec="topk(ratio=0.1)")
-    rows = [training.step(step, infinite="weights" if rank and step == H + 1 else "") for step in range(2 * H)]
-    training.session.close()
-    return rows[H - 1], rows[2 * H - 1]
-
-
-def test_weights_that_are_not_finite_go_back_to_those_of_the_last_exchange() -> None:
-    with Servers(WORLD, 1) as servers:
-        for before, after in pool(WORLD).call(dropped, servers.address):
-            assert (before == after).all()
-
-
-def skipped(rank: int, address: str, at: int) -> tuple[Any, Any, float]:
-    training = Training(rank, address, every=H, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
-    rows = [training.step(step, infinite="gradients" if rank and step == at else "") for step in range(2 * H + 1)]
+def infinite(rank: int, address: str, at: int, what: str) -> tuple[list[Any], float]:
+    """Rank 1 has an infinite weight or gradient in that step. Weights after each step and at the end; exchanges."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if what == "gradients" else None
+    training = Training(rank, address, every=H, codec="topk(ratio=0.1)", scaler=scaler)
+    rows = [training.step(step, infinite=what if rank and step == at else "") for step in range(2 * H + 1)]
     training.session.flush()
     exchanges = training.session.metrics()["exchanges"]
     training.session.close()
-    return rows[2 * H - 1], training.weights(), exchanges
+    return [*rows, training.weights()], exchanges
 
 
-@pytest.mark.parametrize("at", [1, H - 1])
-def test_a_step_that_one_rank_skips_keeps_ranks_together(at: int) -> None:
-    """Also the last step of a round: then the exchange comes before the next forward pass."""
+@pytest.mark.parametrize(("what", "at"), [("weights", H + 1), ("gradients", 1), ("gradients", H - 1)])
+def test_a_round_with_infinite_weights_is_dropped_and_a_skipped_step_keeps_ranks_together(what: str, at: int) -> None:
+    """A skipped step may be the last of a round: then the exchange comes before the next forward pass."""
     with Servers(WORLD, 1) as servers:
-        first, second = pool(WORLD).call(skipped, servers.address, at)
-    assert first[2] == second[2] == 3
-    for mine, theirs in zip(first[:2], second[:2], strict=True):
-        assert (mine == theirs).all()
-        assert np.isfinite(mine).all()
+        (first, exchanges), (second, also) = pool(WORLD).call(infinite, servers.address, at, what)
+    assert exchanges == also == 3
+    for end in (2 * H - 1, -1):
+        assert (first[end] == second[end]).all()
+        assert np.isfinite(first[end]).all()
+    assert what == "gradients" or (first[H - 1] == first[2 * H - 1]).all(), "back at the weights of the last exchange"
 
 
 def few(rank: int, address: str) -> tuple[int, list[str], Any]:
@@ -323,22 +312,14 @@ def test_a_small_model_has_as_many_fragments_as_its_plan_allows() -> None:
     assert (first == second).all()
 
 
-def bucket(number: int, *slices: tuple[int, int, int]) -> Bucket:
-    return Bucket(number, tuple(Slice(*s) for s in slices), "service")
-
-
-@pytest.mark.parametrize(("count", "wanted"), [
-    (1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]), (5, [[0], [1], [2], [3], [4]]),
-])
-def test_fragments_are_stretches_of_the_plan(count: int, wanted: list[list[int]]) -> None:
-    buckets = [bucket(0, (3, 0, 100)), bucket(1, (2, 0, 100)), bucket(2, (2, 100, 150), (4, 0, 10)), bucket(3, (1, 0, 60)),
-               bucket(4, (0, 0, 60), (1, 60, 90))]
-    assert fragments_of(buckets, count) == wanted
-
-
-def test_a_plan_of_too_few_buckets_has_too_few_fragments() -> None:
-    with pytest.raises(ValueError, match=r"fragments=3: .* 2 .*E-SYNC-FRAGMENTS"):
-        fragments_of([bucket(0, (0, 0, 10), (1, 0, 5)), bucket(1, (1, 5, 10))], 3)
+def test_fragments_are_consecutive_buckets_of_the_plan() -> None:
+    """A fragment may end inside a bucket's tensor, but not inside a bucket."""
+    parts = ([(3, 0, 100)], [(2, 0, 100)], [(2, 100, 150), (4, 0, 10)], [(1, 0, 60)], [(0, 0, 60), (1, 60, 90)])
+    buckets = [Bucket(n, tuple(Slice(*part) for part in each), "service") for n, each in enumerate(parts)]
+    for count, wanted in ((1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]]),
+                          (5, [[0], [1], [2], [3], [4]])):
+        assert fragments_of(buckets, count) == wanted
+    assert_refused(outcome(lambda: fragments_of(buckets[:2], 3)), "E-SYNC-FRAGMENTS", "fragments=3: ", " 2 ")
 
 
 # ---- against AdamW with running statistics, averaged by hand
@@ -471,7 +452,7 @@ def test_training_equals_averaging_weights_by_hand(how: str, every: int) -> None
     for step, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
         assert not torch.equal(first["grads"][step], second["grads"][step]), "gradients are not averaged"
         exchanged = step % every == every - 1
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)) == exchanged
+        assert same(mine, theirs) == exchanged
         for a, b in zip(mine, wanted[step // every], strict=True) if exchanged else ():
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert "ddp" not in how or torch.equal(first["after"], second["after"]), "DDP averages again after the session"
@@ -482,72 +463,4 @@ def test_any_codec_and_auto_take_local_steps(plan: str) -> None:
     with Servers(WORLD, 1) as servers:
         reports = pool(WORLD).call(run, servers.address, "ddp, unused", 2, plan)
     assert {b.codec for b in reports[0]["plan"].buckets} == {"error_feedback(int4(block=64))", "identity()"}
-    assert all(torch.equal(a, b) for a, b in zip(reports[0]["rows"][-1], reports[1]["rows"][-1], strict=True))
-
-
-# ---- refusals
-
-def refused(rank: int, address: str) -> dict[str, str]:
-    model = Net()
-    adamw, sgd = torch.optim.AdamW(model.groups()), torch.optim.SGD(model.parameters(), lr=0.1)
-    config = rank_pool.quick(join=address)
-    plan = msgspec.structs.replace(default_plan(job_of(model), codec="int4()", path="service", servers=1, ranks_per_node=1,
-                                                fuse_nbytes=2048, cut_nbytes=4096), local_steps=8)
-    stale = msgspec.structs.replace(plan, local_steps=1,
-                                    buckets=tuple(msgspec.structs.replace(b, stale=True) for b in plan.buckets))
-    hooked = DistributedDataParallel(Net(), find_unused_parameters=True)
-    hooked.register_comm_hook(None, commlayer.comm_hook)
-    attach = commlayer.attach
-    tries: dict[str, Callable[[], Any]] = {
-        "every=0": lambda: attach(model, adamw, sync=commlayer.LocalSteps(0, overlap=False)),
-        "every=2.5": lambda: attach(model, adamw, sync=commlayer.LocalSteps(2.5, overlap=False)),
-        "no optimizer": lambda: attach(model, sync=commlayer.LocalSteps(4, overlap=False)),
-        "no optimizer, updates": lambda: attach(model, sync=commlayer.LocalSteps(1, overlap=False)),
-        "no optimizer, plan": lambda: attach(model, plan=plan, config=config),
-        "lbfgs": lambda: attach(model, torch.optim.LBFGS(model.parameters()), sync=commlayer.LocalSteps(4, overlap=False)),
-        "hooked": lambda: attach(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1), sync=commlayer.LocalSteps(4)),
-        "plan": lambda: attach(model, sgd, plan=plan, sync=commlayer.LocalSteps(4, overlap=False), config=config),
-        "stale": lambda: attach(model, sgd, plan=stale, sync=commlayer.LocalSteps(1, overlap=False), config=config),
-        "ranks differ": lambda: attach(model, sgd, compression="int4", config=config,
-                                       sync=commlayer.LocalSteps(2 + rank, overlap=False)),
-        "overlap": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap="always")),
-        "fragments > every": lambda: attach(model, sgd, sync=commlayer.LocalSteps(2, overlap=False, fragments=4)),
-        "fragments=3": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap=False, fragments=3)),
-        "fragments=0": lambda: attach(model, sgd, sync=commlayer.LocalSteps(4, overlap=False, fragments=0)),
-    }
-    lines = refusals(tries)
-    session = attach(model, adamw, compression="int4()", sync=commlayer.LocalSteps(2, overlap=False),
-                     config=config)  # the refusals left nothing attached
-    session.switch(msgspec.structs.replace(plan, local_steps=1))
-    assert session.inspect.plan.local_steps == 2, "the script's value stays"
-    lines |= refusals({"switch": lambda: session.switch(plan)})
-    session.close()
-    return lines
-
-
-def test_contradictions_and_wrong_values_are_refused_in_one_line() -> None:
-    with Servers(WORLD, 1) as servers:
-        said_in_lines(pool(WORLD).call(refused, servers.address), {
-            "every=0": "every is 0", "every=2.5": "every is 2.5", "no optimizer": "E-SYNC-OPTIMIZER",
-            "no optimizer, updates": "E-SYNC-OPTIMIZER", "no optimizer, plan": "E-SYNC-OPTIMIZER",
-            "lbfgs": "LBFGS", "hooked": "communication hook",
-            "plan": "but the plan has 8", "stale": "E-SYNC-MODE",
-            "ranks differ": "every=2, overlap=False, fragments=None, outer=None) on rank 0",
-            "overlap": "E-SYNC-MODE",
-            "fragments > every": "fragments is 4 with every=2", "fragments=3": "fragments is 3",
-            "fragments=0": "fragments is 0", "switch": "but the plan has 8",
-        })
-
-
-def test_local_steps_and_late_results_exclude_each_other() -> None:
-    job = job_of(Wells())
-    plan = default_plan(job, codec="int4()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
-    late = tuple(msgspec.structs.replace(b, stale=True) for b in plan.buckets)
-    assert len(verify_alone(msgspec.structs.replace(plan, buckets=late, local_steps=H))) == 1
-
-
-@pytest.mark.parametrize("arguments", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}])
-def test_impossible_outer_optimizers_are_refused(arguments: dict[str, float]) -> None:
-    (name, value), = arguments.items()
-    with pytest.raises(ValueError, match=f"OuterSGD: {name} is {value}.*E-OPTIM-ARGUMENT"):
-        OuterSGD(**arguments)
+    assert same(reports[0]["rows"][-1], reports[1]["rows"][-1])

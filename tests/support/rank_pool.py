@@ -199,6 +199,13 @@ class Servers:
         server = self.serving[0]._server
         return server is not None and any(cell.results for cell in server._core.cells.values())
 
+    def refuse_plans(self, server: int, reason: str) -> None:
+        """That server refuses every change of plan."""
+        def refuse(*_: object) -> None:
+            raise ValueError(reason)
+
+        self.serving[server]._replan = refuse
+
     def send(self, worker: int, header: Any, body: bytes) -> None:
         """From the first server, whether the plan allows it or not."""
         self.serving[0]._transport.send(worker, header, body)
