@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import rank_pool
-from support.arguments import sync_of
+from support.arguments import plan_or_codec, sync_of
 from support.attached import assert_refused, data, outcome, same
 from support.rank_pool import Servers, pool
 from torch import nn
@@ -405,7 +405,7 @@ def run(rank: int, address: str, how: str, every: int, codec: str) -> dict[str, 
     if "ddp" in how:
         wrapped = DistributedDataParallel(model, bucket_cap_mb=0.002, find_unused_parameters="unused" in how,
                                           static_graph="static" in how, gradient_as_bucket_view="view" in how)
-    session = commlayer.attach(wrapped, optimizer, compression=codec, grad_scaler=scaler,
+    session = commlayer.attach(wrapped, optimizer, **plan_or_codec(codec), grad_scaler=scaler,
                                sync=commlayer.LocalSteps(every, overlap=False), config=rank_pool.quick(join=address))
     no_sync = wrapped.no_sync if "own no_sync" in how else session.no_sync
     rows, grads = [], []

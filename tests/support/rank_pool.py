@@ -204,7 +204,7 @@ class Servers:
         def refuse(*_: object) -> None:
             raise ValueError(reason)
 
-        self.serving[server]._replan = refuse
+        self.serving[server]._switch_plan = refuse
 
     def send(self, worker: int, header: Any, body: bytes) -> None:
         """From the first server, whether the plan allows it or not."""
