@@ -91,7 +91,7 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     residuals = [torch.zeros(p.numel()) for p in model.parameters()]
     for bucket in worker.buckets:
         for residual in bucket.debts():
-            residuals[residual.tensor][residual.start : residual.stop] += residual.values
+            residuals[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
     return {"applied": flat(before) - flat(parameters(model)), "residuals": flat(residuals), "steps": torch.tensor(worker.step)}
 
 
