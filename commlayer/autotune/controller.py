@@ -40,7 +40,8 @@ from commlayer.autotune.quality import CodecChange
 from commlayer.autotune.report import Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.errors import CommError
-from commlayer.observe import LinkWatch, Rates, SeenStep, StalePlan, differ, slower, spelled
+from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
+from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import in_words
 from commlayer.records import Plan, digest

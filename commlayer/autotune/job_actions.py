@@ -30,7 +30,7 @@ from commlayer.autotune.replanner import PlanLimits, Replanner, limits_of
 from commlayer.cluster.collectives import Groups, gather
 from commlayer.engine.connection import JobContext
 from commlayer.engine.switch import switch
-from commlayer.observe import InterfaceCounters, Rates
+from commlayer.observe.link_monitor import InterfaceCounters, Rates
 from commlayer.planner.model import Link
 from commlayer.records import Plan
 

@@ -16,8 +16,8 @@ from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
 from commlayer.engine.connection import JobContext
 from commlayer.engine.worker import Worker
-from commlayer.observe import InterfaceCounters, Rates, RecordedStep, Throughput, counters_of
-from commlayer.observe.link_monitor import PAYLOAD
+from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
+from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.model import Link
 from commlayer.records import Job
 from commlayer.transport import own_address

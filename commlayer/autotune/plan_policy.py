@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.observe import LinkWatch, PredictionCheck, Rates, ReprobeSchedule, StalePlan, differ
-from commlayer.observe.prediction_check import LIMIT
+from commlayer.observe.link_monitor import LinkWatch, Rates, ReprobeSchedule, differ
+from commlayer.observe.prediction_check import LIMIT, PredictionCheck, StalePlan
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.model import DENSE, Basis, Link, PlanInputs
 from commlayer.records import Plan, Record, digest

@@ -16,7 +16,7 @@ from msgspec import structs
 from commlayer.autotune.quality import GradientError
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.engine.spacing import row_spacing
-from commlayer.observe import Direction, InterfaceCounters, Throughput
+from commlayer.observe.link_monitor import Direction, InterfaceCounters, Throughput
 from commlayer.records import Record
 
 if TYPE_CHECKING:

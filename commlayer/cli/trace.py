@@ -10,7 +10,7 @@ import typer
 from commlayer.cli.options import Json
 
 if TYPE_CHECKING:
-    from commlayer.observe import Comparison
+    from commlayer.observe.step_trace import Comparison
 
 
 def trace(
@@ -20,7 +20,7 @@ def trace(
     """Compare predicted and measured times of a recorded step. Open FILE in ui.perfetto.dev to see the timeline."""
     from commlayer import records
     from commlayer.cli.arguments import check_json, write_json
-    from commlayer.observe import read_comparison
+    from commlayer.observe.step_trace import read_comparison
 
     check_json(json)
     comparison = read_comparison(file)

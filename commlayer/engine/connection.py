@@ -30,7 +30,7 @@ from commlayer.engine.plan_handover import hand_over
 from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, cause_of
-from commlayer.observe import StalePlan
+from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
 
 log = logging.getLogger("commlayer")

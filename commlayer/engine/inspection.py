@@ -10,7 +10,7 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observers
 from commlayer.engine.step import StepTiming
 from commlayer.engine.trace import STEPS, trace
-from commlayer.observe import StalePlan
+from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Plan
 
 

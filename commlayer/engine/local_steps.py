@@ -33,7 +33,7 @@ from torch import nn
 from commlayer.compressors.feedback import ResidualSlice, residual_on
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
-from commlayer.observe import Recorder
+from commlayer.observe.step_trace import Recorder
 from commlayer.optim import OuterSGD
 from commlayer.planner.buckets import ranges_of
 from commlayer.records import Slice

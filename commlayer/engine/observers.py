@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from commlayer.engine.connection import JobContext
-from commlayer.observe import PredictionCheck, StalePlan
+from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 
 

@@ -25,7 +25,7 @@ from commlayer.cluster.summation import as_float32
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.errors import CommError, InvalidInput, PeerLost
-from commlayer.observe import Recorder
+from commlayer.observe.step_trace import Recorder
 from commlayer.transport.protocol import peer_name
 
 

@@ -23,7 +23,18 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
-from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Comparison, Event, RecordedStep, Seen, by_lane, rows_of, write_trace
+from commlayer.observe.step_trace import (
+    EXCHANGE,
+    NO_BUCKET,
+    STEP,
+    Comparison,
+    Event,
+    RecordedStep,
+    Seen,
+    by_lane,
+    rows_of,
+    write_trace,
+)
 from commlayer.planner import lower
 from commlayer.planner.model import Basis, Group, fold
 from commlayer.planner.simulation import Span, Timeline, hosts_of, simulate

@@ -25,7 +25,7 @@ from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
 from commlayer.errors import CommError, InvalidInput
-from commlayer.observe import Recorder
+from commlayer.observe.step_trace import Recorder
 
 log = logging.getLogger("commlayer")
 

@@ -33,7 +33,7 @@ from commlayer.engine.paths.path import BucketPath
 from commlayer.engine.paths.table import Paths, routes_of
 from commlayer.engine.step import Counters, Step, Stopwatch, Units, broken_off
 from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned
-from commlayer.observe import Recorder
+from commlayer.observe.step_trace import Recorder
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan
 from commlayer.transport.protocol import Transport

@@ -188,9 +188,6 @@ def spelled(rates: Sequence[Rates]) -> str:
 # ---- Throughput: the rate that a link sustained while busy, from byte counters. Interface counters include all concurrent
 # transfers (pushes, results, collectives). The rate is a lower bound of the link's capacity; callers judge from `share` whether
 # the link limited the transfer.
-#
-# Interface counters include all concurrent transfers (pushes, results, collectives). The rate is a lower bound of the link's
-# capacity; callers judge from `share` whether the link limited the transfer.
 
 LEAST_NBYTES = 16 << 10
 """Minimum number of bytes between first and last reading. Fewer are only control traffic."""

@@ -46,8 +46,6 @@ class PredictionCheck(Record, frozen=True):
 
     predicted_s: float
     limit: float = LIMIT
-    patience: int = PATIENCE
-    quiet: int = QUIET
     usual: bool = False
     """Whether `predicted_s` is the previous usual step time instead of the plan's prediction."""
     wrong: int = 0
@@ -67,7 +65,7 @@ class PredictionCheck(Record, frozen=True):
         sign = (error > self.limit) - (error < -self.limit)
         wrong = self.wrong + 1 if sign and sign == self.sign else abs(sign)
         silent = max(0, self.silent - 1)
-        if wrong < self.patience or silent:
+        if wrong < PATIENCE or silent:
             return structs.replace(self, wrong=wrong, sign=sign, silent=silent), None
         stale = StalePlan(step, self.predicted_s, measured_s, wrong, self.usual)
-        return structs.replace(self, wrong=0, sign=sign, silent=self.quiet), stale
+        return structs.replace(self, wrong=0, sign=sign, silent=QUIET), stale

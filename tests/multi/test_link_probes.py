@@ -24,8 +24,8 @@ from commlayer.autotune.measuring import (
     sustained,
     turns_of,
 )
-from commlayer.observe import Direction, Rates, RecordedStep, Throughput
-from commlayer.observe.link_monitor import PAYLOAD
+from commlayer.observe.link_monitor import PAYLOAD, Direction, Rates, Throughput
+from commlayer.observe.step_trace import RecordedStep
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
 _ranks = rank_pool.ranks_first(WORLD)

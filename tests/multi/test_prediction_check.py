@@ -17,8 +17,7 @@ from commlayer.engine import observers
 from commlayer.engine.connection import JobContext
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import with_server_nodes
-from commlayer.observe import StalePlan
-from commlayer.observe.prediction_check import PATIENCE
+from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner import builtin, plan
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.inputs import cluster_from_line

@@ -18,7 +18,7 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
-from commlayer.observe import read_comparison
+from commlayer.observe.step_trace import read_comparison
 from commlayer.planner import default_plan
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, PlanInputs

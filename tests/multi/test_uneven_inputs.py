@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.errors import StepAbandoned
-from commlayer.observe import read_comparison
+from commlayer.observe.step_trace import read_comparison
 
 WORLD = 3
 BATCHES = ((5, 8, 5), (0, 2, 8), (4, 4, 1))

@@ -23,7 +23,7 @@ from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.plan_policy import ReplanVerdict
 from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.observe import Recorder
+from commlayer.observe.step_trace import Recorder
 
 WORLD = 2
 

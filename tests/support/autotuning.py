@@ -13,7 +13,8 @@ from msgspec import structs
 from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS
 from commlayer.autotune.plan_policy import Candidate, Lead, Line, LinkState, LogLine, Request
-from commlayer.observe import Direction, SeenStep, StalePlan, Throughput
+from commlayer.observe.link_monitor import Direction, SeenStep, Throughput
+from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner import builtin, default_plan
 from commlayer.planner.model import Basis, Cluster, Link, PlanInputs
 from commlayer.records import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from commlayer.autotune.measure.calibration import CodingLoad, load_of, under
-from commlayer.observe import Event, RecordedStep
+from commlayer.observe.step_trace import Event, RecordedStep
 from commlayer.planner.model import CodecCost, Line
 from commlayer.records import Bucket, Plan, Slice
 

@@ -28,8 +28,8 @@ from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.report import Reports
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.errors import InvalidInput
-from commlayer.observe import Direction, Rates, StalePlan, Throughput
-from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED
+from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.records import Plan
 

@@ -15,7 +15,7 @@ from commlayer.transport.shaped_links import parse_shape
 
 
 def settings(**given: Any) -> DemoSettings:
-    asked = {"workers": 4, "link": "100mbit", "rtt": "30ms", "codec": CODEC, "target": None, "quick": False}
+    asked = {"workers": 4, "link": "100mbit", "rtt": "30ms", "codec": CODEC, "quick": False}
     return read_settings(**{**asked, **given})
 
 

@@ -11,8 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from commlayer.observe import Direction, LinkWatch, Rates, SeenStep, Throughput, differ, slower
-from commlayer.observe.link_monitor import COST_S, FACTOR, IN_A_ROW, LONGER, MORE, PAYLOAD, SETTLED, USUAL
+from commlayer.observe.link_monitor import (
+    COST_S,
+    FACTOR,
+    IN_A_ROW,
+    LONGER,
+    MORE,
+    PAYLOAD,
+    SETTLED,
+    USUAL,
+    Direction,
+    LinkWatch,
+    Rates,
+    SeenStep,
+    Throughput,
+    differ,
+    slower,
+)
 
 PLANNED = (Rates(95e6, 95e6),) * 3
 COMPUTE_S = 0.3

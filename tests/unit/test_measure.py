@@ -19,7 +19,7 @@ from commlayer.cluster import summation_server
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
-from commlayer.observe import RecordedStep
+from commlayer.observe.step_trace import RecordedStep
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
 

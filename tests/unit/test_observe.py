@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.observe import (
+from commlayer.observe.prediction_check import PATIENCE, PredictionCheck, StalePlan
+from commlayer.observe.step_trace import (
     EXCHANGE,
     NO_BUCKET,
     STEP,
     Comparison,
     Event,
-    PredictionCheck,
     RecordedStep,
     Recorder,
     Seen,
-    StalePlan,
     by_lane,
     read_comparison,
     rows_of,
@@ -149,7 +148,7 @@ def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
 
 
 def stale_at(times: list[float]) -> list[int]:
-    check, steps = PredictionCheck(1.0, limit=0.25, patience=3, quiet=10), []
+    check, steps = PredictionCheck(1.0), []
     for step, seconds in enumerate(times):
         check, event = check.observe(seconds, step)
         steps += [event.step] if event else []
@@ -157,25 +156,26 @@ def stale_at(times: list[float]) -> list[int]:
 
 
 def test_what_is_stale_says_why() -> None:
-    check, event = PredictionCheck(0.01, patience=2).observe(0.02, 7)
-    assert event is None
-    _, event = check.observe(0.03, 8)
-    assert event == StalePlan(8, 0.01, 0.03, 2)
-    assert event.reason == "the plan is stale: the last 2 steps took 30.0 ms each; 10.0 ms were predicted"
+    check, event = PredictionCheck(0.01), None
+    for step in range(PATIENCE):
+        assert event is None
+        check, event = check.observe(0.03, step)
+    assert event == StalePlan(PATIENCE - 1, 0.01, 0.03, PATIENCE)
+    assert event.reason == f"the plan is stale: the last {PATIENCE} steps took 30.0 ms each; 10.0 ms were predicted"
 
 
-@pytest.mark.parametrize(("times", "lines"), [
+@pytest.mark.parametrize(("times", "steps"), [
     ([1.0] * 50, []),
     ([1.2, 0.8] * 25, []),
     ([1.0, 3.0, 1.0, 1.0, 3.0] * 10, []),
-    ([1.0] * 5 + [1.5] * 3, [7]),
-    ([1.5] * 30, [2, 12, 22]),
-    ([0.5, 0.5, 1.5, 1.5, 1.5], [4]),
-    ([0.5] * 3, [2]),
-    ([1.5, float("nan"), 1.5, 1.5], [3]),
+    ([1.0] * 5 + [1.5] * 8, [12]),
+    ([1.5] * 130, [7, 57, 107]),
+    ([0.5] * 2 + [1.5] * 8, [9]),
+    ([0.5] * 8, [7]),
+    ([1.5, float("nan")] + [1.5] * 7, [8]),
 ])
-def test_a_plan_is_stale_when_its_error_stays(times: list[float], lines: list[int]) -> None:
-    assert stale_at(times) == lines
+def test_a_plan_is_stale_when_its_error_stays(times: list[float], steps: list[int]) -> None:
+    assert stale_at(times) == steps
 
 
 def test_a_prediction_of_nothing_is_refused() -> None:

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from commlayer.observe import Direction, ReprobeSchedule, Throughput, link_monitor
-from commlayer.observe.link_monitor import InterfaceCounters, Reading, counters_of, throughput
+from commlayer.observe import link_monitor
+from commlayer.observe.link_monitor import (
+    Direction,
+    InterfaceCounters,
+    Reading,
+    ReprobeSchedule,
+    Throughput,
+    counters_of,
+    throughput,
+)
 
 BIN_S = 0.05
 

@@ -37,9 +37,8 @@ from commlayer.autotune.plan_policy import (
     Suggestion,
     to_win,
 )
-from commlayer.observe import StalePlan
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
-from commlayer.observe.prediction_check import PATIENCE
+from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, Link, PlanInputs, Policy

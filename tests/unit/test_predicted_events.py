@@ -7,7 +7,7 @@ from msgspec import structs
 
 from commlayer import planner
 from commlayer.engine.trace import predict
-from commlayer.observe import EXCHANGE, NO_BUCKET, STEP, Event
+from commlayer.observe.step_trace import EXCHANGE, NO_BUCKET, STEP, Event
 from commlayer.planner.inputs import nodes_of
 from commlayer.planner.model import Basis, Cluster, Link, Node, PlanInputs
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing

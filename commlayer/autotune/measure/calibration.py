@@ -22,7 +22,7 @@ from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.plan_choice import promise_of
 from commlayer.engine.worker import Worker
-from commlayer.observe import RecordedStep
+from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.costs import moves
 from commlayer.planner.model import ZERO, CodecCost, Line, bare
 from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo

@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
-from commlayer.observe import RecordedStep
+from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 

@@ -14,7 +14,7 @@ from commlayer.engine.lanes import Lane, Staging, Urgency
 from commlayer.engine.paths.path import BucketPath, take_back
 from commlayer.engine.step import BROKEN, Step
 from commlayer.errors import CorruptFrame, DeadlineExceeded
-from commlayer.observe import EXCHANGE
+from commlayer.observe.step_trace import EXCHANGE
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
 
