@@ -157,9 +157,9 @@ def _with_communication() -> tuple[list[dict[str, Any]], dict[str, float]]:
     """The authors' 100 ms of blocking all-reduce, the same all-reduce overlapped, and overlapped with a tenth of the bytes."""
     cluster = PlayedCluster(PAPER, BATCH, noise=NOISE)
     ways = {
-        "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(lambda _active: LBB_COMM_S)),
-        "ours, overlapped": (MODES["ours"], Communication(lambda _active: LBB_COMM_S, BACKWARD)),
-        "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(lambda _active: LBB_COMM_S / 10, BACKWARD)),
+        "LBB as published, blocking 100 ms": (MODES["LBB as published"], Communication(LBB_COMM_S)),
+        "ours, overlapped": (MODES["ours"], Communication(LBB_COMM_S, BACKWARD)),
+        "ours, overlapped, a tenth of the bytes": (MODES["ours"], Communication(LBB_COMM_S / 10, BACKWARD)),
     }
     rows, means = [], []
     for name, (build, communication) in ways.items():

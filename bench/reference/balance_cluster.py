@@ -129,7 +129,7 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
     for step in range(steps):
         shares = tuple(mode.shares(step))
         times = [cluster.compute_s(worker, share, step) for worker, share in enumerate(shares)]
-        iteration_s = max(times) + communication.exposed_s(tuple(w for w, share in enumerate(shares) if share), max(times))
+        iteration_s = max(times) + communication.exposed_s(max(times))
         done.append(PlayedStep(step, shares, tuple(times), iteration_s, oracle_s(cluster, step, communication)))
         mode.observe(step, times)
     return done
@@ -137,9 +137,9 @@ def run(mode: Mode, cluster: PlayedCluster, steps: int, communication: Communica
 
 def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = FREE) -> float:
     """The best iteration time of a step in which every worker takes part."""
-    workers = tuple(range(len(cluster.lines)))
+    workers = range(len(cluster.lines))
     makespan_s = _best_s(tuple(cluster.truth(worker, step) for worker in workers), cluster.uneven, cluster.total, cluster.caps)
-    return makespan_s + communication.exposed_s(workers, makespan_s)
+    return makespan_s + communication.exposed_s(makespan_s)
 
 
 class _Bent(NamedTuple):

@@ -32,24 +32,7 @@ _MODULES = {
     "time_models": ("Cubic", "Line", "Piecewise"),
 }
 _MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
-
-__all__ = [
-    "Balancer",
-    "Communication",
-    "Cubic",
-    "Decision",
-    "Joined",
-    "Line",
-    "Measurement",
-    "Note",
-    "Outcome",
-    "Piecewise",
-    "Policy",
-    "Sampler",
-    "Solution",
-    "shares",
-    "solve",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -201,7 +201,7 @@ class Balancer:
         self._under.append(slowest_s)
         latest = self.latest
         if len(self._under) == OUTCOME_AFTER and latest.after_s < math.inf:
-            measured_s = self._iteration_s(latest.shares, statistics.median(self._under))
+            measured_s = self._iteration_s(statistics.median(self._under))
             self.events.append(Outcome(step, latest.step, latest.after_s, measured_s, latest.reason, self._effect))
 
     def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:
@@ -215,10 +215,10 @@ class Balancer:
     def _expected_s(self, shares: Sequence[int]) -> float:
         """Iteration time of these shares by the current lines."""
         rows = zip(self.lines, shares, self.caps, strict=True)
-        return self._iteration_s(shares, max(in_pieces_s(line, share, cap) for line, share, cap in rows if share))
+        return self._iteration_s(max(in_pieces_s(line, share, cap) for line, share, cap in rows if share))
 
-    def _iteration_s(self, shares: Sequence[int], makespan_s: float) -> float:
-        return makespan_s + self.communication.exposed_s(tuple(i for i, share in enumerate(shares) if share), makespan_s)
+    def _iteration_s(self, makespan_s: float) -> float:
+        return makespan_s + self.communication.exposed_s(makespan_s)
 
     def _decision(self, step: int, from_step: int, shares: Sequence[int], reason: str, before_s: float,
                   after_s: float | None = None) -> Decision:

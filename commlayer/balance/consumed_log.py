@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from commlayer.balance.schedule import Shares, SharesSchedule, scaled
 from commlayer.errors import InvalidInput
-from commlayer.records import Record, decode
+from commlayer.records import Record
 
 Range = tuple[int, int]
 """Positions [start, stop)."""
@@ -36,11 +35,6 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
 
 def size(ranges: Iterable[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
-
-
-def text_of(state: Record) -> str:
-    """A record with numbers as keys, as canonical JSON."""
-    return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 
 
 class ConsumedLogState(Record, frozen=True):
@@ -111,13 +105,13 @@ class ConsumedLog:
         clone._open = {step: {w: list(r) for w, r in given.items()} for step, given in self._open.items()}
         return clone
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"consumed": text_of(ConsumedLogState(self.length, self._left, self._open))}
+    @property
+    def state(self) -> ConsumedLogState:
+        return ConsumedLogState(self.length, self._left, self._open)
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> ConsumedLog:
-        """The inverse of `state_dict`."""
-        kept = decode(str(state.get("consumed", "")).encode(), ConsumedLogState, "state of a consumed log")
+    def of(cls, kept: ConsumedLogState) -> ConsumedLog:
+        """The inverse of `state`."""
         log = cls(kept.length)
         log._left, log._open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]

@@ -140,7 +140,7 @@ class LbbBalancer(Balancer):
     def _follow(self, step: int, worker: int, batch: int, compute_s: float) -> None:
         pass  # LBB reads the latest times only
 
-    def _iteration_s(self, shares: Sequence[int], makespan_s: float) -> float:
+    def _iteration_s(self, makespan_s: float) -> float:
         return makespan_s
 
     def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:

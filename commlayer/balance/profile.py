@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from commlayer.balance.balancer import Decision, Note, straggler_effect
-from commlayer.balance.share_solver import FREE, Communication, solve
+from commlayer.balance.share_solver import solve
 from commlayer.balance.time_models import (
     Cubic,
     Line,
@@ -127,7 +127,7 @@ class InitialShares(Record, frozen=True):
 
 def initial_shares(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
-    communication: Communication = FREE, shares_of: SharesOf | None = None,
+    shares_of: SharesOf | None = None,
 ) -> InitialShares:
     """Shares from `step` on that replace `before`. `shares_of` replaces the default solver. ValueError if a worker has no
     room."""
@@ -151,14 +151,10 @@ def initial_shares(
     def times_s(of: Sequence[int]) -> list[float]:
         return [in_pieces_s(models[worker], share, room[worker]) for worker, share in enumerate(of) if share]
 
-    def step_s(of: Sequence[int]) -> float:
-        makespan_s = max(times_s(of), default=math.inf)
-        return makespan_s + communication.exposed_s(tuple(worker for worker, share in enumerate(of) if share), makespan_s)
-
     now = [before.get(worker, 0) for worker in range(len(profiles))]
     pieces = [-(-share // cap) for share, cap in zip(shares, room, strict=True)]
-    decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile", step_s(now),
-                        step_s(shares), straggler_effect(times_s(now)))
+    decision = Decision(step, step, tuple(range(len(profiles))), tuple(shares), tuple(pieces), "the profile",
+                        max(times_s(now), default=math.inf), max(times_s(shares)), straggler_effect(times_s(now)))
     at = [max(1, -(-share // max(1, parts))) for share, parts in zip(shares, pieces, strict=True)]
     lines = tuple(_local_line(measured, batch) for measured, batch in zip(points, at, strict=True))
     return InitialShares(decision, lines, cubics, tuple(invalid))

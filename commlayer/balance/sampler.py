@@ -18,10 +18,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import msgspec
 from msgspec import field, structs
 
 from commlayer.balance.assignment import DrawnBatch, StepAssignment, TrainingSession, drawn_batches, split
-from commlayer.balance.consumed_log import ConsumedLog, EpochProgress, Permutation, text_of
+from commlayer.balance.consumed_log import ConsumedLog, ConsumedLogState, EpochProgress, Permutation
 from commlayer.balance.schedule import (
     CHANGE_DELAY_STEPS,
     KEEP_STEPS,
@@ -307,7 +308,7 @@ class Sampler:
         mixed_until = max(given.mixed_until, given.state.step + given.mid_step)
         self._membership = SamplerMembership(given.numbers, given.departed, mixed_until)
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
-        log = ConsumedLog.from_state(given.state.consumed)
+        log = ConsumedLog.of(given.state.consumed)
         self._begin(log if self.epoch == given.state.epoch else ConsumedLog(self.length), given.state.step)
         self._session_steps = dict(given.session_steps)
 
@@ -358,7 +359,7 @@ class Sampler:
         return {"sampler": text_of(state)}
 
     def _state(self) -> SamplerState:
-        return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.consumed.state_dict(),
+        return SamplerState(self.length, self.batch, self.seed, self.epoch, self.step, self._trained.consumed.state,
                             self._schedule.since(self.step), self._world)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -372,7 +373,7 @@ class Sampler:
             if getattr(kept, name) != getattr(self, name):
                 raise RecordError("E-SAMPLER-STATE",
                                   f"state of a sampler: its {name} is {getattr(kept, name)}, this one's {getattr(self, name)}")
-        self.epoch, log = kept.epoch, ConsumedLog.from_state(kept.consumed)
+        self.epoch, log = kept.epoch, ConsumedLog.of(kept.consumed)
         if self._other_workers(kept):
             place = renumbering(kept.left)
             log.renumber(place)
@@ -435,7 +436,7 @@ class SamplerState(Record, frozen=True):
     seed: int
     epoch: int
     step: int
-    consumed: dict[str, str]
+    consumed: ConsumedLogState
     schedule: list[Announcement]
     world: int = 0
     """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
@@ -457,6 +458,11 @@ class JoinState(Record, frozen=True):
     """Whether the worker joins in the middle of a step."""
 
 
+def text_of(state: Record) -> str:
+    """A record with numbers as keys, as canonical JSON."""
+    return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
+
+
 def renumbering(left: Sequence[int]) -> Callable[[int], int]:
     """Renumbers the workers in `left` from 0 on; all others come after them."""
     places = {worker: place for place, worker in enumerate(left)}
@@ -465,4 +471,4 @@ def renumbering(left: Sequence[int]) -> Callable[[int], int]:
 
 def joining_epoch(given: JoinState) -> int:
     """The epoch that is in progress there, or the next one."""
-    return given.state.epoch + (not given.mid_step and not ConsumedLog.from_state(given.state.consumed).left)
+    return given.state.epoch + (not given.mid_step and not ConsumedLog.of(given.state.consumed).left)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlayer.balance.time_models import TimeModel, in_pieces_s
@@ -13,23 +12,17 @@ from commlayer.records import Record
 
 
 class Communication(NamedTuple):
-    """Cost of an iteration's communication: seconds for a set of workers, and the part of the compute time that can hide
-    it."""
+    """An iteration's communication: seconds, and the part of the compute time that can hide them. Overlap 0: it starts after
+    the slowest worker has computed (a blocking all-reduce)."""
 
-    seconds: Callable[[tuple[int, ...]], float]
+    seconds: float = 0.0
     overlap: float = 0.0
-    """0: it starts after the slowest worker has computed (a blocking all-reduce). 1: all of the compute can hide it."""
 
-    def exposed_s(self, active: tuple[int, ...], makespan_s: float) -> float:
-        seconds = self.seconds(active)
-        if not (0 <= seconds <= math.inf and 0 <= self.overlap <= 1):
-            raise InvalidInput("E-SHARES-ARGUMENT",
-                               f"communication of workers {', '.join(map(str, active))}: got {seconds} s with overlap "
-                               f"{self.overlap}, allowed are 0 s or more and an overlap of 0 to 1")
-        return max(0.0, seconds - self.overlap * makespan_s)
+    def exposed_s(self, makespan_s: float) -> float:
+        return max(0.0, self.seconds - self.overlap * makespan_s)
 
 
-FREE = Communication(lambda _active: 0.0)
+FREE = Communication()
 
 
 class Solution(Record, frozen=True):

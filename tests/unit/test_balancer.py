@@ -100,7 +100,7 @@ def test_a_change_must_gain_enough() -> None:
 
 
 def test_communication_adds_to_both_predictions() -> None:
-    predictions = [Balancer([Joined(0), Joined(1)], 10, communication=Communication(lambda _: 0.5, overlap)).latest.after_s
+    predictions = [Balancer([Joined(0), Joined(1)], 10, communication=Communication(0.5, overlap)).latest.after_s
              for overlap in (0.0, 0.05)]
     assert predictions == [5.5, 5.25]
 

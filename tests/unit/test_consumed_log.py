@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlayer.balance.consumed_log import TABLE, ConsumedLog, Permutation, merged, size
+from commlayer.balance.consumed_log import TABLE, ConsumedLog, ConsumedLogState, Permutation, merged, size
 
 LENGTH = 300
 GOLDEN = {1000: (125, 697, 303, 443, 285, 560), 4 * TABLE: (1112160, 746553, 2574298, 2094468, 12460, 1031196)}
@@ -52,7 +52,7 @@ def test_each_position_is_done_once(data: st.DataObject) -> None:
             newest += 1
             workers.add(newest)
         elif event == "resume":
-            log = ConsumedLog.from_state(json.loads(json.dumps(log.state_dict())))
+            log = ConsumedLog.of(msgspec.json.decode(msgspec.json.encode(log.state), type=ConsumedLogState))
         assert sorted(applied) == positions(log.done)
     for open_step in sorted(given_out):
         log.commit(open_step)
@@ -89,16 +89,15 @@ def test_a_ledger_stays_small() -> None:
         log.assign(step, {w: 1000 + w for w in range(8)})
         if step >= 10:
             log.commit(step - 10)
-    assert len(json.dumps(log.state_dict())) < 5000
+    assert len(msgspec.json.encode(log.state)) < 5000
 
 
 @pytest.mark.parametrize(("act", "text"), [
     (lambda log: log.assign(0, {0: 1}), r"step 0\b.*E-SAMPLER-ARGUMENT"),
     (lambda log: log.assign(1, {0: 9}), r"step 1\b.*\b9\b.*\b8\b.*E-SAMPLER-ARGUMENT"),
     (lambda log: log.commit(5), r"step 5\b.*E-SAMPLER-ARGUMENT"),
-    (lambda log: ConsumedLog.from_state({}), "state of a consumed log.*E-RECORD"),
-    (lambda log: ConsumedLog.from_state({"consumed": '{"length":4,"left":[[0,9]],"open":{}}'}), r"0 to 3\b.*E-SAMPLER-STATE"),
-    (lambda log: ConsumedLog.from_state({"consumed": '{"length":4,"left":[[0,2]],"open":{"0":{"1":[[1,3]]}}}'}),
+    (lambda log: ConsumedLog.of(ConsumedLogState(4, [(0, 9)], {})), r"0 to 3\b.*E-SAMPLER-STATE"),
+    (lambda log: ConsumedLog.of(ConsumedLogState(4, [(0, 2)], {0: {1: [(1, 3)]}})),
      r"position 1\b.*E-SAMPLER-STATE"),
 ])
 def test_misuse_is_named(act: Any, text: str) -> None:

@@ -22,5 +22,5 @@ def test_the_price_is_what_the_simulator_predicts(link: Link) -> None:
     line = planner.simulate(plan, inputs.job, inputs.cluster, PROFILE, POLICY)
     comm_s, overlap = price_of(plan, inputs)
     assert 0 <= overlap <= 1
-    price = Communication(lambda _: comm_s, overlap)
-    assert price.exposed_s((0, 1, 2), line.compute_s) == pytest.approx(line.exposed_s, rel=1e-6, abs=1e-9)
+    price = Communication(comm_s, overlap)
+    assert price.exposed_s(line.compute_s) == pytest.approx(line.exposed_s, rel=1e-6, abs=1e-9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from support.balance import PAPER
 
 from commlayer import balance
-from commlayer.balance import Communication, Line, Piecewise, shares, solve
+from commlayer.balance import Line, Piecewise, shares, solve
 from commlayer.balance.time_models import TimeModel, in_pieces_s
 
 ONE = Line(1.0, 1.0)
@@ -77,8 +76,6 @@ def test_small_cases(models: list[Line], total: int, minimum: int, expected: lis
 @pytest.mark.parametrize("call", [
     lambda: shares([], 4), lambda: shares(PAPER, 0), lambda: shares(PAPER, 3), lambda: shares(PAPER, 8, [1, 2]),
     lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), lambda: shares(PAPER, 8, [4, -1, 4, 4]),
-    lambda: Communication(lambda _: math.nan).exposed_s((0, 1), 1.0),
-    lambda: Communication(lambda _: 1.0, 3.0).exposed_s((0,), 1.0),
 ])
 def test_mistakes_are_one_line(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:

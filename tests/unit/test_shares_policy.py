@@ -14,7 +14,7 @@ from msgspec import structs
 
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
-from commlayer.balance import Communication, Decision, Line, Note, Outcome, Policy, shares
+from commlayer.balance import Decision, Line, Note, Outcome, Policy, shares
 from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
 
@@ -117,15 +117,10 @@ def test_two_times_of_one_share_show_a_jump_in_one_row() -> None:
         assert any(text in event.text for event in decided(state, rows, 7)[2] if isinstance(event, Note))
 
 
-@pytest.mark.parametrize(("given", "price", "expected_s"), [
-    (None, (0.05, 0.0), 0.05), (None, (0.0, 0.0), 0.0), (Communication(lambda _: 0.02), (0.05, 0.0), 0.02),
-])
-def test_the_price_of_communication_is_the_jobs_or_rank_0s(
-    given: Communication | None, price: tuple[float, float], expected_s: float,
-) -> None:
-    state = begun() if given is None else begun(communication=given)
-    (free,), (priced,) = read(begun(), 0)[1], read(state, 0, comm_s=price[0], overlap=price[1])[1]
-    assert priced.before_s == pytest.approx(free.before_s + expected_s)
+@pytest.mark.parametrize("comm_s", [0.05, 0.0])
+def test_the_price_of_communication_is_rank_0s(comm_s: float) -> None:
+    (free,), (priced,) = read(begun(), 0)[1], read(begun(), 0, comm_s=comm_s)[1]
+    assert priced.before_s == pytest.approx(free.before_s + comm_s)
 
 
 def test_ranks_with_different_shares_are_named() -> None:

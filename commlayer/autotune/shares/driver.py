@@ -20,10 +20,9 @@ from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
 from commlayer.autotune.start import reporting
-from commlayer.balance import Communication, Decision, Line, Outcome, Policy, Sampler
+from commlayer.balance import Decision, Line, Outcome, Policy, Sampler
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
-from commlayer.balance.share_solver import FREE
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
@@ -45,7 +44,7 @@ class LoadBalancer:
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, *, policy: Policy | None = None, communication: Communication = FREE,
+        self, session: Session, sampler: Sampler, *, policy: Policy | None = None,
         line: Line | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
@@ -59,7 +58,7 @@ class LoadBalancer:
         _check_plan(session)
         self.session, self.sampler = session, sampler
         self._policy = structs.replace(policy or Policy(), minimum=max(policy.minimum if policy else 1, sampler.least))
-        self._communication, self._line, self._measure = communication, line, measure
+        self._line, self._measure = line, measure
         self._lookahead, self._mode = lookahead, mode
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
@@ -103,7 +102,7 @@ class LoadBalancer:
 
         own, step = self._measure, self.sampler.step
         profiles, self._opening = worker_profiles.together(
-            self.session, self.sampler, self._policy, self._communication, model, loss_of, batches, limit_s=limit_s,
+            self.session, self.sampler, self._policy, model, loss_of, batches, limit_s=limit_s,
             measure=None if own is None else lambda samples: own(step, samples),
             shares_of=LbbBalancer.begin if self._mode == "lbb" else None,
         )
@@ -206,7 +205,7 @@ class LoadBalancer:
             exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))
             rows = [RankStart(*row) for row in exchange.read()]
-        state = policy.begin(rows, shares, from_step, policy=self._policy, communication=self._communication,
+        state = policy.begin(rows, shares, from_step, policy=self._policy,
                              opening=self._opening, lbb=self._mode == "lbb")
         reporting(connection, self.session.inspect.observers).shares = ShareMover(self._row, self._receive)
         return state

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec import structs
 
 from commlayer.balance.balancer import Balancer, Decision, Event, Joined, Measurement, Outcome, Policy
-from commlayer.balance.share_solver import FREE, Communication
+from commlayer.balance.share_solver import Communication
 from commlayer.balance.time_models import Cubic, Line
 from commlayer.errors import CommError, InvalidInput
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
-    communication: Communication = FREE, opening: InitialShares | None = None, lbb: bool = False,
+    opening: InitialShares | None = None, lbb: bool = False,
 ) -> SharesState:
     """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
 
@@ -48,10 +48,10 @@ def begin(
               for rank, row in enumerate(rows)]
     first = opening.decision if opening and opening.decision.from_step == from_step else None
     total = int(rows[0].batch)
-    balancer = Balancer(joined, total, policy, communication, shares=first or shares, from_step=max(0, from_step))
+    balancer = Balancer(joined, total, policy, shares=first or shares, from_step=max(0, from_step))
     if lbb:
         balancer = _published(joined, total, balancer.latest, policy, opening)
-    return SharesState(balancer, policy, communication)
+    return SharesState(balancer, policy)
 
 
 def decide(
@@ -67,9 +67,8 @@ def decide(
                         code="E-RANKS-DIFFER")
     balancer = state.balancer.copy()
     balancer.policy = structs.replace(state.policy, lead=now + int(max(row.lookahead for row in rows)) - step)
-    if state.communication is FREE and rows[0].comm_s:
-        comm_s = rows[0].comm_s
-        balancer.communication = Communication(lambda _: comm_s, rows[0].overlap)
+    if rows[0].comm_s:
+        balancer.communication = Communication(rows[0].comm_s, rows[0].overlap)
     decision = balancer.decide(step, [
         Measurement(rank, int(row.computed), seconds) for rank, row in enumerate(rows) if row.computed
         for seconds in ((row.before_s, row.compute_s) if row.before_s else (row.compute_s,))
@@ -156,8 +155,6 @@ class SharesState(NamedTuple):
     balancer: Balancer
     """Immutable here: decisions are made on a copy."""
     policy: Policy
-    communication: Communication
-    """The job's setting; FREE means rank 0's price."""
     announced: tuple[Decision, ...] = ()
     """Decisions for steps that have not begun."""
 

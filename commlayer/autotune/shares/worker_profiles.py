@@ -15,7 +15,7 @@ from msgspec import structs
 from torch import nn
 
 from commlayer.autotune.measure.step_times import BatchTrial, LossOf, batches_of
-from commlayer.balance import Communication, Policy, Sampler
+from commlayer.balance import Policy, Sampler
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.cluster.process_groups import Members
@@ -30,7 +30,7 @@ FINISHED, BROKE_OFF = 1.0, 0.0
 
 
 def together(
-    session: Session, sampler: Sampler, policy: Policy, communication: Communication, model: nn.Module, loss_of: LossOf,
+    session: Session, sampler: Sampler, policy: Policy, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
     """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
@@ -53,8 +53,7 @@ def together(
         with contextlib.closing(RowChannel(_members(session), limit_s + SLACK_S)) as channel:
             profiles, first = _exchanged(channel.rows("profiles"), run, session, sampler)
     least = max(policy.minimum, sampler.least)
-    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least,
-                           communication=communication, shares_of=shares_of)
+    start = initial_shares(profiles, sampler.batch, sampler.announced[1], step=first, minimum=least, shares_of=shares_of)
     if profiles[sampler.rank].ended:
         sampler.cap = profiles[sampler.rank].cap
     sampler.announce(first, start.decision.by_worker)
