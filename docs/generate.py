@@ -164,7 +164,7 @@ def api() -> str:
                "[errors.md](errors.md), codecs with their bits in [codecs.md](codecs.md). Other names are internal."),
         "", "## commlayer",
     ]
-    for name in ("attach", "switch"):
+    for name in ("attach",):
         lines += _entry(f"commlayer.{name}", getattr(commlayer, name))
     lines += _class("commlayer.Session", commlayer.Session, signature=False)
     lines += _class("session.inspect", Inspection, signature=False, members=INSPECT)

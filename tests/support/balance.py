@@ -39,13 +39,13 @@ class Noted:
     def catch_up(self, *, wholly: bool = False) -> None:
         pass
 
-    def drain(self) -> bool:
+    def flush(self) -> bool:
         raise AssertionError("no local steps here")
 
     def no_sync(self) -> Any:
         raise AssertionError("no micro-batches here")
 
-    def stats(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {}
 
 

@@ -71,7 +71,7 @@ class Home(Noted):
             self.job.end_rounds()
         self.look()
 
-    def drain(self) -> bool:
+    def flush(self) -> bool:
         self.job.drain()
         self.look()
         return False

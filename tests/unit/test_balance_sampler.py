@@ -229,7 +229,7 @@ def test_a_step_counts_when_it_was_averaged() -> None:
     class Counting(Noted):
         steps = 0
 
-        def stats(self) -> dict[str, float]:
+        def metrics(self) -> dict[str, float]:
             return {"exchanges": self.steps}
 
     sampler, session = Sampler(40, 8, rank=0, world=1), Counting()
@@ -284,7 +284,7 @@ def test_resumed_with_as_many_workers_the_shares_are_the_saved_ones() -> None:
 
 def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
     class Idle(Noted):
-        def stats(self) -> dict[str, float]:
+        def metrics(self) -> dict[str, float]:
             return {"exchanges": 0.0}
 
     sampler, session = Sampler(40, 8, rank=0, shares=[8]), Idle()
