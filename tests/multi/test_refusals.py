@@ -117,7 +117,7 @@ ALONE: dict[str, Row] = {
     "many drift_steps": row(lambda: attach(config={"drift_steps": 1 << 17}), "E-SETTING", "drift_steps: got 131072"),
     "address": row(lambda: attach(config={"join": "nowhere"}), "E-ADDRESS", "join: got 'nowhere'", "argument join"),
     "sync": row(lambda: attach(sync="never"), "E-SYNC-MODE", "sync: got 'never'"),
-    "plan file": row(lambda: attach(plan="missing.json"), "E-PLAN-NAME", "plan 'missing.json'"),
+    "plan file": row(lambda: attach(plan="missing.json"), "E-PLAN-FILE", "plan missing.json"),
     "plan's type": row(lambda: attach(plan=17), "E-PLAN-NAME", "plan: got 17"),
     "another model's plan": row(lambda: attach(plan=plan_of(mlp(width=8))), "E-PLAN-REFUSED", "plan: ", "job "),
     "plan with a gap": row(lambda: attach(plan=without_a_bucket()), "E-PLAN-REFUSED", "0.weight: "),
@@ -228,7 +228,7 @@ RANKS: dict[str, Row] = {
                   "rank 0: "),
     "no plan file": row(lambda rank, _: commlayer.attach(mlp(), plan="elsewhere.json" if rank else "missing.json",
                                                          config=quick()),
-                        "E-PLAN-NAME", "plan 'missing.json'"),  # on rank 1 no file is looked for
+                        "E-PLAN-FILE", "plan missing.json"),  # on rank 1 no file is looked for
     "other nodes": row(lambda _, __: commlayer.attach(mlp(), plan=plan_of(mlp(), ranks_per_node=2), config=quick()),
                        "E-PLAN-REFUSED", "plan: ", "2 ranks per node", " 1: "),
     "ranks per node": row(lambda _, __: commlayer.attach(mlp(), config=quick(ranks_per_node=3)), "E-PROCESS-GROUP",
