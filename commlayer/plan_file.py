@@ -53,6 +53,8 @@ def text_of(path: str | Path, what: str) -> str:
         raise InvalidInput("E-PLAN-FILE", f"{what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InvalidInput("E-PLAN-FILE", f"{what} {path}: is not UTF-8 text") from None
+    except ValueError as error:  # a path with a null byte
+        raise InvalidInput("E-PLAN-FILE", f"{what} {str(path)!r}: {error}") from None
 
 
 def sidecar(path: Path) -> Path:

@@ -25,7 +25,6 @@ from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import build, parse
 from commlayer.engine import plan_choice
 from commlayer.engine.connection import JobContext
-from commlayer.engine.sync_modes import allowed_modes, takes_fragments
 from commlayer.errors import InvalidState
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile, bare
@@ -166,14 +165,16 @@ def remembers(connection: JobContext) -> bool:
 
 def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
-    modes, terms = allowed_modes(connection), connection.terms
+    modes, terms = connection.terms.allowed_modes(), connection.terms
     # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= modes
+    # If workers might leave, an exchange must be complete before any part of it is applied.
+    takes_fragments = terms.requested.fragments is None and connection.members is None
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
-        forward="forward" in modes, staleness=False, fragments=takes_fragments(connection),
+        forward="forward" in modes, staleness=False, fragments=takes_fragments,
     )
     return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
 

@@ -232,6 +232,10 @@ class JobContext:
         steps in complete exchanges. The same on all ranks after the same step."""
         return self.passes - (0 if self.local is None else self.local.behind)
 
+    def stepped_apart(self) -> bool:
+        """Whether local steps have left the optimizers in different states on different ranks."""
+        return self.local is not None and self.stepped is not None and self.stepped.remembers
+
     def passed(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
 

@@ -53,7 +53,7 @@ class DDPModes:
         self._connection, self._names = connection, [name for name, _ in named]
         self._parameters = [p for _, p in named if isinstance(p, nn.Parameter)]
         connection.stepped = OptimizerMemory(self._parameters, self._optimizer, self._outer)
-        connection.terms.useless = useless_of(connection, None, clips=False)
+        connection.terms.useless = useless_of(None, clips=False, apart=connection.stepped_apart)
         return ExchangeSchedule(
             self._ddp, self._parameters, list, hooks=OptimizerHooks(self._optimizer), outer=self._outer, connection=connection,
             observers=observers, deadline_s=self._deadline_s, guard=guard, optimizer=self._optimizer,

@@ -79,7 +79,7 @@ class ModuleDriver:
             self._alone = self._counting(optimizer)
         else:
             connection.stepped = OptimizerMemory(self._parameters, optimizer, outer)
-            connection.terms.useless = useless_of(connection, scaler, clips=clips)
+            connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
             connection.after_switch.append(self._enter)
             connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
             connection.bring_in.append(self._complete)

@@ -18,7 +18,7 @@ from commlayer.compressors import Codec, build, codec_of, parse, wrap
 from commlayer.compressors.feedback import Momentum
 from commlayer.compressors.plan_codecs import is_download_codec, is_separable, is_summable
 from commlayer.config import Config
-from commlayer.engine.sync_modes import Forbids, RequestedModes, modes_of
+from commlayer.engine.sync_modes import MODES, Forbids, RequestedModes, modes_of, requested_otherwise
 from commlayer.errors import CommError, InvalidInput
 from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
@@ -244,6 +244,16 @@ class PlanTerms:
         self.price: tuple[float, float] | None = None
         """Seconds of communication per step under the current plan, and the fraction of it that computation hides; None if
         unknown. Used only on rank 0."""
+
+    def forbidden_modes(self) -> dict[str, str]:
+        """Maps each sync mode to the reason why a planner cannot choose it, or to "" if it can. Reasons can differ between
+        ranks, so ranks exchange them."""
+        return {mode: requested_otherwise(self.requested, mode) or self.forbids(mode) or self.useless(mode) for mode in MODES}
+
+    def allowed_modes(self) -> set[str]:
+        """The sync modes that a planner can choose on this rank."""
+        return {mode for mode, why in self.forbidden_modes().items() if not why}
+
 
 
 # ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs

@@ -11,7 +11,7 @@ After the start only the plan defines how steps are exchanged. The modes of a pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -26,9 +26,6 @@ from commlayer.optim import OuterSGD
 from commlayer.optim.pieces import hooked, indivisible
 from commlayer.planner.buckets import most_fragments
 from commlayer.records import Plan
-
-if TYPE_CHECKING:
-    from commlayer.engine.connection import JobContext
 
 MODES = ("forward", "updates", "local", "round")
 Forbids = Callable[[str], str]
@@ -120,7 +117,7 @@ def with_modes(plan: Plan, requested: RequestedModes) -> Plan:
         fragments = most_fragments(requested.fragments, every, len(plan.buckets))
         if plan.fragments not in (1, fragments, requested.fragments):
             _contradiction(requested, f"{plan.fragments} fragments")
-    changed = structs.replace(plan, local_steps=every, codes="updates" if requested.updates else plan.codes,
+    changed = structs.replace(plan, local_steps=every, codes="updates" if requested.every == 1 else plan.codes,
                               overlap=requested.overlap or plan.overlap, fragments=fragments)
     if all(getattr(changed, name) == getattr(plan, name) for name in ("local_steps", "overlap", "fragments", "steps_locally")):
         return changed
@@ -145,19 +142,7 @@ def modes_of(plan: Plan) -> list[tuple[str, str]]:
 
 # ---- the modes that a job can use
 
-def allowed_modes(connection: JobContext) -> set[str]:
-    """The modes in `MODES` that a planner can choose on this rank."""
-    return {mode for mode, why in forbidden_modes(connection).items() if not why}
-
-
-def forbidden_modes(connection: JobContext) -> dict[str, str]:
-    """Maps each mode in `MODES` to the reason why a planner cannot choose it, or to "" if it can. Reasons can differ between
-    ranks, so ranks exchange them."""
-    terms = connection.terms
-    return {mode: _requested_otherwise(terms.requested, mode) or terms.forbids(mode) or terms.useless(mode) for mode in MODES}
-
-
-def _requested_otherwise(requested: RequestedModes, mode: str) -> str:
+def requested_otherwise(requested: RequestedModes, mode: str) -> str:
     """The reason why the argument `sync`, which applies to every plan, excludes a mode; "" if it allows it."""
     if mode == "forward":
         excluded = requested.updates
@@ -167,14 +152,9 @@ def _requested_otherwise(requested: RequestedModes, mode: str) -> str:
     return f"attach() was given {requested}" if excluded else ""
 
 
-def takes_fragments(connection: JobContext) -> bool:
-    """Whether a planner can choose the number of fragments: the script did not set it, and the workers cannot change. If
-    workers might leave, an exchange must be complete before any part of it is applied."""
-    return connection.terms.requested.fragments is None and connection.members is None
-
-
-def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
-    """Returns a function from a mode to the reason why it would bring no benefit in this job; "" if it might."""
+def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbids:
+    """Returns a function from a mode to the reason why it would bring no benefit in this job; "" if it might. `apart`: whether
+    local steps have left the optimizers in different states on different ranks."""
 
     def useless(mode: str) -> str:
         if mode != "forward":
@@ -183,9 +163,7 @@ def useless_of(connection: JobContext, scaler: Any, *, clips: bool) -> Forbids:
             return "a GradScaler needs all gradients to decide whether to skip a step, so backward() would wait for them"
         if clips:
             return "clip_grad_norm clips by the norm of all gradients, so step() would wait for them"
-        if connection.local is not None and connection.stepped is not None and connection.stepped.remembers:
-            return "the optimizers have different states on different ranks, because they have stepped locally"
-        return ""
+        return "the optimizers have different states on different ranks, because they have stepped locally" if apart() else ""
 
     return useless
 

@@ -86,7 +86,7 @@ class Session:
     def catch_up(self, *, wholly: bool = False) -> None:
         pass
 
-    def stats(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {"exchanges": self.steps}
 
     def laps(self) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.arguments import plan_or_codec
 from support.attached import data, mlp
 from support.rank_pool import Servers, pool, quick, rank_environment
 from torch import nn
@@ -96,7 +97,7 @@ ALIKE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "guard": (settings, ({"guard": "warn"},), r"guard: auto on rank 0, 2 .*, warn on rank 1.*E-RANKS-DIFFER"),
     "a setting that is none": (settings, ({"deadlin_s": 3},), r"(rank 1 \(\w+\): )?deadlin_s: .*E-SETTING"),
     "plain text": (settings, ({"bind": "10.0.0.9"},), r"(rank 1 \(\w+\): )?bind: 10.0.0.9 .*E-PLAIN-TEXT"),
-    "plan": (another_plan, (), r"plan: fp16\(\) on rank 0 \(\w+\), auto on rank 1-2 \(\w+\).*E-RANKS-DIFFER"),
+    "plan": (another_plan, (), r"plan: fp16 on rank 0 \(\w+\), auto on rank 1-2 \(\w+\).*E-RANKS-DIFFER"),
     "optimizer": (an_optimizer_on_one, (), r"optimizer: not given on rank 0 \(\w+\), given on rank 1-2.*E-RANKS-DIFFER"),
     "wrapper": (ddp_on_one, (), r"wrapper: DistributedDataParallel on rank 0 \(\w+\), none on rank 1-2.*E-RANKS-DIFFER"),
     "sync": (a_mistake_on_one, (), r"(rank 2 \(\w+\): )?sync: got 'never'.*E-SYNC-MODE"),
@@ -255,18 +256,18 @@ def some_ranks(rank: int, how: str, path: str, addresses: list[str]) -> dict[str
     for address in addresses:
         model, config = mlp(seed=rank), quick(join=address)
         if how == "module":
-            session = commlayer.attach(model, plan=plan_of(model, path), process_group=group, config=config)
+            session = commlayer.attach(model, **plan_or_codec(plan_of(model, path)), process_group=group, config=config)
             got.append(gradient(model, model, rank, 0))
             place = session.inspect.connection
             close: Callable[[], None] = session.close
         else:
             wrapped = DistributedDataParallel(model, process_group=group)
             if how == "ddp":
-                session = commlayer.attach(wrapped, plan=plan_of(model, path), config=config)
+                session = commlayer.attach(wrapped, **plan_or_codec(plan_of(model, path)), config=config)
                 got.append(gradient(model, wrapped, rank, 0))
                 place, close = session.inspect.connection, session.close
             else:
-                state = commlayer.HookState(plan=plan_of(model, path), config=config)
+                state = commlayer.HookState(**plan_or_codec(plan_of(model, path)), config=config)
                 wrapped.register_comm_hook(state, commlayer.comm_hook)
                 got.append(gradient(model, wrapped, rank, 0))
                 place, close = state.connection, state.connection.close

@@ -24,7 +24,6 @@ import commlayer
 from commlayer.engine.observers import Observer, ObserverOrder
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.switch import switch as go_over
-from commlayer.engine.sync_modes import allowed_modes, forbidden_modes
 
 _ranks = rank_pool.ranks_first(WORLD)
 PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
@@ -251,7 +250,7 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
         stepped.step()
     made = session.inspect.connection
-    found = allowed_modes(made), forbidden_modes(made)
+    found = made.terms.allowed_modes(), made.terms.forbidden_modes()
     session.flush()
     session.close()
     return found

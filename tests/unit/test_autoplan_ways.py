@@ -14,7 +14,7 @@ from commlayer.autotune.measuring import RankMeasurement
 from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, steps_of
 from commlayer.codec_spec import parse_spec
 from commlayer.engine.connection import JobContext
-from commlayer.engine.sync_modes import LocalSteps, allowed_modes, forbidden_modes, requested_modes, with_modes
+from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, PlanInputs, Policy, Profile
@@ -150,8 +150,8 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
     connection.terms.requested = requested_modes("step")
-    assert allowed_modes(connection) == {"forward"}
-    assert forbidden_modes(connection)["local"] == "attach() was given sync='step'"
+    assert connection.terms.allowed_modes() == {"forward"}
+    assert connection.terms.forbidden_modes()["local"] == "attach() was given sync='step'"
     policy, suggests, _ = replanner.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda mode: "no optimizer" if mode != "forward" else ""

@@ -11,10 +11,11 @@ from support.plans import toy_job
 
 from commlayer.cluster.server_codecs import CodecOps
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import codec_of, identity, int8, parse, topk, two_way, wrap
+from commlayer.compressors import codec_of, fp16, identity, int8, parse, topk, two_way, wrap
 from commlayer.config import Config
 from commlayer.engine import plan_choice
 from commlayer.engine.plan_choice import unsuited
+from commlayer.errors import code_of
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import tables as machines
 from commlayer.planner import verify
@@ -33,8 +34,11 @@ def job_of(*shapes: tuple[int, ...]) -> Job:
     return Job(tuple(TensorInfo(f"t{i}", shape) for i, shape in enumerate(shapes)))
 
 
-def asked_for(plan: object, job: Job, **config: Any) -> Plan:
-    return plan_choice.settle(plan, job, Config(**config), 2, 1)
+def asked_for(plan: Any, job: Job, **config: Any) -> Plan:
+    """For a Plan, a path, "auto" or a codec."""
+    codec = None if plan == "auto" or isinstance(plan, Plan | Path) else plan
+    given = plan if isinstance(plan, Plan | Path) else None
+    return plan_choice.settle(plan_choice.requested_plan(codec, given), job, Config(**config), 2, 1)
 
 
 # ---- what "auto" begins with
@@ -68,7 +72,7 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
 
 # ---- a codec as text
 
-@pytest.mark.parametrize("text", ["fp16()", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
+@pytest.mark.parametrize("text", ["fp16()", "fp16", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
 def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = job_of((300, 20), (20,))
@@ -97,25 +101,26 @@ def test_settings_on_ratios_hold_for_every_plan_and_else_its_own(kind: str, tmp_
     assert asked_for(result, job, warmup=7) == structs.replace(result, warmup=7)
 
 
-def test_a_path_still_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_path_is_a_plan_file(tmp_path: Path) -> None:
     job = job_of((300, 20))
     result = asked_for(identity(), job)
-    for name in ("plan.json", "fp16()"):
-        Path(name).write_text(written(result))
-        assert asked_for(name, job) == asked_for(Path(name), job) == result
-    assert {b.codec for b in result.buckets} == {"identity()"}
+    (tmp_path / "fp16()").write_text(written(result))
+    assert asked_for(tmp_path / "fp16()", job) == result
 
 
-@pytest.mark.parametrize(("plan", "text"), [
-    ("fp17()", r"plan 'fp17\(\)': .*'fp17' .*E-CODEC-NAME"), ("topk(ratio=2)", r"topk: ratio is 2\b.*E-CODEC-ARGUMENT"),
-    ("missing.json", "'missing.json'.*'auto'.*E-PLAN-NAME"), ("two_way(fp16())", "two_way .*down.*E-CODEC-NAME"),
-    ("error_feedback(two_way(fp16(), fp16()))", "'two_way' .*E-CODEC-NAME"), (Path("fp16()"), r"plan 'fp16\(\)'.*E-PLAN-NAME"),
-    ("x" * 5000, "plan 'x{5000}'.*E-PLAN-NAME"), ("a\0b", r"a\\x00b.*E-PLAN-NAME"),
+@pytest.mark.parametrize(("compression", "plan", "code", "text"), [
+    ("fp17()", None, "E-CODEC-NAME", "'fp17'"), ("topk(ratio=2)", None, "E-CODEC-ARGUMENT", "ratio is 2"),
+    ("missing.json", None, "E-CODEC-NAME", "'missing.json'"), ("two_way(fp16())", None, "E-CODEC-NAME", "down"),
+    ("error_feedback(two_way(fp16(), fp16()))", None, "E-CODEC-NAME", "'two_way'"), ("a\0b", None, "E-CODEC-NAME", "a\\x00b"),
+    (None, "fp16", "E-PLAN-NAME", "compression='fp16'"), (None, fp16(), "E-PLAN-NAME", "Fp16"), (None, 17, "E-PLAN-NAME", "17"),
+    (None, "missing.json", "E-PLAN-FILE", "missing.json"), (None, "x" * 5000, "E-PLAN-FILE", "xxx"), (None, "a\0b", "E-PLAN-FILE", "a\\x00b"),
+    ("int4", "p.json", "E-PLAN-NAME", "'p.json'"),
 ])
-def test_what_is_neither_is_one_line(plan: str | Path, text: str) -> None:
-    with pytest.raises(ValueError, match=text) as caught:
-        asked_for(plan, job_of((3,)))
+def test_what_is_neither_is_one_line(compression: Any, plan: Any, code: str, text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan_choice.settle(plan_choice.requested_plan(compression, plan), job_of((3,)), Config(), 2, 1)
+    assert code_of(str(caught.value)) == code
+    assert text in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
