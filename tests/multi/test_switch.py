@@ -24,7 +24,6 @@ from torch import nn
 
 import commlayer.engine.switch as automatic
 from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.engine.sync_modes import allowed_modes
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Plan
 
@@ -337,7 +336,7 @@ def proposed(rank: int, address: str, how: str, folder: str) -> dict[str, Any]:
     losses = training.run(1)
     connection, switched, count = training.connection, list[str](), [0]
     connection.terms.auto = True
-    modes = [mode for way in sorted(allowed_modes(connection)) for mode in (NAMES[way], "gradients")]
+    modes = [mode for way in sorted(connection.terms.allowed_modes()) for mode in (NAMES[way], "gradients")]
 
     def propose() -> None:
         count[0] += 1

@@ -113,7 +113,8 @@ def test_a_path_is_a_plan_file(tmp_path: Path) -> None:
     ("missing.json", None, "E-CODEC-NAME", "'missing.json'"), ("two_way(fp16())", None, "E-CODEC-NAME", "down"),
     ("error_feedback(two_way(fp16(), fp16()))", None, "E-CODEC-NAME", "'two_way'"), ("a\0b", None, "E-CODEC-NAME", "a\\x00b"),
     (None, "fp16", "E-PLAN-NAME", "compression='fp16'"), (None, fp16(), "E-PLAN-NAME", "Fp16"), (None, 17, "E-PLAN-NAME", "17"),
-    (None, "missing.json", "E-PLAN-FILE", "missing.json"), (None, "x" * 5000, "E-PLAN-FILE", "xxx"), (None, "a\0b", "E-PLAN-FILE", "a\\x00b"),
+    (None, "missing.json", "E-PLAN-FILE", "missing.json"),
+    (None, "x" * 5000, "E-PLAN-FILE", "xxx"), (None, "a\0b", "E-PLAN-FILE", "a\\x00b"),
     ("int4", "p.json", "E-PLAN-NAME", "'p.json'"),
 ])
 def test_what_is_neither_is_one_line(compression: Any, plan: Any, code: str, text: str) -> None:
