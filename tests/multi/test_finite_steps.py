@@ -1,231 +1,173 @@
-"""Gradients that are not finite on some ranks: named on all, dropped while they are rare, the end of the job if they stay."""
+"""Gradients that are not finite on some ranks: dropped and named while they are rare, the end of the job if they stay."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from msgspec import structs
 from support.arguments import plan_or_codec, sync_of
-from support.attached import data, mlp
+from support.attached import assert_refused, data, mlp, outcome, parameters, plan_of, same
 from support.rank_pool import pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine.finite_steps import MOST
-from commlayer.engine.optimizers import job_of
-from commlayer.planner import default_plan
 
 WORLD, STEPS = 2, 12
 NAN = float("nan")
+INT4 = "error_feedback(int4())"
+SYNC: dict[str, dict[str, Any]] = {"local": {"every": 2}, "updates": {"codes": "updates"}, "forward": {"overlap": "forward"}}
+MODES = [("module", "identity()"), ("ddp", "identity()"), ("module", INT4), ("ddp", "fp16()"),
+         ("forward", "error_feedback(topk(ratio=0.3))"), ("forward plan", INT4), ("local", "identity()"), ("updates", INT4)]
+LOCAL = ("local", "updates")
 
 
 class Script:
     """On one rank. In `bad` steps the ranks `where` get a gradient of 2.weight that is not finite."""
 
-    def __init__(self, rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...], kind: str = "adamw") -> None:
-        self.rank, self.bad, self.where = rank, bad, where
+    def __init__(self, rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...], kind: str) -> None:
+        self.rank, self.bad, self.where, self.kind, self.number = rank, bad, where, kind, 0
         self.model = mlp()
-        parameters = self.model.parameters()
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.05) if kind == "sgd" else \
-            torch.optim.AdamW(parameters, lr=0.01)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if kind == "scaler" else None
-        self.kind, self.number = kind, 0
-        self.others: list[torch.optim.Optimizer] = []
-        if kind == "two":
-            first, second = [*parameters_of(self.model, "0.")], [*parameters_of(self.model, "2.")]
-            self.optimizer, self.others = torch.optim.SGD(second, lr=0.05), [torch.optim.SGD(first, lr=0.05)]
+        weights = [*self.model.parameters()]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(weights, lr=0.01)]
+        if kind == "sgd":
+            self.optimizers = [torch.optim.SGD(weights, lr=0.05)]
+        elif kind == "two optimizers":
+            self.optimizers = [torch.optim.SGD(part, lr=0.05) for part in (weights[2:4], weights[:2])]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=kind == "scaler")
         self.wrapped: Any = DistributedDataParallel(self.model) if how == "ddp" else self.model
-        ways: dict[str, Any] = {"local": {"every": 2}, "updates": {"codes": "updates"}, "forward": {"overlap": "forward"}}
-        plan: Any = commlayer.compressors.parse(codec)
-        if how == "forward plan":  # that nobody asked for: a script may use gradients as ever
-            made = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
-                                cut_nbytes=4096)
-            plan = structs.replace(made, overlap="forward")
-        if how == "late":  # part of the results is used a step late
-            made = default_plan(job_of(self.model), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
-                                cut_nbytes=4096)
-            plan = structs.replace(made, buckets=tuple(structs.replace(b, stale=True) for b in made.buckets))
-        if how == "allreduce":
-            plan = default_plan(job_of(self.model), codec=codec, path="allreduce", servers=0, ranks_per_node=1,
-                                fuse_nbytes=4096, cut_nbytes=4096)
-        self.session = commlayer.attach(self.wrapped, self.optimizer, **plan_or_codec(plan),
-                                        config=quick(ranks_per_node=1, drift="end"), sync=sync_of(**ways.get(how, {})))
+        plan: Any = codec
+        if how in ("forward plan", "stale", "allreduce"):
+            plan = plan_of(self.model, codec, "allreduce" if how == "allreduce" else "service", nbytes=(4096, 4096),
+                           bucket={"stale": how == "stale"}, overlap="forward" if how == "forward plan" else "")
+        self.session = commlayer.attach(self.wrapped, self.optimizers[0], **plan_or_codec(plan),
+                                        config=quick(ranks_per_node=1, drift="end"), sync=sync_of(**SYNC.get(how, {})))
         if kind == "whole" and rank == 0:  # it waits for all of a step, the other rank does not
             self.model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-        self.model[2].weight.register_hook(self._spoil)
+        self.model[2].weight.register_hook(self.spoil)
 
-    def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
+    def spoil(self, gradient: torch.Tensor) -> torch.Tensor:
         if self.number in self.bad and self.rank in self.where:
             gradient = gradient.clone()
             gradient.view(-1)[3] = NAN
         return gradient
 
     def backward(self) -> torch.Tensor:
-        self.optimizer.zero_grad()
+        self.optimizers[0].zero_grad()
         x, y = data(self.rank, self.number)
         loss = nn.functional.mse_loss(self.wrapped(x), y)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self.scaler.scale(loss).backward()
         return loss
 
     def step(self) -> None:
         if self.kind == "closure":
-            self.optimizer.step(self.backward)
-        elif self.scaler is not None:
-            self.backward()
-            self.scaler.step(self.optimizer)
+            self.optimizers[0].step(self.backward)
+            return
+        self.backward()
+        if self.kind == "scaler":
+            self.scaler.step(self.optimizers[0])
             self.scaler.update()
-        else:
-            self.backward()
-            if self.kind == "careful" and not all(bool(p.grad.isfinite().all()) for p in self.model.parameters()
-                                                  if p.grad is not None):
-                return
-            for optimizer in (self.optimizer, *self.others):
+        elif self.kind != "careful" or all(bool(p.grad.isfinite().all()) for p in self.model.parameters()):
+            for optimizer in self.optimizers:
                 optimizer.step()
 
 
-def parameters_of(model: nn.Module, start: str) -> list[nn.Parameter]:
-    return [p for name, p in model.named_parameters() if name.startswith(start)]
+class Result(NamedTuple):
+    error: str
+    steps: int
+    decisions: list[str]
+    weights: list[torch.Tensor]
+    scale: float
 
 
-def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...], kind: str = "adamw") -> dict[str, Any]:
+def run(rank: int, how: str, codec: str, bad: list[int], where: tuple[int, ...], kind: str = "adamw") -> Result:
     script = Script(rank, how, codec, bad, where, kind)
-    said = ""
-    try:
+
+    def train() -> None:
         for script.number in range(STEPS):
             script.step()
         script.session.flush()
         if "forward" in how and kind != "whole":
             script.session.synchronize()
-    except commlayer.CommError as error:
-        said = str(error)
-    decisions = script.session.inspect.decisions()
+
+    error = outcome(train)
+    decisions = [line for line in script.session.inspect.decisions() if "not finite" in line]
     script.session.close()
-    return {"said": said, "steps": script.number, "decisions": [line for line in decisions if "not finite" in line],
-            "weights": [p.detach().clone() for p in script.model.parameters()],
-            "scale": None if script.scaler is None else script.scaler.get_scale()}
+    return Result(error, script.number, decisions, parameters(script.model), script.scaler.get_scale())
 
 
-WAYS = [("module", "identity()"), ("ddp", "identity()"), ("module", "error_feedback(int4())"), ("ddp", "fp16()"),
-        ("forward", "error_feedback(topk(ratio=0.3))"), ("forward plan", "error_feedback(int4())"), ("local", "identity()"),
-        ("updates", "error_feedback(int4())")]
-LOCAL = ("local", "updates")
+def completed(results: list[Result]) -> None:
+    """All ranks trained to the end, with equal weights that are finite."""
+    assert [r.error for r in results] == [""] * len(results)
+    assert same(results[0].weights, results[-1].weights)
+    assert all(bool(p.isfinite().all()) for p in results[0].weights)
 
 
-def well(results: list[dict[str, Any]]) -> None:
-    """All have gone to the end, on equal weights that are finite."""
-    assert [r["said"] for r in results] == [""] * len(results)
-    for one, other in zip(results[0]["weights"], results[-1]["weights"], strict=True):
-        assert bool(one.isfinite().all())
-        assert torch.equal(one, other)
-
-
-@pytest.mark.commit(3)
-@pytest.mark.parametrize(("how", "codec"), WAYS)
-def test_one_bad_step_at_one_rank_is_dropped_and_named(how: str, codec: str) -> None:
-    results = pool(WORLD).call(run, how, codec, [5], (1,))
-    well(results)
+@pytest.mark.commit(8)
+@pytest.mark.parametrize(("how", "codec", "kind"), [
+    *((how, codec, "adamw") for how, codec in MODES), ("stale", "identity()", "adamw"), ("stale", INT4, "adamw"),
+    ("module", "identity()", "careful"), ("module", INT4, "careful"), ("module", "identity()", "closure"),
+    ("module", INT4, "closure"), ("module", "identity()", "sgd"), ("module", INT4, "sgd"), ("local", "identity()", "closure"),
+    ("local", INT4, "closure"), ("forward plan", INT4, "whole"),
+])
+def test_one_bad_step_of_one_rank_is_dropped_and_named(how: str, codec: str, kind: str) -> None:
+    """A careful script looks itself, and skips the step. "whole": one rank waits for the whole step, the other one does not."""
+    results = pool(WORLD).call(run, how, codec, [5], (1,), kind)
+    completed(results)
     for rank, result in enumerate(results):
-        if rank == 1 or how not in LOCAL:  # of a local step the others see nothing
-            (line,) = result["decisions"]
-            assert "gradients of rank 1, first in 2.weight, are not finite" in line
+        expected = kind != "careful" and (rank == 1 or how not in LOCAL)  # other ranks do not see a local step
+        assert len(result.decisions) == expected
+        assert all("gradients of rank 1, first in 2.weight" in line for line in result.decisions)
 
 
-@pytest.mark.commit(2)
-@pytest.mark.parametrize(("how", "codec"), WAYS)
-def test_a_rank_that_stays_bad_ends_the_job_and_all_name_it(how: str, codec: str) -> None:
-    results = pool(WORLD).call(run, how, codec, [*range(3, STEPS)], (1,))
-    for result in results:
-        assert re.search(rf"rank 1, first in 2\.weight.*\b{MOST} times.*E-NOT-FINITE", result["said"])
-        assert "\n" not in result["said"]
-        assert result["steps"] <= 3 + MOST + 2
-        assert all(bool(p.isfinite().all()) for p in result["weights"])
-
-
-@pytest.mark.parametrize(("how", "codec"), [WAYS[0], WAYS[1], WAYS[2]])
-def test_a_loss_that_has_diverged_everywhere_ends_in_one_line(how: str, codec: str) -> None:
-    for result in pool(WORLD).call(run, how, codec, [*range(3, STEPS)], (0, 1)):
-        assert re.search(r"all ranks, first in 2\.weight.*diverged.*E-NOT-FINITE", result["said"])
-
-
-@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
+@pytest.mark.parametrize("codec", ["identity()", INT4])
 def test_bad_steps_far_from_each_other_end_nothing(codec: str) -> None:
-    well(pool(WORLD).call(run, "module", codec, [1, 2, 3, 4, 6, 7, 8, 9], (1,)))
+    completed(pool(WORLD).call(run, "module", codec, [1, 2, 3, 4, 6, 7, 8, 9], (1,)))
+
+
+@pytest.mark.commit(4)
+@pytest.mark.parametrize(("how", "codec", "where", "kind"), [
+    *((how, codec, (1,), "adamw") for how, codec in MODES), *((how, codec, (0, 1), "adamw") for how, codec in MODES[:3]),
+    ("local", "identity()", (1,), "two optimizers"), ("module", "identity()", (1,), "two optimizers"),
+])
+def test_gradients_that_stay_bad_end_the_job_with_the_ranks_named(
+    how: str, codec: str, where: tuple[int, ...], kind: str,
+) -> None:
+    """The other optimizer's gradients are finite, which does not hide the bad ones."""
+    for result in pool(WORLD).call(run, how, codec, [*range(3, STEPS)], where, kind):
+        who = "rank 1, first in 2.weight" if where == (1,) else "all ranks, first in 2.weight"
+        assert_refused(result.error, "E-NOT-FINITE", who, *([f"{MOST} times"] if where == (1,) else ["diverged"]))
+        assert result.steps <= 3 + MOST + 2
+        assert all(bool(p.isfinite().all()) for p in result.weights)
 
 
 @pytest.mark.parametrize(("how", "codec"), [
-    ("module", "identity()"), ("ddp", "identity()"), ("module", "error_feedback(int4())"),
-    ("forward plan", "error_feedback(int4())")])
+    ("module", "identity()"), ("ddp", "identity()"), ("module", INT4), ("forward plan", INT4)])
 def test_a_scaler_skips_such_steps_by_itself(how: str, codec: str) -> None:
-    """attach() does not know of it. Its scale falls, as often as it likes, and nothing is said."""
+    """attach() was not given the scaler. Its scale falls any number of times, and nothing is logged."""
     results = pool(WORLD).call(run, how, codec, [*range(3, 11)], (1,), "scaler")
-    well(results)
-    assert [r["decisions"] for r in results] == [[], []]
-    assert [r["scale"] for r in results] == [4.0 / 2**8] * WORLD
+    completed(results)
+    assert [(r.decisions, r.scale) for r in results] == [([], 4.0 / 2**8)] * WORLD
 
 
-@pytest.mark.commit(2)
-@pytest.mark.parametrize("kind", ["careful", "closure", "sgd"])
-@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
-def test_scripts_that_look_themselves_and_optimizers_with_closures(kind: str, codec: str) -> None:
-    results = pool(WORLD).call(run, "module", codec, [5], (1,), kind)
-    well(results)
-    assert [len(r["decisions"]) for r in results] == [int(kind != "careful")] * WORLD
-
-
-@pytest.mark.parametrize("how", ["local", "module"])
-def test_an_optimizer_with_finite_gradients_beside_it_does_not_hide_one_that_stays_bad(how: str) -> None:
-    for result in pool(WORLD).call(run, how, "identity()", [*range(3, STEPS)], (1,), "two"):
-        assert f"{MOST} times in a row" in result["said"]
-        assert all(bool(p.isfinite().all()) for p in result["weights"])
-
-
-@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
-def test_a_closure_under_local_steps(codec: str) -> None:
-    results = pool(WORLD).call(run, "local", codec, [5], (1,), "closure")
-    well(results)
-    assert [len(r["decisions"]) for r in results] == [0, 1]
-    assert "gradients of rank 1, first in 2.weight, are not finite" in results[1]["decisions"][0]
-
-
-def test_ranks_that_take_a_step_whole_and_in_parts_drop_the_same_of_it() -> None:
-    """overlap="forward": one rank waits for the whole step, the other takes it bucket by bucket."""
-    results = pool(WORLD).call(run, "forward plan", "error_feedback(int4())", [5], (1,), "whole")
-    well(results)
-    assert [len(r["decisions"]) for r in results] == [1] * WORLD
-
-
-def as_on_a_gpu(rank: int) -> dict[str, Any]:
-    """All-reduced buckets that the host reads at a cost, of which rank 0 owes something of an earlier plan."""
-    script = Script(rank, "allreduce", "identity()", [3], (1,))
+def with_residuals(rank: int) -> list[bool]:
+    """All-reduced buckets; rank 0 has residuals of an earlier plan."""
+    script = Script(rank, "allreduce", "identity()", [3], (1,), "adamw")
     worker = script.session.inspect.connection.worker
     assert worker is not None
-    for bucket in worker.buckets:
-        bucket._facts_y = None
-    found = []
+    rows = []
     for script.number in range(2, 5):
-        if rank == 0:
-            for bucket in worker.buckets:
-                bucket.carry = torch.zeros(bucket.numel)
+        for bucket in worker.buckets if rank == 0 else ():
+            bucket.carry = torch.zeros(bucket.numel)
         script.backward()
-        found.append(worker.tentative)
+        rows.append(worker.tentative)
     script.session.close()
-    return {"found": found}
+    return rows
 
 
-def test_ranks_agree_whether_a_step_is_finite_whatever_each_owes() -> None:
-    """They talk about it where it is not: a rank that finds it alone would wait for the others."""
-    first, second = pool(WORLD).call(as_on_a_gpu)
+def test_ranks_agree_whether_a_step_is_finite_whatever_their_residuals_are() -> None:
+    """A rank that decided alone would wait for the others."""
+    first, second = pool(WORLD).call(with_residuals)
     assert first == second
-
-
-@pytest.mark.parametrize("codec", ["identity()", "error_feedback(int4())"])
-def test_the_rank_is_named_where_results_are_used_a_step_late(codec: str) -> None:
-    results = pool(WORLD).call(run, "late", codec, [5], (1,))
-    well(results)
-    for result in results:
-        (line,) = result["decisions"]
-        assert "gradients of rank 1, first in 2.weight, are not finite" in line
