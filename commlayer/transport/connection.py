@@ -16,11 +16,12 @@ from commlayer.transport.chunking import Assembly, drop_zeros, split_parts
 from commlayer.transport.crc import crc32c
 from commlayer.transport.flow_control import Credit, Pacer
 from commlayer.transport.framing import Frame, Reader
-from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     MAY_LACK_ZEROS,
     ByteChannel,
     Flag,
+    Handle,
     Header,
     Kind,
     Message,
@@ -86,7 +87,7 @@ def _on_one_machine(sock: ByteChannel) -> bool:
 class _Outgoing:
     """A frame that is queued or partly sent. A large frame is sent in several parts, whose size `cut` sets."""
 
-    def __init__(self, operation: Operation, header: Header, body: memoryview | bytes) -> None:
+    def __init__(self, operation: Handle, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
         self._body = memoryview(body).cast("B")
         self._wire_header = header
@@ -187,7 +188,7 @@ class Connection:
         for thread in self._threads:
             thread.start()
 
-    def send(self, operation: Operation, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
+    def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
         inline_nbytes = INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
         with self._work:

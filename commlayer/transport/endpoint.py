@@ -353,7 +353,7 @@ class StreamTransport:
         return self._mailbox.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
-        return mailbox.wait(handle, deadline)
+        return handle.wait(deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         """Fails the operations of one peer, or of all, and closes their connections. The peers see a lost connection."""

@@ -1,14 +1,12 @@
-"""Operations in progress, and the matching of received messages with posted receives."""
+"""Matching of received messages with posted receives."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
-from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput
+from commlayer.errors import CommError, CorruptFrame
 from commlayer.transport.protocol import KIND_NAMES, Handle, Header, Key, Message, key, peer_name
 
 log = logging.getLogger("commlayer")
@@ -20,108 +18,13 @@ KEPT_OVERHEAD_NBYTES = 512
 _NO_BODY = memoryview(b"")
 
 
-class Operation:
-    """A send or receive in progress, the only class of Handle. It ends once, by complete() or fail(); later calls have no
-    effect."""
-
-    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
-
-    def __init__(self, what: str, peer: int | None, step: int | None = None, bucket: int | None = None) -> None:
-        self._what, self.peer, self.step, self.bucket = what, peer, step, bucket
-        self._lock = threading.Lock()
-        self._message: Message | None = None
-        self._error: CommError | None = None
-        self._callbacks: list[Callable[[Handle], None]] | None = []
-        self._event: threading.Event | None = None
-
-    def done(self) -> bool:
-        return self._message is not None or self._error is not None
-
-    def error(self) -> CommError | None:
-        return self._error
-
-    def message(self) -> Message:
-        if self._error is not None:
-            # otherwise each raise adds frames to the traceback, which keep their locals alive
-            raise self._error.with_traceback(None)
-        if self._message is None:
-            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still in progress: wait for it "
-                                                  "first")
-        return self._message
-
-    def on_done(self, callback: Callable[[Handle], None]) -> None:
-        with self._lock:
-            if self._callbacks is not None:
-                self._callbacks.append(callback)
-                return
-        _call(callback, self)
-
-    def complete(self, message: Message) -> None:
-        self._end(message, None)
-
-    def fail(self, error: CommError) -> None:
-        self._end(None, error)
-
-    def _end(self, message: Message | None, error: CommError | None) -> None:
-        with self._lock:
-            if self._callbacks is None:
-                return
-            self._message, self._error = message, error
-            callbacks, self._callbacks = self._callbacks, None
-            if self._event is not None:
-                self._event.set()
-        for callback in callbacks:
-            _call(callback, self)
-
-    def wait(self, deadline: float) -> Message:
-        with self._lock:
-            if self._event is None and self._callbacks is not None:
-                self._event = threading.Event()
-        if self._event is not None and not self._event.wait(max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceeded(f"{self._what} did not complete before the deadline", peer=_name(self.peer),
-                                   step=self.step, bucket=self.bucket)
-        return self.message()
+def sending(peer: int, header: Header) -> Handle:
+    return Handle(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
 
 
-def sending(peer: int, header: Header) -> Operation:
-    return Operation(f"send of {KIND_NAMES[header.kind]}", peer, header.step, header.bucket)
-
-
-def sent(operation: Operation, header: Header) -> None:
+def sent(operation: Handle, header: Header) -> None:
     assert operation.peer is not None
     operation.complete(Message(operation.peer, header, _NO_BODY))
-
-
-def follow(operation: Operation, handle: Handle) -> None:
-    """Ends `operation` when `handle` ends, with the same result."""
-
-    def ended(inner: Handle) -> None:
-        error = inner.error()
-        if error is None:
-            operation.complete(inner.message())
-        else:
-            operation.fail(error)
-
-    handle.on_done(ended)
-
-
-def wait(handle: Handle, deadline: float) -> Message:
-    """Waits for the operation, for all transports: see Transport.wait. Ctrl-C interrupts a wait in the main thread."""
-    if not isinstance(handle, Operation):
-        raise TypeError(f"wait: got {handle!r}, allowed: what send or recv returned")
-    return handle.wait(deadline)
-
-
-def _name(peer: int | None) -> str:
-    return "any peer" if peer is None else peer_name(peer)
-
-
-def _call(callback: Callable[[Handle], None], operation: Operation) -> None:
-    try:
-        callback(operation)
-    except Exception:
-        log.exception("a callback of a transport operation raised an error (callbacks must not raise); "
-                      "the connection to %s continues", _name(operation.peer))
 
 
 def clear_traceback(error: CommError) -> CommError:
@@ -140,7 +43,7 @@ class Mailbox:
     def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
         self._lock = threading.Lock()
         self._seq = 0
-        self._posted: dict[tuple[int | None, Key | None], deque[tuple[int, Operation]]] = {}
+        self._posted: dict[tuple[int | None, Key | None], deque[tuple[int, Handle]]] = {}
         self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
         self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
         self._kept_nbytes: dict[int, int] = {}
@@ -152,10 +55,10 @@ class Mailbox:
         """Returns the error that ended this peer, or all peers; None if there is none."""
         return self._failed.get(None) or self._failed.get(peer)
 
-    def recv(self, peer: int | None, match: Key | None) -> Operation:
+    def recv(self, peer: int | None, match: Key | None) -> Handle:
         step, bucket = (None, None) if match is None else match[2:4]
         what = "receive" if match is None else f"receive of {KIND_NAMES[match[0]]}"
-        operation = Operation(what, peer, step, bucket)
+        operation = Handle(what, peer, step, bucket)
         with self._lock:
             message = self._take(peer, match)
             error = self.failure(peer)
@@ -215,7 +118,7 @@ class Mailbox:
         with self._lock:
             self._failed.pop(peer, None)
 
-    def _posted_for(self, peer: int, k: Key) -> Operation | None:
+    def _posted_for(self, peer: int, k: Key) -> Handle | None:
         best: tuple[int | None, Key | None] | None = None
         for place in ((peer, k), (peer, None), (None, k), (None, None)):
             queue = self._posted.get(place)
@@ -261,6 +164,6 @@ class Mailbox:
         self._kept_nbytes[message.peer] -= len(message.body) + KEPT_OVERHEAD_NBYTES
         return message
 
-    def _unpost(self, peer: int | None) -> list[Operation]:
+    def _unpost(self, peer: int | None) -> list[Handle]:
         places = [place for place in self._posted if peer is None or place[0] == peer]
         return [operation for place in places for _, operation in self._posted.pop(place)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+import logging
+import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
 if TYPE_CHECKING:
     from commlayer.transport.key_folder import PeerCertificate
 
+log = logging.getLogger("commlayer")
 
 SERVER_BASE = 0x8000
 """First peer number of servers. Peers are 16-bit numbers: a worker's is its rank, that of summation server i is SERVER_BASE +
@@ -112,21 +116,83 @@ class Message(NamedTuple):
     body: memoryview
 
 
-class Handle(Protocol):
-    """A send or receive in progress. Callbacks run in the thread that completes the operation, and must not block."""
+class Handle:
+    """A send or receive in progress. It ends once, by complete() or fail(); later calls have no effect. Callbacks run in the
+    thread that completes it, and must not block."""
 
-    def done(self) -> bool: ...
+    __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 
-    def error(self) -> CommError | None: ...
+    def __init__(self, what: str, peer: int | None, step: int | None = None, bucket: int | None = None) -> None:
+        self._what, self.peer, self.step, self.bucket = what, peer, step, bucket
+        self._lock = threading.Lock()
+        self._message: Message | None = None
+        self._error: CommError | None = None
+        self._callbacks: list[Callable[[Handle], None]] | None = []
+        self._event: threading.Event | None = None
+
+    def done(self) -> bool:
+        return self._message is not None or self._error is not None
+
+    def error(self) -> CommError | None:
+        return self._error
 
     def message(self) -> Message:
-        """Returns the received message; for a send, its header with an empty body. Raises the error that ended the
-        operation."""
-        ...
+        if self._error is not None:
+            # otherwise each raise adds frames to the traceback, which keep their locals alive
+            raise self._error.with_traceback(None)
+        if self._message is None:
+            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still in progress: wait for it "
+                                                  "first")
+        return self._message
 
     def on_done(self, callback: Callable[[Handle], None]) -> None:
-        """Calls callback(handle) once: when the operation ends, or immediately if it has ended."""
-        ...
+        with self._lock:
+            if self._callbacks is not None:
+                self._callbacks.append(callback)
+                return
+        _call(callback, self)
+
+    def complete(self, message: Message) -> None:
+        self._end(message, None)
+
+    def fail(self, error: CommError) -> None:
+        self._end(None, error)
+
+    def follow(self, other: Handle) -> None:
+        """Ends this operation when `other` ends, with the same result."""
+        other.on_done(lambda ended: self._end(None if ended.error() else ended.message(), ended.error()))
+
+    def _end(self, message: Message | None, error: CommError | None) -> None:
+        with self._lock:
+            if self._callbacks is None:
+                return
+            self._message, self._error = message, error
+            callbacks, self._callbacks = self._callbacks, None
+            if self._event is not None:
+                self._event.set()
+        for callback in callbacks:
+            _call(callback, self)
+
+    def wait(self, deadline: float) -> Message:
+        with self._lock:
+            if self._event is None and self._callbacks is not None:
+                self._event = threading.Event()
+        if self._event is not None and not self._event.wait(max(0.0, deadline - time.monotonic())):
+            raise DeadlineExceeded(f"{self._what} did not complete before the deadline", peer=_name(self.peer),
+                                   step=self.step, bucket=self.bucket)
+        return self.message()
+
+
+def _name(peer: int | None) -> str:
+    return "any peer" if peer is None else peer_name(peer)
+
+
+def _call(callback: Callable[[Handle], None], handle: Handle) -> None:
+    try:
+        callback(handle)
+    except Exception:
+        log.exception("a callback of a transport operation raised an error (callbacks must not raise); "
+                      "the connection to %s continues", _name(handle.peer))
 
 
 class Transport(Protocol):
@@ -191,6 +257,9 @@ class Wrapper:
     @property
     def peers(self) -> tuple[int, ...]:
         return self._inner.peers
+
+    def wait(self, handle: Handle, deadline: float) -> Message:
+        return handle.wait(deadline)
 
 
 # ---- Byte channels under a connection: a socket, a TlsSocket or a GrpcStream.

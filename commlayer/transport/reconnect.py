@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, NotYet, PeerLost, Refused, without_code
 from commlayer.transport import mailbox
-from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
     ANSWERED_BY,
     NUMBERED,
@@ -326,9 +326,6 @@ class ReconnectingTransport(Wrapper):
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
 
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return mailbox.wait(handle, deadline)
-
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         self._mailbox.abort(reason, peer)
         self._inner.abort(reason, peer)
@@ -351,7 +348,7 @@ _ANSWERS = frozenset(ANSWERED_BY.values())
 class Request:
     """A request in flight, with the operation that its caller waits for, and the most recent send."""
 
-    def __init__(self, header: Header, body: memoryview | bytes, operation: Operation) -> None:
+    def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
         self.header, self.body, self.operation = header, body, operation
         self.sending: Handle | None = None
 

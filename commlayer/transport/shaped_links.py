@@ -21,8 +21,7 @@ from commlayer.errors import CommError, InvalidInput, RecordError
 from commlayer.records import View
 from commlayer.transport import mailbox
 from commlayer.transport.framing import HEADER_NBYTES
-from commlayer.transport.mailbox import Operation
-from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Message, Transport, Wrapper
+from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Transport, Wrapper
 
 CHUNK_NBYTES = 16 << 10
 """Bytes for which an uplink is reserved at once, so the processes of one host share the uplink fairly."""
@@ -90,7 +89,7 @@ class _Frame(NamedTuple):
     """A frame that waits. Frames sort by `key`: on the uplink (step, order, number), later (time of arrival, number)."""
 
     key: tuple[float, ...]
-    operation: Operation
+    operation: Handle
     header: Header
     body: memoryview
 
@@ -142,7 +141,7 @@ class Shaped(Wrapper):
     def _deliver_frames(self) -> None:
         while (frame := self._next(self._arriving, lambda frame: frame.key[0] - time.monotonic())) is not None:
             assert frame.operation.peer is not None
-            mailbox.follow(frame.operation, self._inner.send(frame.operation.peer, frame.header, frame.body))
+            frame.operation.follow(self._inner.send(frame.operation.peer, frame.header, frame.body))
 
     def _next(self, queue: list[_Frame], wait_s: Callable[[_Frame], float]) -> _Frame | None:
         """Waits for the first frame of the queue until its time; None after close()."""
@@ -158,9 +157,6 @@ class Shaped(Wrapper):
 
     def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
         return self._inner.recv(peer, match)
-
-    def wait(self, handle: Handle, deadline: float) -> Message:
-        return mailbox.wait(handle, deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         with self._work:

@@ -14,8 +14,8 @@ from support.meshes import PATIENCE_S, data, soon
 
 from commlayer.errors import CommError, CorruptFrame, PeerLost
 from commlayer.transport.endpoint import MIN_NBYTES, BufferPool, size_class
-from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox, Operation
-from commlayer.transport.protocol import Key, Message, key
+from commlayer.transport.mailbox import KEPT_OVERHEAD_NBYTES, Mailbox
+from commlayer.transport.protocol import Handle, Key, Message, key
 
 PEERS, KEYS = (0, 1, 2), tuple(key(data(0, bucket=b)) for b in range(3))
 
@@ -105,7 +105,7 @@ def test_an_ended_peer_keeps_its_arrivals_an_aborted_one_does_not_and_a_new_conn
 
 
 def test_an_operation_ends_once_and_wakes_every_waiter() -> None:
-    operation = Operation("receive", 3)
+    operation = Handle("receive", 3)
     got: list[Message] = []
     threads = [threading.Thread(target=lambda: got.append(operation.wait(soon())), daemon=True) for _ in range(4)]
     for thread in threads:
@@ -132,7 +132,7 @@ def test_a_signal_interrupts_a_wait_on_the_main_thread() -> None:
     try:
         timer.start()
         with pytest.raises(Interrupted):
-            Operation("receive", 3).wait(soon())
+            Handle("receive", 3).wait(soon())
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, former)

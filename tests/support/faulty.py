@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from commlayer.errors import CommError, InvalidInput, PeerLost
 from commlayer.transport import mailbox
-from commlayer.transport.mailbox import Operation
 from commlayer.transport.protocol import Handle, Header, Transport, Wrapper, peer_name
 
 
@@ -41,7 +40,7 @@ class Faulty(Wrapper):
         self._lock = threading.Lock()
         self._seen = [0] * len(self._script)
         self.shots = [0] * len(self._script)
-        self._delayed: list[tuple[threading.Timer, Operation]] = []
+        self._delayed: list[tuple[threading.Timer, Handle]] = []
         self.recv, self.wait, self.abort = inner.recv, inner.wait, inner.abort
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle:
@@ -72,7 +71,7 @@ class Faulty(Wrapper):
     def _delay(self, fault: Fault, peer: int, header: Header, body: bytes) -> Handle:
         operation = mailbox.sending(peer, header)
         timer = threading.Timer(
-            fault.delay_s, lambda: mailbox.follow(operation, self._inner.send(peer, header, body)),
+            fault.delay_s, lambda: operation.follow(self._inner.send(peer, header, body)),
         )
         timer.daemon = True
         with self._lock:

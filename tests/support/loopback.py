@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from commlayer.errors import CommError, CorruptFrame, InvalidInput, PeerEnded, PeerLost
 from commlayer.transport import framing, mailbox
-from commlayer.transport.mailbox import Mailbox, Operation
+from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Handle, Header, Key, Message, peer_name
 
 _LAST = 1 << 32
@@ -21,11 +21,11 @@ class _Wire:
     def __init__(self, source: int, target: Mailbox) -> None:
         self._source, self._target = source, target
         self._lock = threading.Lock()
-        self._queue: list[tuple[int, int, int, Operation | None, Header, memoryview]] = []
+        self._queue: list[tuple[int, int, int, Handle | None, Header, memoryview]] = []
         self._seq = 0
         self._busy = False
 
-    def put(self, operation: Operation | None, header: Header, body: memoryview) -> None:
+    def put(self, operation: Handle | None, header: Header, body: memoryview) -> None:
         """Without an operation the item is the end of the wire."""
         with self._lock:
             self._seq += 1
@@ -45,7 +45,7 @@ class _Wire:
                 self._target.end(error, self._source)
             mailbox.sent(operation, header)
 
-    def _next(self) -> tuple[int, int, int, Operation | None, Header, memoryview] | None:
+    def _next(self) -> tuple[int, int, int, Handle | None, Header, memoryview] | None:
         with self._lock:
             self._busy = bool(self._queue)
             return heapq.heappop(self._queue) if self._queue else None
@@ -126,7 +126,7 @@ class Loopback:
         return self._mailbox.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
-        return mailbox.wait(handle, deadline)
+        return handle.wait(deadline)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
         with self._lock:

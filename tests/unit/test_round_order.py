@@ -45,7 +45,7 @@ class TurnedHub(Hub):
         for *_, operation, end, peer, header, body in gone:
             up = header.kind == Kind.PUSH
             self.carried.append((self.turns, end.rank if up else peer, "up" if up else "down", header.bucket))
-            mailbox.follow(operation, end.send(peer, header, body))
+            operation.follow(end.send(peer, header, body))
 
 
 class Turned:
