@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -59,70 +58,37 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
     contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at the
     first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
     """
-    place = state.registrations.get(token)
+    place, held = state.registrations.get(token), state.held
     if place is None or not place.present or place.join.kind != "server":
         return state
     before = place.overdue
     repeated = () if report is None or before is None or report.step != before.step else \
         tuple(rank for rank in report.missing if rank in before.missing)
     place = msgspec.structs.replace(place, overdue=report, hung=repeated)
-    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place})
-    state = msgspec.structs.replace(state, held=_hold_back(state, now))
-    workers = _workers(state)
-    for rank, why in _hung_in_step(state, now - patience_s).items():
-        state = evict(state, [workers[rank].join.token], why)
-    return state
-
-
-class _Late(NamedTuple):
-    """Workers of the epoch that are missing in the earliest step for which a server waits, and the reports about that step."""
-
-    step: int
-    ranks: set[int]
-    reports: list[tuple[Registration, Overdue]]
-
-
-def _late(state: State) -> _Late | None:
+    state = msgspec.structs.replace(state, registrations={**state.registrations, token: place}, held=None)
     reports = [(p, p.overdue) for _, p in sorted(state.registrations.items()) if p.present and p.overdue is not None]
     if state.view is None or not reports:
-        return None
+        return state
     step = min(overdue.step for _, overdue in reports)
-    earliest = [(p, overdue) for p, overdue in reports if overdue.step == step]
-    return _Late(step, _present_ranks(state) & {rank for _, overdue in earliest for rank in overdue.missing}, earliest)
-
-
-def _first(state: State) -> int | None:
-    """Returns the rank that may hold back its contribution now; None if no rank may. While a worker joins, the epoch's first
-    worker holds back its contribution until all workers have reached that step (engine/regroup.py)."""
-    view = state.view
-    joining = view is not None and settled_generation(state) < view.generation and \
-        any(m.rank >= state.workers for m in view.members)
-    return view.members[0].rank if view is not None and joining else None
-
-
-def _hold_back(state: State, now: float) -> tuple[int, int, float] | None:
-    """Returns (step, rank, since when) if only the worker that may hold back its contribution is missing in the step; otherwise
-    None. In that case all workers have reached the step, and only messages are pending."""
-    late, first, before = _late(state), _first(state), state.held
-    if late is None or first is None or late.ranks != {first}:
-        return None
-    return before if before is not None and before[:2] == (late.step, first) else (late.step, first, now)
-
-
-def _hung_in_step(state: State, until: float) -> dict[int, str]:
-    """Maps the rank of each worker to be evicted for hanging to the reason. Includes the worker that may hold back its
-    contribution only if it has been the last missing one since before `until`."""
-    late = _late(state)
-    if late is None or not state.min_workers or inelastic_workers(state):
-        return {}
-    ranks = late.ranks
-    if state.held is None or state.held[2] > until:
-        ranks = ranks - {_first(state)}
-    if len(_present_ranks(state)) - len(ranks) < state.min_workers:
-        return {}
-    return {rank: f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {late.step} (reported by "
-                  f"{p.peer}): it hangs, or its machine is too slow for deadline_s"
-            for p, overdue in reversed(late.reports) for rank in p.hung if rank in ranks}
+    reports = [(p, overdue) for p, overdue in reports if overdue.step == step]
+    present = _present_ranks(state)
+    late = present & {rank for _, overdue in reports for rank in overdue.missing}
+    # While a worker joins, the epoch's first worker holds back its contribution until all workers have reached that step
+    # (engine/regroup.py). If only its contribution is missing, all workers have reached the step, and messages are pending.
+    joining = settled_generation(state) < state.view.generation and any(m.rank >= state.workers for m in state.view.members)
+    first = state.view.members[0].rank
+    if joining and late == {first}:
+        since = held[2] if held is not None and held[:2] == (step, first) else now
+        state = msgspec.structs.replace(state, held=(step, first, since))
+    if joining and (state.held is None or state.held[2] > now - patience_s):
+        late = late - {first}
+    if not state.min_workers or inelastic_workers(state) or len(present) - len(late) < state.min_workers:
+        return state
+    for server, overdue in reports:
+        why = (f"was dropped: sent nothing for {overdue.limit_s:g} s while others waited in step {step} (reported by "
+               f"{server.peer}): it hangs, or its machine is too slow for deadline_s")
+        state = evict(state, [p.join.token for rank, p in _workers(state).items() if rank in late and rank in server.hung], why)
+    return state
 
 
 def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float

@@ -7,7 +7,8 @@ its restart can register. After the job has begun, a process that stays silent i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -178,10 +179,7 @@ def verdict_pending(state: State, place: Registration) -> bool:
 
 def _lives(state: State, place: Registration) -> State:
     """Records that the process is alive, so peers that named it when they left had other reasons."""
-    for p in list(state.registrations.values()):
-        if p.blamed_peer == place.peer:
-            state = _with(state, msgspec.structs.replace(p, blamed_peer=""))
-    return state
+    return _update(state, lambda p: p.blamed_peer == place.peer, blamed_peer="")
 
 
 def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
@@ -194,9 +192,7 @@ def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
 
 
 def _parted(state: State, peers: tuple[str, ...]) -> State:
-    for p in [p for p in state.registrations.values() if p.present and not p.closed_cleanly and p.peer in peers]:
-        state = _with(state, msgspec.structs.replace(p, closed_cleanly=True))
-    return state
+    return _update(state, lambda p: p.present and p.peer in peers, closed_cleanly=True)
 
 
 def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> State:
@@ -225,13 +221,11 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
         return _without(state, silent) if silent else state
     workers = {t: p for t, p in places.items() if p.present and p.join.kind == "worker"}
     if all(p.closed_cleanly and now - p.seen_s >= ended_after_s for p in workers.values()):
-        for t, p in workers.items():
-            state = _with(state, msgspec.structs.replace(p, left=FINISHED))
-            silent.pop(t, None)
-    silent = {t: p for t, p in silent.items()
-              if (p.missed_by and not p.join.restartable) or now - p.seen_s >= patience_s}
+        state = _update(state, lambda p: p.join.token in workers, left=FINISHED)
+        silent = {t: p for t, p in silent.items() if t not in workers}
     for p in silent.values():
-        state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
+        if (p.missed_by and not p.join.restartable) or now - p.seen_s >= patience_s:
+            state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
 
 
@@ -247,20 +241,15 @@ def _silent(state: State, p: Registration, now: float) -> str:
 
 def mark_exited(state: State, name: str, pid: int) -> State:
     """Records that a process on machine `name` has exited without leaving the job. Its registrations are dead at once."""
-    for p in state.registrations.values():
-        if p.present and (p.join.name, p.join.pid) == (name, pid) and state.view is not None:
-            why = f"its process {_who(p.join)} exited without leaving the job"
-            state = _with(state, msgspec.structs.replace(p, dead=why))
-    return state
+    mine = [p for p in state.registrations.values() if p.present and (p.join.name, p.join.pid) == (name, pid)]
+    return state if state.view is None or not mine else evict(
+        state, [p.join.token for p in mine], f"its process {_who(mine[0].join)} exited without leaving the job")
 
 
 def evict(state: State, tokens: Iterable[str], why: str) -> State:
     """Evicts these processes. Before the job begins their registrations are removed; after that they are dead."""
-    for token in tokens:
-        place = state.registrations.get(token)
-        if place is not None and place.present:
-            state = _without(state, {token}) if state.view is None else _with(state, msgspec.structs.replace(place, dead=why))
-    return state
+    chosen = {token for token in tokens if token in state.registrations and state.registrations[token].present}
+    return _without(state, chosen) if state.view is None else _update(state, lambda p: p.join.token in chosen, dead=why)
 
 
 def over(state: State) -> bool:
@@ -384,6 +373,12 @@ def _free(state: State, kind: str) -> int:
 
 def _ranks(state: State, kind: str) -> set[int]:
     return {p.rank for p in state.registrations.values() if p.join.kind == kind}
+
+
+def _update(state: State, chosen: Callable[[Registration], bool], **changes: Any) -> State:
+    """Changes these fields of the chosen registrations."""
+    places = {t: msgspec.structs.replace(p, **changes) if chosen(p) else p for t, p in state.registrations.items()}
+    return msgspec.structs.replace(state, registrations=places)
 
 
 def _with(state: State, place: Registration) -> State:
