@@ -1,4 +1,4 @@
-"""What the lab's tests share: when they can run, and small programs that run on hosts. Imports no commlayer."""
+"""Tests in the lab: when they can run, and small programs that run on its hosts."""
 
 from __future__ import annotations
 
@@ -39,13 +39,6 @@ with socket.create_connection((sys.argv[1], 7000), 10) as connection:
     connection.sendall(data)
 """
 
-DATAGRAMS = """
-import socket, sys
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outbox:
-    for _ in range(int(sys.argv[2])):
-        outbox.sendto(bytes(100), (sys.argv[1], 7001))
-"""
-
 
 def python(lab: Lab, host: int, program: str, *args: object) -> subprocess.Popen[str]:
     argv = [sys.executable, "-I", "-S", "-c", program, *map(str, args)]
@@ -53,7 +46,7 @@ def python(lab: Lab, host: int, program: str, *args: object) -> subprocess.Popen
 
 
 def transfer(lab: Lab, src: int, dst: int, nbytes: int) -> tuple[str, str]:
-    """Sends nbytes over TCP; what the sender says it sent and what the receiver says it got, as "nbytes digest"."""
+    """Sends nbytes over TCP; what was sent and what was received, each as "nbytes digest"."""
     receiver = python(lab, dst, RECEIVE)
     assert receiver.stdout
     assert receiver.stdout.readline() == "listening\n"
@@ -67,6 +60,7 @@ def transfer(lab: Lab, src: int, dst: int, nbytes: int) -> tuple[str, str]:
 TOKEN = "a-job's-secret"
 
 
-def told(process: subprocess.Popen[str]) -> Any:
+def next_line(process: subprocess.Popen[str]) -> Any:
+    """The next line of JSON that the process prints."""
     assert process.stdout is not None
     return json.loads(process.stdout.readline())

@@ -1,4 +1,4 @@
-"""Workers of a sampler's job go and come, at any step: each sample of an epoch is trained once, whoever does it."""
+"""Workers of a job with a sampler leave and join at any step: each sample of an epoch is trained once, by any worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
 
 class Ahead:
-    """A loader that draws so many batches ahead."""
+    """A loader that draws that many batches early."""
 
     def __init__(self, sampler: Sampler, lead: int) -> None:
         self.batch_sampler, self.num_workers, self.prefetch_factor = sampler, 1, lead
@@ -102,7 +102,7 @@ class Job:
         if "dies" in event and len(self.homes) > 1:
             del self.homes[which % len(self.homes)]
         self._come |= "comes" in event
-        # Whoever comes is let in where the others wait for an exchange.
+        # A worker joins where the others wait for an exchange.
         ends = self.homes[0].sampler._trained.is_last_step()
         come = self._come and (ends or (self.taken + 1 >= self.every and (self._under_way or not self.overlap)))
         if come:
@@ -110,8 +110,8 @@ class Job:
         if "first" in event and len(self.homes) > 1:
             del self.homes[0]
         members = tuple(home.own for home in self.homes)
-        told = self.homes if set(self.members) <= set(members) else self.homes[-1:] if come else []
-        assert {home.total for home in told} <= {None, sum(home.n for home in self.homes)}, "who says what all weigh is right"
+        report = self.homes if set(self.members) <= set(members) else self.homes[-1:] if come else []
+        assert {home.total for home in report} <= {None, sum(home.n for home in self.homes)}, "the given sum is right"
         for home in self.homes:
             assert home.sampler.epoch == self.homes[0].sampler.epoch
             home.since += [(home.sampler.epoch, sample) for sample in home.batch or []]
@@ -129,9 +129,9 @@ class Job:
         assert {home.batch is None for home in self.homes} in ({True}, {False}), "all end together"
 
     def _let_in(self) -> None:
-        there = (*(home.own for home in self.homes), self.ids)
+        present = (*(home.own for home in self.homes), self.ids)
         name, say = next(iter(self.homes[0].followers.items()))
-        self.homes.append(Home(self, self.ids, there, {name: say()}))
+        self.homes.append(Home(self, self.ids, present, {name: say()}))
         assert self.homes[-1].batch == [], "it brings nothing to the step in which it comes"
         self.ids, self._come = self.ids + 1, False
 
@@ -149,9 +149,9 @@ class Job:
 
     def _merge(self) -> None:
         """Of those who are left."""
-        there = tuple(home.own for home in self.homes)
-        self.parted |= {member: self.carried for member in self.members if member not in there}
-        self.members, self.carried, self._under_way = there, self._begun, False
+        present = tuple(home.own for home in self.homes)
+        self.parted |= {member: self.carried for member in self.members if member not in present}
+        self.members, self.carried, self._under_way = present, self._begun, False
         for home in self.homes:
             for epoch, sample in home.sent:
                 self.learnt[epoch].append(sample)
@@ -250,10 +250,10 @@ def test_a_state_of_workers_who_have_come_and_gone_is_dealt_to_those_who_load_it
     for step in range(80):
         job.step({2: "dies", 3: "comes"}.get(step, ""), 1)
     state = job.homes[0].sampler.state_dict()
-    made = [Sampler(LENGTH, BATCH, rank=rank, world=3) for rank in range(3)]
-    for sampler in made:
+    results = [Sampler(LENGTH, BATCH, rank=rank, world=3) for rank in range(3)]
+    for sampler in results:
         sampler.load_state_dict(state)
-    assert [sampler.share(sampler.step) for sampler in made] == [2, 2, 2]
+    assert [sampler.share(sampler.step) for sampler in results] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("shares", "come", "least", "then"), [
@@ -286,12 +286,12 @@ def test_two_losses_that_are_heard_of_behind_one_step_are_one_announcement() -> 
 
 
 def test_numbers_are_given_in_the_order_of_the_sessions_and_never_twice() -> None:
-    there, lost_from = SamplerMembership(), {1: 2}.__getitem__
-    there.set_members((0, 1))
-    assert there.update(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
-    change = there.update(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
+    membership, lost_from = SamplerMembership(), {1: 2}.__getitem__
+    membership.set_members((0, 1))
+    assert membership.update(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
+    change = membership.update(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
     assert change is not None
     assert (change.step, change.shares, change.lost) == (5 + CHANGE_DELAY_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
-    assert (there.numbers, set(there.departed)) == ((0, 1, 7, 5), {1})
+    assert (membership.numbers, set(membership.departed)) == ((0, 1, 7, 5), {1})
 
 

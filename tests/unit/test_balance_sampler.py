@@ -19,7 +19,7 @@ from commlayer.balance.sampler import CHANGE_DELAY_STEPS
 
 
 class Ahead:
-    """A loader that draws some batches ahead of the one it hands out, as DataLoader workers make it do."""
+    """A loader that draws some batches early, as with DataLoader workers."""
 
     def __init__(self, sampler: Sampler, depth: int) -> None:
         self.sampler, self.depth = sampler, depth
@@ -53,12 +53,12 @@ class Fleet:
 
     def step(self) -> dict[int, list[int]] | None:
         """What each worker trains in the next step; None at the end of the epoch, which is the same for all."""
-        found: dict[int, list[int] | None] = {rank: next(loop, None) for rank, loop in self.loops.items()}
-        ended = {batch is None for batch in found.values()}
+        results: dict[int, list[int] | None] = {rank: next(loop, None) for rank, loop in self.loops.items()}
+        ended = {batch is None for batch in results.values()}
         assert len(ended) == 1, "all workers have equally many steps"
-        if None in found.values():
+        if None in results.values():
             return None
-        return {rank: batch if self.sessions[rank].n else [] for rank, batch in found.items() if batch is not None}
+        return {rank: batch if self.sessions[rank].n else [] for rank, batch in results.items() if batch is not None}
 
     @property
     def drawn(self) -> int:
@@ -300,8 +300,8 @@ def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_lef
 @pytest.mark.parametrize(("once", "trained"), [(iter, 3), (lambda sampler: itertools.islice(sampler, 2), 2)])
 def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
     sampler = Sampler(20, 8, rank=0, shares=[8])
-    loader, said = once(sampler), rf"step {trained}\b.*E-SAMPLER-FOLLOW"
-    with pytest.raises(ValueError, match=said) as caught:
+    loader, text = once(sampler), rf"step {trained}\b.*E-SAMPLER-FOLLOW"
+    with pytest.raises(ValueError, match=text) as caught:
         list(itertools.chain.from_iterable(sampler.follow(loader) for _ in range(2)))
     assert "\n" not in str(caught.value)
 
@@ -347,18 +347,18 @@ def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed(
     assert sorted(seen) == sorted({*range(400)} - {1, 3, 5, 7}), "those that the other had trained"
 
 
-@pytest.mark.parametrize(("members", "said"), [
+@pytest.mark.parametrize(("members", "text"), [
     ((0, 1), r"\b64 batches\b.*\b63\b.*E-SAMPLER-FOLLOW"),
     ((0,), r"\b2 workers\b.*job has 1\b.*E-SAMPLER-FOLLOW"),
 ])
 def test_what_cannot_be_handed_out_again_is_refused_before_training(
-    members: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch,
+    members: tuple[int, ...], text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     sampler = Sampler(400, 2)
     workers = 16 if len(members) == 2 else 0
     loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers, prefetch_factor=4 if workers else None)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=text):
         next(iter(sampler.follow(loader, Left(members))))
     assert (sampler.drawn, sampler.step) == (0, 0)

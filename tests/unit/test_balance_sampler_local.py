@@ -76,7 +76,7 @@ def test_of_a_save_whose_job_had_lost_somebody_the_ranks_that_go_on_take_up_what
     session.parted = lambda member: -1  # type: ignore[method-assign]
     for own in sampler.follow(sampler, session):
         seen += own
-        session.members = (0,)  # whoever was the third
+        session.members = (0,)  # any worker was the third
         session.step += 1
         session.carried = session.step
     assert sorted({*range(240)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 14, 15]

@@ -1,4 +1,4 @@
-"""estimate FILE.py: a user's model is timed here, and its times are told against the tables' reference."""
+"""estimate FILE.py: a user's model is timed here, and its times are compared with the tables' reference."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_what_was_measured_on_a_device_takes_as_long_there_again() -> None:
     assert job.timing is not None
     measured = Timing(job.timing.ready_s, job.timing.needed_s, job.timing.backward_s, job.timing.forward_s,
                       job.timing.update_s, device="rtx3060")
-    found = on_reference(Job(job.tensors, job.batch, measured, job.name)).timing
+    timing = on_reference(Job(job.tensors, job.batch, measured, job.name)).timing
     expected = builtin("lstm").timing
-    assert found is not None
+    assert timing is not None
     assert expected is not None
-    assert found.backward_s == pytest.approx(expected.backward_s)
-    assert found.ready_s == pytest.approx(expected.ready_s)
-    assert found.update_s / speed("rtx3060") == pytest.approx(measured.update_s)
+    assert timing.backward_s == pytest.approx(expected.backward_s)
+    assert timing.ready_s == pytest.approx(expected.ready_s)
+    assert timing.update_s / speed("rtx3060") == pytest.approx(measured.update_s)
     assert on_reference(job) is job
     raw = Job(job.tensors, job.batch, measured, job.name)
     with pytest.raises(ValueError, match=r"job 'lstm': .*rtx3060.*on_reference.*E-PLAN-INPUT"):
@@ -155,15 +155,15 @@ def test_a_file_whose_top_level_would_run_is_refused_unless_it_is_named_as_a_mod
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("working.py").write_text(f"from torch import nn\n\ndef make():\n    return 7\n\n{top}")
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         function_of("working.py:make", "make", "")
     number = Path("working.py").read_text().splitlines().index(next(
         each for each in Path("working.py").read_text().splitlines() if each.strip() == line)) + 1
-    assert str(told.value).startswith(f"working.py:{number}: ")
-    assert f"`{line}`" in str(told.value)
-    assert str(told.value).endswith("[E-USER-CODE]")
-    assert (f"and {more} more" in str(told.value)) is (more > 0)
-    assert "\n" not in str(told.value)
+    assert str(caught.value).startswith(f"working.py:{number}: ")
+    assert f"`{line}`" in str(caught.value)
+    assert str(caught.value).endswith("[E-USER-CODE]")
+    assert (f"and {more} more" in str(caught.value)) is (more > 0)
+    assert "\n" not in str(caught.value)
     assert not Path("mark").exists(), "nothing has run"
 
 
@@ -210,18 +210,18 @@ def fine():
 '''
 
 
-@pytest.mark.parametrize(("name", "batch", "said"), [
+@pytest.mark.parametrize(("name", "batch", "text"), [
     ("raising", None, "broken.py:raising: KeyError: 'weights'"),
     ("frozen", None, "broken.py:frozen: a step: InvalidInput: the loss is a Tensor of 1 without a gradient"),
     ("fine", 0, "batch of broken.py:fine: got 0"),
 ])
 def test_what_fails_in_a_users_model_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, text: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(BROKEN)
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         job_of_function(f"broken.py:{name}", batch)
-    assert str(told.value).startswith(said)
-    assert str(told.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
-    assert "\n" not in str(told.value)
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
+    assert "\n" not in str(caught.value)

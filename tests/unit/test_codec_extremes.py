@@ -205,27 +205,27 @@ PLAIN = [parse(text) for text in (
 )]
 
 
-@pytest.mark.parametrize("told", WRONG)
+@pytest.mark.parametrize("report", WRONG)
 @pytest.mark.parametrize("codec", FEEDBACK + PLAIN, ids=str)
-def test_input_of_another_kind(codec: Codec, told: str) -> None:
+def test_input_of_another_kind(codec: Codec, report: str) -> None:
     state, out = codec.init(SPEC), kit.room(codec, SPEC)
     codec.start(kit.noise(3200), state, out)
     before = snapshot(state)
     with pytest.raises(ValueError, match="x is .*of 3200 elements.*E-CODEC-INPUT") as caught:
-        codec.start(WRONG[told], state, out)
-    assert told in str(caught.value)
+        codec.start(WRONG[report], state, out)
+    assert report in str(caught.value)
     after = snapshot(state)
     assert all(np.array_equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("told", WRONG)
+@pytest.mark.parametrize("report", WRONG)
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
-def test_output_of_another_kind(codec: Codec, told: str) -> None:
+def test_output_of_another_kind(codec: Codec, report: str) -> None:
     cluster = kit.Cluster(codec, SPEC, 1)
     cluster.step([kit.noise(3200)])
     with pytest.raises(ValueError, match="out is .*of 3200 elements.*E-CODEC-INPUT") as caught:
-        codec.decode(cluster.result, cluster.states[0], WRONG[told])
-    assert told in str(caught.value)
+        codec.decode(cluster.result, cluster.states[0], WRONG[report])
+    assert report in str(caught.value)
 
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)

@@ -117,9 +117,9 @@ def test_the_order_and_grouping_of_contributions_is_free(name: str) -> None:
                 codec.add(r, payloads[member], acc, first=place == 0)
             sums.append([t.clone() for t in held(acc)])
         assert sums[0], "an accumulator without numbers"
-        for whole, turned, pair, one in zip(*sums, strict=True):
-            torch.testing.assert_close(turned, whole, rtol=1e-6, atol=1e-5)
-            torch.testing.assert_close(pair + one, whole, rtol=1e-6, atol=1e-5)
+        for full, turned, pair, one in zip(*sums, strict=True):
+            torch.testing.assert_close(turned, full, rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(pair + one, full, rtol=1e-6, atol=1e-5)
         acc = cluster.accs[r]
         for place, payload in enumerate(payloads):
             codec.add(r, payload, acc, first=place == 0)
@@ -147,8 +147,8 @@ def test_what_is_not_finite_reaches_everyone_and_leaves_nothing(name: str, bad: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_of_16_bits(codec: Codec, dtype: torch.dtype) -> None:
     xs = [x.to(dtype).float() for x in noises(0, MATRIX.numel)]
-    total, whole = seeded(codec).step(xs)[0], torch.stack(xs).sum(0)
-    assert float((total * whole).sum()) > 0.02 * float((whole * whole).sum())
+    total, full = seeded(codec).step(xs)[0], torch.stack(xs).sum(0)
+    assert float((total * full).sum()) > 0.02 * float((full * full).sum())
 
 
 @each
@@ -175,8 +175,8 @@ def test_what_runs_without_feedback_is_unbiased(text: str) -> None:
     """Projected on the true sum, so that any pull shows; 6 deviations of the 60 samples."""
     cluster, n, steps = seeded(parse(text)), MATRIX.numel, 60
     xs = noises(0, n)
-    whole = torch.stack(xs).double().sum(0)
-    along = [float((cluster.step(xs)[0].double() - whole) @ whole / (whole @ whole)) for _ in range(steps)]
+    full = torch.stack(xs).double().sum(0)
+    along = [float((cluster.step(xs)[0].double() - full) @ full / (full @ full)) for _ in range(steps)]
     samples = torch.tensor(along)
     assert abs(float(samples.mean())) < 6 * float(samples.std()) / steps**0.5 + 1e-4
 
@@ -243,9 +243,9 @@ def test_server_sums_what_three_workers_sent(codec: Codec, n: int) -> None:
 def test_sum_rounds_are_linear(codec: Codec) -> None:
     """To the rounding of the values. Of one and the same step: a later one may draw other entries."""
     a, b = kit.noise(999, 1), kit.noise(999, 2)
-    whole, *parts = (kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((999,)))), 999) for x in (a + b, a, b))
+    full, *parts = (kit.decoded(codec, kit.encode(codec, x, codec.init(Spec((999,)))), 999) for x in (a + b, a, b))
     coarse = next((2.0**-bits for name, bits in (("fp16", 10), ("bf16", 7)) if name in str(codec)), 1e-6)
-    torch.testing.assert_close(whole, parts[0] + parts[1], rtol=coarse, atol=4 * coarse * float(whole.abs().max()))
+    torch.testing.assert_close(full, parts[0] + parts[1], rtol=coarse, atol=4 * coarse * float(full.abs().max()))
 
 
 @each_codec

@@ -78,17 +78,17 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
     """By the planner without a codec at hand, and by the codecs in the same words."""
     assert words in spec_error(text)
-    with pytest.raises(InvalidInput) as told:
+    with pytest.raises(InvalidInput) as caught:
         parse(text)
-    assert str(told.value) == spec_error(text)
-    assert told.value.code == (code := "E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
+    assert str(caught.value) == spec_error(text)
+    assert caught.value.code == (code := "E-CODEC-ARGUMENT" if ": " in words else "E-CODEC-NAME")
     assert "\n" not in spec_error(text)
     cluster = Cluster((node("a", "cpu", "10g"), node("b", "cpu", "10g")))
     for refused in (lambda: profile_from_tables(cluster, (text,)), lambda: plan(toy(), cluster, None, Policy(codecs=(text,)))):
-        with pytest.raises(InvalidInput) as told:
+        with pytest.raises(InvalidInput) as caught:
             refused()
-        assert words in told.value.what
-        assert told.value.code == code
+        assert words in caught.value.what
+        assert caught.value.code == code
 
 
 def toy():  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The log's promise: each position of an epoch is done exactly once, whatever shares do, whoever dies, joins or resumes."""
+"""The log of consumed samples: each position of an epoch once, also when shares change and workers die, join or resume."""
 
 from __future__ import annotations
 

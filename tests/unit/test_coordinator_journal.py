@@ -170,8 +170,8 @@ class Meeting:
         self.start()
         self.service.begin()
 
-    def ask(self, home: str, **asked: Any) -> messages.KvReply:
-        return asyncio.run(self.service.handle(messages.KvRequest(home, **asked)))
+    def ask(self, home: str, **request: Any) -> messages.KvReply:
+        return asyncio.run(self.service.handle(messages.KvRequest(home, **request)))
 
 
 def home(name: str, workers: int = 1) -> messages.Join:
@@ -182,14 +182,14 @@ def home(name: str, workers: int = 1) -> messages.Join:
 def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setattr(messages, "version", lambda: "1.0")
     monkeypatch.setattr("commlayer.cluster.rendezvous_service.version", lambda: "1.0")
-    made = Meeting(tmp_path)
-    yield made
-    assert made.journal is not None
-    made.journal.close()
+    result = Meeting(tmp_path)
+    yield result
+    assert result.journal is not None
+    result.journal.close()
 
 
 def test_while_a_disk_blocks_nobody_is_judged(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop that hears everybody stands still then."""
+    """The loop that receives all heartbeats stands still then."""
     writes, ticks = threading.Event(), threading.Thread(target=meeting.service.tick)
     monkeypatch.setattr(meeting.journal, "wait", lambda: writes.wait(30.0))
     ticks.start()
@@ -205,19 +205,19 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     for one in every:
         assert meeting.service.register(one).error == ""
     before = [meeting.service.register(one) for one in every]
-    meeting.ask("a", put=(("ahead of the job", b"1"),), add=("count", 5, "once"))
+    meeting.ask("a", put=(("before the job", b"1"),), add=("count", 5, "once"))
     meeting.begin()
     meeting.ask("a", put=(("key", b"value"), ("gone", b"")))
     assert meeting.ask("b", add=("count", 2, "again"), drop=("gone",)).sum == 7
     for number in range(3):
         meeting.now = 1000.0 * (number + 1)
         meeting.again()
-        assert meeting.service.staying(()), "their silence begins anew"
+        assert meeting.service.staying(()), "their silence begins again"
         assert [meeting.service.register(one) for one in every] == before
         known = msgspec.structs.replace(every[0], meeting=before[0].meeting)
         assert meeting.service.register(known) == before[0]
         assert meeting.ask("b", add=("count", 2, "again")).sum == meeting.ask("a", add=("count", 5, "once")).sum == 7
-        wanted = tuple((name, messages.ANY) for name in ("ahead of the job", "key", "gone", "count"))
+        wanted = tuple((name, messages.ANY) for name in ("before the job", "key", "gone", "count"))
         assert meeting.ask("b", want=wanted).values == (b"1", b"value", None, b"7")
     meeting.now += 10.0
     assert not meeting.service.staying(())
@@ -260,7 +260,7 @@ def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeti
 
 def test_homes_that_have_met_and_begun_nothing_start_again(meeting: Meeting, tmp_path: Path) -> None:
     one = home("a", 3)
-    there = meeting.service.register(one)
+    present = meeting.service.register(one)
     assert list(tmp_path.iterdir()) == []
     meeting.start()
-    assert meeting.service.register(msgspec.structs.replace(one, meeting=there.meeting)).error == sites.RESTARTED
+    assert meeting.service.register(msgspec.structs.replace(one, meeting=present.meeting)).error == sites.RESTARTED

@@ -23,18 +23,18 @@ TILE = 4096
 def test_sums_and_casts(n: int, kind: str) -> None:
     acc, x = numbers(n, 1, kind=kind), numbers(n, 2, kind=kind)
 
-    def sums(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def sums(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         out = []
         for name in ("f16", "bf16"):
-            total, back, payload = there(acc), there(acc), there(zeros(2 * n))
-            finite = getattr(module, f"f32_to_{name}")(payload, there(x))
+            total, back, payload = present(acc), present(acc), present(zeros(2 * n))
+            finite = getattr(module, f"f32_to_{name}")(payload, present(x))
             getattr(module, f"add_{name}")(total, payload)
             getattr(module, f"{name}_to_f32")(back, payload)
             words = payload.cpu().view(torch.int16)
             out += [bytes([finite]), raw(total), raw(back), words[back.cpu().isfinite()].numpy().tobytes()]
-        total = there(acc)
-        module.add_f32(total, there(x.view(np.uint8)))
-        return [*out, raw(total), bytes([module.all_finite(there(x)), module.all_finite(there(x), there(acc))])]
+        total = present(acc)
+        module.add_f32(total, present(x.view(np.uint8)))
+        return [*out, raw(total), bytes([module.all_finite(present(x)), module.all_finite(present(x), present(acc))])]
 
     same(sums)
 
@@ -48,17 +48,17 @@ def test_int8(block: int, kind: str) -> None:
         for with_residual in (True, False):
 
             def code(
-                module: ModuleType, there: Callable[[np.ndarray], torch.Tensor], with_residual: bool = with_residual,
+                module: ModuleType, present: Callable[[np.ndarray], torch.Tensor], with_residual: bool = with_residual,
                 n: int = n, x: np.ndarray = x, old: np.ndarray = old, blocks: int = blocks,
             ) -> list[bytes]:
-                kept = there(old) if with_residual else None
-                q, scale, acc = there(zeros(n)), there(zeros(4 * blocks)), there(old)
-                finite = module.int8_encode(q, scale, there(x), kept, block)
+                kept = present(old) if with_residual else None
+                q, scale, acc = present(zeros(n)), present(zeros(4 * blocks)), present(old)
+                finite = module.int8_encode(q, scale, present(x), kept, block)
                 after = b"" if kept is None else raw(kept)
                 if not finite:
                     return [b"not finite", after]
                 module.int8_decode(acc, q, scale, block)
-                assigned = there(old)
+                assigned = present(old)
                 module.int8_decode(assigned, q, scale, block, True)
                 return [raw(q), raw(scale), after, raw(acc), raw(assigned)]
 
@@ -72,16 +72,16 @@ def test_whole_numbers_of_four_bits(kind: str) -> None:
         for block in (8, 64, 1024)[n > 257 :]:
 
             def code(
-                module: ModuleType, there: Callable[[np.ndarray], torch.Tensor], n: int = n, block: int = block,
+                module: ModuleType, present: Callable[[np.ndarray], torch.Tensor], n: int = n, block: int = block,
                 x: np.ndarray = x, old: np.ndarray = old,
             ) -> list[bytes]:
                 out = []
-                for kept in (None, there(old)):
-                    q, scale = there(zeros((n + 1) // 2)), there(zeros(2 * -(-n // block)))
-                    finite = module.linear_encode(q, scale, there(x), kept, block, 4, False, False)
+                for kept in (None, present(old)):
+                    q, scale = present(zeros((n + 1) // 2)), present(zeros(2 * -(-n // block)))
+                    finite = module.linear_encode(q, scale, present(x), kept, block, 4, False, False)
                     out += [bytes([finite]), b"" if kept is None else raw(kept)]
                     if finite:
-                        added, assigned = there(old), there(old)
+                        added, assigned = present(old), present(old)
                         module.linear_decode(added, q, scale, block, 4)
                         module.linear_decode(assigned, q, scale, block, 4, True)
                         out += [raw(q), raw(scale), raw(added), raw(assigned)]
@@ -105,12 +105,12 @@ def test_select(n: int, kind: str) -> None:
         for with_residual in (True, False):
 
             def pick(
-                module: ModuleType, there: Callable[[np.ndarray], torch.Tensor], with_residual: bool = with_residual,
+                module: ModuleType, present: Callable[[np.ndarray], torch.Tensor], with_residual: bool = with_residual,
                 threshold: float = threshold, start: int = start, cap: int = cap,
             ) -> list[bytes]:
-                kept = there(old) if with_residual else None
-                idx, val = there(np.zeros(cap, np.int32)), there(np.zeros(cap, np.float32))
-                count, over, finite = module.select(there(g), kept, threshold, start, idx, val)
+                kept = present(old) if with_residual else None
+                idx, val = present(np.zeros(cap, np.int32)), present(np.zeros(cap, np.float32))
+                count, over, finite = module.select(present(g), kept, threshold, start, idx, val)
                 entries = raw(idx[:count]) + raw(val[:count])
                 return [repr((count, over, finite)).encode(), entries, b"" if kept is None else raw(kept)]
 
@@ -120,10 +120,10 @@ def test_select(n: int, kind: str) -> None:
 def test_select_of_memory_that_is_not_aligned_for_vectors() -> None:
     g, old = numbers(9001, 1), numbers(9001, 2)
 
-    def pick(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
-        kept, idx, val = there(old), there(np.zeros(9000, np.int32)), there(np.zeros(9000, np.float32))
-        found = module.select(there(g)[1:], kept[1:], 0.7, 4099, idx, val)
-        return [repr(found).encode(), raw(idx[: found[0]]), raw(val[: found[0]]), raw(kept)]
+    def pick(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        kept, idx, val = present(old), present(np.zeros(9000, np.int32)), present(np.zeros(9000, np.float32))
+        result = module.select(present(g)[1:], kept[1:], 0.7, 4099, idx, val)
+        return [repr(result).encode(), raw(idx[: result[0]]), raw(val[: result[0]]), raw(kept)]
 
     same(pick)
 
@@ -134,9 +134,9 @@ def test_tiles_wait_for_each_other_under_any_schedule(seed: int) -> None:
     n = 40 * TILE - 5
     g = numbers(n, seed)
 
-    def pick(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
-        idx, val = there(np.zeros(n // 50, np.int32)), there(np.zeros(n // 50, np.float32))
-        count, over, finite = module.select(there(g), None, 2.5, 12345, idx, val)
+    def pick(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        idx, val = present(np.zeros(n // 50, np.int32)), present(np.zeros(n // 50, np.float32))
+        count, over, finite = module.select(present(g), None, 2.5, 12345, idx, val)
         return [repr((count, over, finite)).encode(), raw(idx[:count]), raw(val[:count])]
 
     same(pick, seed, resident=1 + seed % 8)
@@ -146,11 +146,11 @@ def test_tiles_wait_for_each_other_under_any_schedule(seed: int) -> None:
 def test_sample_abs(n: int) -> None:
     g, old = numbers(n, 1, kind="wild"), numbers(n, 2)
 
-    def sample(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def sample(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         outs = []
-        for count, offset, residual in ((0, 0, None), (1, 5, None), (100, 77, there(old)), (5000, 10**6, there(old))):
-            out = there(np.full(count, 7, np.float32))
-            module.sample_abs(there(g), residual, offset, out)
+        for count, offset, residual in ((0, 0, None), (1, 5, None), (100, 77, present(old)), (5000, 10**6, present(old))):
+            out = present(np.full(count, 7, np.float32))
+            module.sample_abs(present(g), residual, offset, out)
             outs.append(raw(out))
         return outs
 
@@ -172,13 +172,13 @@ def test_positions(kind: str, n: int, k: int) -> None:
     idx = positions(n, k, 1) if n < 10**7 else np.unique(np.random.default_rng(1).integers(0, n, k)).astype(np.uint32)
     nbytes = size_of(kind, idx, n)
 
-    def code(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def code(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         outs = []
         for shift in (0, 1, 3):
-            memory = there(np.full(nbytes + 8, 0xA5, np.uint8))
+            memory = present(np.full(nbytes + 8, 0xA5, np.uint8))
             where = memory[shift : shift + nbytes]
-            assert getattr(module, f"{kind}_encode")(where, there(idx.view(np.int32)), n) == nbytes
-            back = there(np.zeros(len(idx), np.int32))
+            assert getattr(module, f"{kind}_encode")(where, present(idx.view(np.int32)), n) == nbytes
+            back = present(np.zeros(len(idx), np.int32))
             getattr(module, f"{kind}_decode")(back, n, where)
             assert raw(back) == idx.tobytes()
             outs.append(raw(memory))
@@ -200,12 +200,12 @@ def test_bytes_that_are_not_positions_are_refused_alike(kind: str) -> None:
         broken.append(bad)
     broken += [random.integers(0, 256, len(good)).astype(np.uint8), np.full_like(good, 255), np.zeros_like(good)]
 
-    def verdicts(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def verdicts(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         out = []
         for bad in broken:
-            back = there(np.zeros(k, np.int32))
+            back = present(np.zeros(k, np.int32))
             try:
-                getattr(module, f"{kind}_decode")(back, n, there(bad))
+                getattr(module, f"{kind}_decode")(back, n, present(bad))
             except CorruptFrame:
                 out.append(b"corrupt")
             else:
@@ -219,12 +219,12 @@ def test_bytes_that_are_not_positions_are_refused_alike(kind: str) -> None:
 def test_scattering(n: int, k: int) -> None:
     idx, acc, val = positions(n, k, 1).view(np.int32), numbers(n, 2), numbers(k, 3)
 
-    def scatter(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
-        plain, coded = there(acc), there(acc)
-        module.scatter_add(plain, there(idx), there(val))
-        q, scale = there(zeros(k)), there(zeros(4 * -(-k // 256)))
-        module.int8_encode(q, scale, there(val), None, 256)
-        module.scatter_add_int8(coded, there(idx), q, scale, 256)
+    def scatter(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        plain, coded = present(acc), present(acc)
+        module.scatter_add(plain, present(idx), present(val))
+        q, scale = present(zeros(k)), present(zeros(4 * -(-k // 256)))
+        module.int8_encode(q, scale, present(val), None, 256)
+        module.scatter_add_int8(coded, present(idx), q, scale, 256)
         return [raw(plain), raw(coded)]
 
     same(scatter)
@@ -235,12 +235,12 @@ def test_scattering(n: int, k: int) -> None:
 def test_order(n: int, kind: str) -> None:
     x, old = numbers(n, n, kind=kind), numbers(n, n + 1)
 
-    def order(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
-        words, found = there(np.zeros(n, np.int32)), []
+    def order(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+        words, results = present(np.zeros(n, np.int32)), []
         for rank in sorted({1, n // 3 + 1, n}):
-            found += [module.kth_abs(there(x), residual, rank, words) for residual in (None, there(old))]
-        counts = [module.count_above(there(x), cut) for cut in (2.0**-126, 0.1, 1.0000001, 3.4e38)]
-        return [raw(torch.tensor(found)), repr(counts).encode()]
+            results += [module.kth_abs(present(x), residual, rank, words) for residual in (None, present(old))]
+        counts = [module.count_above(present(x), cut) for cut in (2.0**-126, 0.1, 1.0000001, 3.4e38)]
+        return [raw(torch.tensor(results)), repr(counts).encode()]
 
     same(order)
 
@@ -251,11 +251,11 @@ def test_trim(count: int, keep: int, kind: str) -> None:
     n = 6000
     idx, val, old = positions(n, count, 1).view(np.int32), numbers(count, 2, kind=kind), numbers(n, 3)
 
-    def trim(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def trim(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         out = []
         for start in (0, n // 2, n - 1):
-            where, values, kept = there(idx), there(val), there(old)
-            left = module.trim(kept, n, where, values, count, keep, start, there(np.zeros(count, np.int32)))
+            where, values, kept = present(idx), present(val), present(old)
+            left = module.trim(kept, n, where, values, count, keep, start, present(np.zeros(count, np.int32)))
             assert left == keep
             out += [raw(where[:keep]), raw(values[:keep]), raw(kept)]
         return out
@@ -268,14 +268,14 @@ def test_trim(count: int, keep: int, kind: str) -> None:
 def test_nibbles(n: int, kind: str) -> None:
     x = numbers(n, n, kind=kind)
 
-    def code(module: ModuleType, there: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
+    def code(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
         out = []
         for block in (2, 256):
-            q, scale, rest = there(zeros((n + 1) // 2)), there(zeros(4 * -(-n // block))), there(x)
-            if not module.nibbles_encode(q, scale, there(x), rest, block):
+            q, scale, rest = present(zeros((n + 1) // 2)), present(zeros(4 * -(-n // block))), present(x)
+            if not module.nibbles_encode(q, scale, present(x), rest, block):
                 out.append(b"not finite")
                 continue
-            back = there(x)
+            back = present(x)
             module.nibbles_decode(back, q, scale, block)
             out += [raw(q), raw(scale), raw(rest), raw(back)]
         return out

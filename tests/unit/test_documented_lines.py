@@ -31,7 +31,7 @@ FOREIGN = {"--fmad"}
 
 
 class Line(NamedTuple):
-    """`whole`: as somebody would type it; else what a sentence names of it, such as `commlayer serve --keys`."""
+    """`whole`: as a user types it; otherwise a part that a sentence names, such as `commlayer serve --keys`."""
 
     page: str
     program: str
@@ -48,9 +48,9 @@ def lines_of(page: str, text: str) -> Iterator[Line]:
 
 
 def _lines(page: str, text: str, *, whole: bool) -> Iterator[Line]:
-    """One behind the other: who is told what to type is told so by a command's output, too."""
-    while found := COMMAND.search(text):
-        program, _, text = found.groups()
+    """All commands in order; those that commands print, too."""
+    while result := COMMAND.search(text):
+        program, _, text = result.groups()
         words = tuple(shlex.split(re.sub(r"\$\{?\w+\}?", "4", ENDS.sub("", text))))
         if words and re.fullmatch(r"[a-z]+", words[0]):
             yield Line(page, program, words, whole)
@@ -108,11 +108,11 @@ def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
 
 
 def test_no_kind_of_line_is_overlooked() -> None:
-    whole = {(line.page, line.program, line.words[0]) for line in ALL if line.whole}
+    full = {(line.page, line.program, line.words[0]) for line in ALL if line.whole}
     for page, commands in (("README.md", ("serve", "join")), ("keys.md", ("keys",)),
                            ("first-evening.md", ("serve", "join", "keys", "doctor"))):
-        assert {(page, "commlayer", command) for command in commands} <= whole
-    assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= whole
+        assert {(page, "commlayer", command) for command in commands} <= full
+    assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= full
     # One torchrun starts, and one is a word of another shell's.
     pages = "\n".join(page.read_text("utf-8") for page in PAGES)
     words = [line.words for line in lines_of("", pages) if line.whole]
@@ -144,14 +144,14 @@ def test_a_line_that_is_not_taken_is_told(text: str, problem: str) -> None:
 @functools.cache
 def options() -> set[str]:
     """Of all commands, all measurements and torchrun."""
-    found, commands = set(FOREIGN), [typer.main.get_command(app)]
+    results, commands = set(FOREIGN), [typer.main.get_command(app)]
     while commands:
         command: Any = commands.pop()
         commands += getattr(command, "commands", {}).values()
-        found |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        results |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     for parser in (*map(parser_of, MEASUREMENTS), torch.distributed.run.get_args_parser()):
-        found |= {*parser._option_string_actions}
-    return found
+        results |= {*parser._option_string_actions}
+    return results
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

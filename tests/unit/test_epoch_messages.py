@@ -27,13 +27,13 @@ class Desk:
     def __init__(self, *errors: CommError, act: Callable[[], None] = lambda: None) -> None:
         self.errors, self.puts, self._act = list(errors), list[Any](), act
 
-    def request(self, deadline: float, **asked: Any) -> Any:
-        self.puts.append(asked.get("put", ()))
+    def request(self, deadline: float, **wanted: Any) -> Any:
+        self.puts.append(wanted.get("put", ()))
         if self.errors:
             error = self.errors.pop(0)
             self._act()
             raise error
-        return SimpleNamespace(values=[msgspec.msgpack.encode((5, 1.0)) for _ in asked["want"]])
+        return SimpleNamespace(values=[msgspec.msgpack.encode((5, 1.0)) for _ in wanted["want"]])
 
 
 def told(desk: Desk, words: EpochMessages, monkeypatch: pytest.MonkeyPatch) -> list[Vote]:
@@ -55,13 +55,13 @@ def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monke
     assert caught.value is error
 
 
-@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("result", [True, False])
 def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
-        found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        result: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one member could hold a view to be none that all others have gone over to, with a home that has joined in it."""
     words = EpochMessages(VIEW, 0.0, 20.0)
     desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
-    if found:
+    if result:
         assert told(desk, words, monkeypatch) == [Vote(5, 1.0)] * 2
     else:
         monkeypatch.setattr(msgspec.msgpack, "encode", lambda _: None)

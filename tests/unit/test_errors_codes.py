@@ -62,7 +62,7 @@ def test_an_error_that_calls_its_peer_by_a_name() -> None:
     assert (str(error), error.peer) == ("worker 2 (ben): gone [E-COMM]", "worker 2")
 
 
-# ---- Whom a worker names in the end, of what it met itself and what it was told
+# ---- the peer that a worker names in the end, of its own errors and those that it received
 
 MET = PeerLost("connection lost", peer="server 1", step=4, bucket=2)
 TOLD = PeerLost(f"left the job: PeerLost: {MET}", peer="worker 2")
@@ -71,14 +71,14 @@ LINK: Any = object()
 """There is one, and it is not asked."""
 
 
-@pytest.mark.parametrize(("met", "told", "named"), [
+@pytest.mark.parametrize(("met", "error", "named"), [
     (MET, TOLD, MET), (MET, DEAD, DEAD), (TOLD, TOLD, TOLD),
     (MET, PeerLost("left the job: ValueError: no room", peer="worker 2"), None),
     (DeadlineExceeded("no answer", peer="worker 3"), TOLD, TOLD), (CommError("timed out", peer=ANY_PEER), TOLD, TOLD),
     (CommError("the session is closed"), TOLD, TOLD), (ValueError("a mistake"), TOLD, None)])
-def test_the_first_cause_is_named(met: Exception, told: CommError, named: CommError | None) -> None:
+def test_the_first_cause_is_named(met: Exception, error: CommError, named: CommError | None) -> None:
     verdict = RootCause()
-    verdict.fall(told)
+    verdict.fall(error)
     verdict.fall(PeerLost("came later", peer="worker 9"))
-    expected = named if named is not None else told if isinstance(met, CommError) else met
+    expected = named if named is not None else error if isinstance(met, CommError) else met
     assert verdict.explain(met, LINK, notice_s=0.0, verdict_s=0.0) is expected

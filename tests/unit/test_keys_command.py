@@ -42,7 +42,7 @@ def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Pat
     assert f"copy {folder}/crl.pem" in said("revoke", "gpu-2", "--dir", folder)
     assert "gpu-2 was revoked already" in said("revoke", "gpu-2", "--dir", folder)
     home = said("add", "gpu-2", "--dir", folder, "--dials-only")
-    assert f"tar -czf gpu-2.tgz -C {folder / 'nodes'} gpu-2" in home, "nobody can copy anything into a home"
+    assert f"tar -czf gpu-2.tgz -C {folder / 'nodes'} gpu-2" in home, "nothing can be copied into a home"
     assert "scp" not in home
     states = [line.split()[3:] for line in said("list", "--dir", folder).splitlines()]
     assert states == [["revoked"], ["good,", "dials", "only"]]
@@ -66,7 +66,7 @@ def test_a_revoked_name_is_on_every_list_and_its_next_certificate_is_not(ca: Pat
     other = Keys(places[1])
     assert other.revoked() == frozenset()
     assert authority.revoke(ca, "gpu-1") == 1
-    assert other.revoked() == first.revoked() == {first.own.serial}, "read anew, since the file has changed"
+    assert other.revoked() == first.revoked() == {first.own.serial}, "read again, since the file has changed"
     again = Keys(authority.add(ca, "gpu-1"))
     assert again.own.name == "gpu-1"
     assert again.own.serial not in again.revoked()
@@ -219,9 +219,9 @@ def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
 
 def test_what_ends_has_a_date_and_says_so(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = authority.add(ca, "gpu-1", days=1)
-    made = x509.load_pem_x509_certificate((place / "node.pem").read_bytes())
+    result = x509.load_pem_x509_certificate((place / "node.pem").read_bytes())
     now = datetime.datetime.now(datetime.UTC)
-    assert made.not_valid_before_utc < now < made.not_valid_after_utc < now + datetime.timedelta(days=1)
+    assert result.not_valid_before_utc < now < result.not_valid_after_utc < now + datetime.timedelta(days=1)
     for days in (-2, 2):  # it is over; it is not there yet
         start = now + datetime.timedelta(days=days)
         monkeypatch.setattr(authority, "_times", lambda _, start=start: (start, start + datetime.timedelta(days=1)))

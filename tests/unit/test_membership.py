@@ -38,8 +38,8 @@ def test_the_view_is_made_when_all_are_in_and_not_before() -> None:
 def test_servers_are_where_they_say_else_with_their_machines_workers_else_on_nodes_of_their_own(
     servers: list[tuple[str, int]], nodes: list[int],
 ) -> None:
-    asked = [server(number, rank=number, name=name, node=node) for number, (name, node) in enumerate(servers)]
-    _, reply = after(State(0, len(asked)), *asked, worker(0, world=2), worker(1, world=2))
+    results = [server(number, rank=number, name=name, node=node) for number, (name, node) in enumerate(servers)]
+    _, reply = after(State(0, len(results)), *results, worker(0, world=2), worker(1, world=2))
     assert reply.view is not None
     assert [s.node for s in reply.view.servers] == nodes
 
@@ -92,7 +92,7 @@ def test_a_refusal_says_why_and_changes_no_seat(
     assert line in reply.error
     assert reply.error.endswith(f"[{code}]")
     assert "\n" not in reply.error
-    assert not any(told in reply.error for told in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
+    assert not any(report in reply.error for report in ("jobA", digest_of(PLAN))), "digests of others stay theirs"
     assert refused.registrations == state.registrations
     assert refused.view == state.view
 
@@ -149,7 +149,7 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     assert [(gone.peer, gone.reason) for gone in pulse.failed] == [
         ("worker 2", "no heartbeat for 10.0 s from host2 (pid 102): it was killed or stopped, or its network failed")]
     state, own = membership.heartbeat(state, "w2", 10.5)
-    assert own.dead == pulse.failed[0].reason, "one that comes back is told that it counts as dead"
+    assert own.dead == pulse.failed[0].reason, "one that comes back learns that it counts as dead"
     assert membership.heartbeat(ticked(state, 11.0, 12.0), "w1", 12.0)[1].failed == pulse.failed
     assert "no longer in this job" in after(state, worker(2, world=3))[1].error
 
@@ -162,7 +162,7 @@ def patient(state: State, stop: float) -> State:
 
 
 def test_who_is_only_silent_may_come_back_for_a_while() -> None:
-    """A router that changes its address, a network that drops for a minute: nobody says that the process has ended."""
+    """A router that changes its address, a network that drops for a minute: nothing shows that the process has ended."""
     state = patient(running(3), 59.0)
     assert not any(place.dead for place in state.registrations.values())
     back = beat(state, "w2", now=59.5)
@@ -170,11 +170,11 @@ def test_who_is_only_silent_may_come_back_for_a_while() -> None:
     assert [p.peer for p in patient(state, 60.0).registrations.values() if p.dead] == ["worker 2"]
 
 
-@pytest.mark.parametrize(("token", "said", "at"), [
+@pytest.mark.parametrize(("token", "lines", "at"), [
     ("w2", {"parent": "ended"}, 0.0), ("s0", {"missed": ("worker 2",)}, 10.0), ("w2", {"parent": "stopped"}, 60.0)])
-def test_what_its_machine_says_of_a_process_tells_when_it_is_dead(token: str, said: dict[str, Any], at: float) -> None:
+def test_what_its_machine_says_of_a_process_tells_when_it_is_dead(token: str, lines: dict[str, Any], at: float) -> None:
     """A stopped process may be a laptop that sleeps, so it has as long as one that is cut off."""
-    state, _ = membership.heartbeat(running(3), token, 0.0, Heartbeat(token, **said))
+    state, _ = membership.heartbeat(running(3), token, 0.0, Heartbeat(token, **lines))
     for now in range(61):
         state = membership.tick(beat(state, "w0", "w1", "s0", now=float(now)), float(now), DEAD_AFTER_S, 60.0)
         assert bool(state.registrations["w2"].dead) == (now >= at), now
@@ -197,11 +197,11 @@ def test_an_orderly_leave_is_not_a_loss() -> None:
     assert pulse.failed == ()
     assert [(gone.peer, gone.reason) for gone in pulse.departed] == [("worker 2", "training finished")]
     state = ticked(beat(ticked(state, 1.0, 9.0), "w0", "w1", "s0", now=9.0), 10.0, 15.0)
-    assert membership.heartbeat(state, "w0", 15.0)[1].failed == (), "it owes no heartbeats any more"
+    assert membership.heartbeat(state, "w0", 15.0)[1].failed == (), "no more heartbeats are expected of it"
 
 
 def heard(state: State, token: str, now: float) -> list[str]:
-    """Whom that one hears of, as it names the first of them."""
+    """The members that it is informed of, by the first one's name."""
     pulse = membership.heartbeat(state, token, now)[1]
     return [gone.peer for gone in (*pulse.failed, *pulse.departed)]
 

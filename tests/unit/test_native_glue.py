@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,8 +156,8 @@ class OnDevice:
 
 
 @ExchangeTable.View
-def view_of(tensor: OnDevice, out: object) -> int:
-    out[0] = TensorView(tensor.values.ctypes.data, tensor.device_type, 0, 1, 2, 32, 1, tensor.shape, None, 0)  # type: ignore[index]
+def view_of(tensor: OnDevice, out: Any) -> int:
+    out[0] = TensorView(tensor.values.ctypes.data, tensor.device_type, 0, 1, 2, 32, 1, tensor.shape, None, 0)
     return 0
 
 

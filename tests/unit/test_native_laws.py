@@ -159,7 +159,7 @@ def test_select_where_the_room_ends_anywhere_in_a_group() -> None:
     for cap in range(0, 300, 1):
 
         def run(module: ModuleType, cap: int = cap) -> tuple[object, ...]:
-            memory, whole = unaligned(4 * cap, 4)
+            memory, full = unaligned(4 * cap, 4)
             idx, val, kept = np.frombuffer(memory, np.uint32), np.zeros(cap, np.float32), np.zeros(300, np.float32)
             k, overflow, _ = module.select(g, kept, 0.3, 17, idx, val)
             return (
@@ -168,8 +168,8 @@ def test_select_where_the_room_ends_anywhere_in_a_group() -> None:
                 idx[:k].tobytes(),
                 val[:k].tobytes(),
                 kept.tobytes(),
-                bytes(whole[:4]),
-                bytes(whole[4 + 4 * cap :]),
+                bytes(full[:4]),
+                bytes(full[4 + 4 * cap :]),
             )
 
         assert same(run)[-2:] == (b"\xa5" * 4, b"\xa5" * 16)

@@ -31,13 +31,13 @@ def test_kth_abs(n: int, seed: int, kind: str, place: float, with_residual: bool
     rank = 1 + int(place * (n - 1))
 
     def run(module: ModuleType) -> tuple[bytes, int]:
-        found = np.float32(module.kth_abs(g, old, rank, np.zeros(n, np.uint32)))
-        return bits(found.reshape(1)), module.count_above(np.abs(g), found)
+        result = np.float32(module.kth_abs(g, old, rank, np.zeros(n, np.uint32)))
+        return bits(result.reshape(1)), module.count_above(np.abs(g), result)
 
-    found = np.frombuffer(same(run)[0], np.float32)[0]  # type: ignore[index]
+    result = np.frombuffer(same(run)[0], np.float32)[0]  # type: ignore[index]
     with np.errstate(all="ignore"):
         v = np.abs(g if old is None else g + old)
-    assert np.array_equal(found, np.sort(v)[n - rank], equal_nan=True)
+    assert np.array_equal(result, np.sort(v)[n - rank], equal_nan=True)
 
 
 @pytest.mark.parametrize("module", MODULES)

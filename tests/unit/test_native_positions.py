@@ -1,4 +1,4 @@
-"""Elias-Fano, bitmap and CRC-32C: round trips, exact sizes, golden bytes, and bytes that somebody damaged."""
+"""Elias-Fano, bitmap and CRC-32C: round trips, exact sizes, golden bytes, and damaged bytes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def encoded(name: str, idx: np.ndarray, n: int) -> bytearray:
 def test_round_trip_fills_exactly_the_stated_bytes(name: str, n: int, seed: int, density: float, at: int) -> None:
     idx = positions(n, int(n * density), seed)
     nbytes = nbytes_of(name, n, idx)
-    made = []
+    results = []
     for module in MODULES:
-        out, whole = unaligned(nbytes + at, 3)
+        out, full = unaligned(nbytes + at, 3)
         assert getattr(module, f"{name}_encode")(out, idx, n, at) == nbytes
-        assert set(whole[: 3 + at] + whole[3 + at + nbytes :]) == {0xA5}
+        assert set(full[: 3 + at] + full[3 + at + nbytes :]) == {0xA5}
         back = np.zeros_like(idx)
         assert getattr(module, f"{name}_decode")(back, n, out, at, nbytes) == len(idx)
         assert (back == idx).all()
-        made.append(bytes(out))
-    assert made[0] == made[1]
+        results.append(bytes(out))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -149,16 +149,16 @@ def test_encoding_positions_that_do_not_increase_below_n_is_a_mistake(idx: list[
 def test_crc32c_continues_and_agrees(n: int, seed: int, shift: int, cut: int) -> None:
     data, _ = unaligned(n, shift)
     data[:] = np.random.default_rng(seed).bytes(n)
-    whole = core.crc32c(data)
-    assert core.crc32c(data[cut:], core.crc32c(data[:cut])) == whole
-    assert reference.crc32c(data) == whole
+    full = core.crc32c(data)
+    assert core.crc32c(data[cut:], core.crc32c(data[:cut])) == full
+    assert reference.crc32c(data) == full
     with portable(True):
-        assert core.crc32c(data) == whole
+        assert core.crc32c(data) == full
 
 
 @pytest.mark.parametrize("n", [767, 768, 769, 12287, 12288, 12289, 100_003])
 def test_crc32c_of_three_lanes_equals_the_tables(n: int) -> None:
     data = numbers(n, 3).tobytes()
-    whole = core.crc32c(data)
+    full = core.crc32c(data)
     with portable(True):
-        assert core.crc32c(data) == whole
+        assert core.crc32c(data) == full

@@ -61,7 +61,7 @@ def test_flushed_weights_are_those_of_the_dense_optimizer_under_any_schedule(nam
     race.optimizer.flush()
     assert fits(race, name), race.errors()
     if lag == 250 and name != "sgd plain":
-        assert behind > 10 * race.errors()[0], "something was owed"
+        assert behind > 10 * race.errors()[0], "a residual was kept"
 
 
 @pytest.mark.parametrize("name", ["sgd all but nesterov", "adamw decay"])
@@ -179,19 +179,19 @@ def test_parameters_with_clocks_of_their_own_and_groups_with_rates_of_their_own(
     torch.manual_seed(3)
     starts = [torch.randn(40) for _ in range(4)]
     ours, theirs = ([nn.Parameter(s.to(dtype)) for s in starts] for dtype in (torch.float32, torch.float64))
-    made = []
+    results = []
     for kind, parameters in ((SparseSGD, ours), (torch.optim.SGD, theirs)):
         groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.2, "weight_decay": 0.1}]
         optimizer = kind(groups, lr=0.05, momentum=0.9)
-        made.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)))
+        results.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)))
     for t in range(40):
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             a.grad = None if number == 1 and t % 3 else draw((40,), 4)
             b.grad = None if a.grad is None else a.grad.to_dense().double()
-        for optimizer, schedule in made:
+        for optimizer, schedule in results:
             optimizer.step()
             schedule.step()
-    made[0][0].flush()
+    results[0][0].flush()
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a.double(), b, atol=1e-5)
 
@@ -199,7 +199,7 @@ def test_parameters_with_clocks_of_their_own_and_groups_with_rates_of_their_own(
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "sgd decay", "sgd plain", "adamw decay"])
 @pytest.mark.skipif(native.core is None, reason="built without the native core")
 def test_native_and_reference_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, found = native.core, []
+    core, results = native.core, []
     assert core is not None
     for backend, portable in ((core, False), (core, True), (lazy_kernels, False)):
         monkeypatch.setattr(native, "core", backend)
@@ -209,12 +209,12 @@ def test_native_and_reference_give_the_same_bits(name: str, monkeypatch: pytest.
             for rate in rates(30, 0.05):
                 race.step(draw(race.shape, 90), rate)
             state = race.optimizer.state[race.lazy]
-            found.append([race.lazy.detach(), *(v for k, v in sorted(state.items()) if isinstance(v, torch.Tensor))])
+            results.append([race.lazy.detach(), *(v for k, v in sorted(state.items()) if isinstance(v, torch.Tensor))])
         finally:
             core.force_portable(before)
-    assert len(found[0]) > (1 if name != "sgd plain" else 0)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert len(results[0]) > (1 if name != "sgd plain" else 0)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (2, 3, 4), (1, 6), (3, 1, 2, 2)])

@@ -74,7 +74,7 @@ def golden_input(name: str, n: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("backend", kit.AVAILABLE)
 def test_golden_payloads(name: str, backend: str) -> None:
-    """Set COMMLAYER_WRITE_GOLDEN=1 to write them anew after a change of format."""
+    """Set COMMLAYER_WRITE_GOLDEN=1 to write them again after a change of format."""
     codec, n = CASES[name]
     file = GOLDEN / f"{name}.bin"
     with kit.use(backend):
@@ -167,9 +167,9 @@ def test_a_payload_may_lie_anywhere(codec: Codec) -> None:
 
 def test_identity_in_place() -> None:
     n = 100
-    whole = torch.empty(4 + n)
-    x = whole[4:].copy_(kit.noise(n))
-    out = memoryview(whole.numpy()).cast("B")
+    full = torch.empty(4 + n)
+    x = full[4:].copy_(kit.noise(n))
+    out = memoryview(full.numpy()).cast("B")
     nbytes = identity().start(x, {}, out)
     assert bytes(out[:nbytes]) == bytes(kit.encode(identity(), kit.noise(n), {}))
 
@@ -195,8 +195,8 @@ def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
 # ---- Damaged payloads at every reader of every codec: those that are kept, and fresh ones
 
 def test_every_codec_is_attacked_in_every_round() -> None:
-    found = {(target.codec.id, target.r) for target in fuzzing.targets()}
-    assert {number for number, _ in found} == set(CODEC_IDS.values())
+    result = {(target.codec.id, target.r) for target in fuzzing.targets()}
+    assert {number for number, _ in result} == set(CODEC_IDS.values())
     assert all(any(t.text == kit.NAMED[name] and t.r == r for t in fuzzing.targets())
                for name in FACTORIES for r in range(len(kit.EVERY[name].rounds)))
 
@@ -204,8 +204,8 @@ def test_every_codec_is_attacked_in_every_round() -> None:
 def test_what_is_kept_is_still_refused() -> None:
     """Each line by at least one reader, as it was when it was found."""
     for target, bad in fuzzing.read_corpus():
-        said = fuzzing.Stands(target).attack(bad)
-        assert any(said), fuzzing.line_of(target, bad)
+        text = fuzzing.Stands(target).attack(bad)
+        assert any(text), fuzzing.line_of(target, bad)
 
 
 @pytest.mark.nightly

@@ -25,12 +25,12 @@ def tasks(
     return timed(Prices(cluster, profile, hosts, spread=spread), path, numel, codec, **how)
 
 
-def by_op(found: tuple[Task, ...], op: str) -> list[Task]:
-    return [task for task in found if task.op == op]
+def by_op(result: tuple[Task, ...], op: str) -> list[Task]:
+    return [task for task in result if task.op == op]
 
 
-def seconds(found: tuple[Task, ...], lane: str) -> float:
-    return sum(s for task in found for name, s in task.lanes if name == lane)
+def seconds(result: tuple[Task, ...], lane: str) -> float:
+    return sum(s for task in result for name, s in task.lanes if name == lane)
 
 
 def test_allreduce_between_nodes_of_one_rank() -> None:
@@ -52,39 +52,39 @@ def test_a_collective_runs_at_the_slowest_members_speed() -> None:
 def test_service_of_three_homes_around_a_hosting_node() -> None:
     """The server's node sends nothing; the two equal others fill its down-link together."""
     cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("c", 1, "cpu", home())))
-    found = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(0,))
-    (push,) = by_op(found, "net.push")
+    result = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(0,))
+    (push,) = by_op(result, "net.push")
     assert dict(push.lanes) == pytest.approx({"up:b": SPARSE_NBYTES * 8 / 20e6, "down:a": 2 * SPARSE_NBYTES * 8 / 100e6})
     assert (push.latency_s, push.nbytes) == (pytest.approx(0.02), SPARSE_NBYTES)
-    own, others = by_op(found, "server.add")
+    own, others = by_op(result, "server.add")
     assert seconds((own,), "server:a") == pytest.approx(2e-6 + 1e-9 * N + 0.1e-9 * SPARSE_NBYTES)
     assert seconds((others,), "server:a") == pytest.approx(2 * (2e-6 + 1e-9 * N + 0.1e-9 * SPARSE_NBYTES))
-    assert found.index(own) in others.after, "payloads are added in the members' order"
-    (pull,) = by_op(found, "net.pull")
+    assert result.index(own) in others.after, "payloads are added in the members' order"
+    (pull,) = by_op(result, "net.pull")
     assert dict(pull.lanes) == pytest.approx({"up:a": 2 * SPARSE_NBYTES * 8 / 20e6, "down:b": SPARSE_NBYTES * 8 / 100e6})
-    assert seconds(found, "cpu:a") == pytest.approx(3e-6 + 3e-9 * N)
-    assert seconds(found, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
+    assert seconds(result, "cpu:a") == pytest.approx(3e-6 + 3e-9 * N)
+    assert seconds(result, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
 
 
 def test_a_host_that_does_not_train_receives_from_all() -> None:
     cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("hub", 0, "cpu", home(1e9, 1e9, 0))))
-    found = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(2,))
-    assert seconds(found, "down:hub") == pytest.approx(2 * SPARSE_NBYTES * 8 / 1e9)
-    assert not any(lane == "cpu:hub" for task in found for lane, _ in task.lanes)
+    result = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(2,))
+    assert seconds(result, "down:hub") == pytest.approx(2 * SPARSE_NBYTES * 8 / 1e9)
+    assert not any(lane == "cpu:hub" for task in result for lane, _ in task.lanes)
 
 
 def test_another_codec_on_the_way_down() -> None:
-    found = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
-    assert [t.nbytes for t in by_op(found, "net.push")] == [SPARSE_NBYTES]
-    assert [t.nbytes for t in by_op(found, "net.pull")] == [DENSE_NBYTES]
-    assert seconds(tuple(by_op(found, "server.emit")), "server:n0") == pytest.approx(1e-6 + 0.5e-9 * N)
-    assert seconds(tuple(by_op(found, "decode@cpu")[:1]), "cpu:n0") == pytest.approx(2e-6 + 0.75e-9 * N)
+    result = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
+    assert [t.nbytes for t in by_op(result, "net.push")] == [SPARSE_NBYTES]
+    assert [t.nbytes for t in by_op(result, "net.pull")] == [DENSE_NBYTES]
+    assert seconds(tuple(by_op(result, "server.emit")), "server:n0") == pytest.approx(1e-6 + 0.5e-9 * N)
+    assert seconds(tuple(by_op(result, "decode@cpu")[:1]), "cpu:n0") == pytest.approx(2e-6 + 0.75e-9 * N)
 
 
 def test_codecs_by_node() -> None:
     cluster = Cluster((*flat(2).nodes, Node("far", 1, "v100", home())))
-    found = tasks("service", N, DENSE, cluster, PROFILE, by_node=(DENSE, DENSE, SPARSE))
-    sent = {task.lanes[0][0]: task.nbytes for task in by_op(found, "net.push")}
+    result = tasks("service", N, DENSE, cluster, PROFILE, by_node=(DENSE, DENSE, SPARSE))
+    sent = {task.lanes[0][0]: task.nbytes for task in by_op(result, "net.push")}
     assert sent == {"up:n1": DENSE_NBYTES, "up:far": SPARSE_NBYTES}
     with pytest.raises(ValueError, match=r"by_node: identity\(\), topk.*E-PLAN-INPUT"):
         tasks("service", N, DENSE, flat(3), PROFILE, by_node=(DENSE, DENSE, SPARSE))
@@ -100,27 +100,27 @@ def test_codecs_by_node() -> None:
 def test_a_forwarded_sum_is_the_payloads_side_by_side_unless_they_add_up_or_floats_are_less(
     name: str, members: int, nbytes: int
 ) -> None:
-    found = tasks("encode@cpu net.push net.forward decode@cpu", N, name, flat(members), PROFILE)
-    assert by_op(found, "server.emit") == []
-    assert by_op(found, "net.forward")[0].nbytes == pytest.approx(nbytes, rel=1e-3)
+    result = tasks("encode@cpu net.push net.forward decode@cpu", N, name, flat(members), PROFILE)
+    assert by_op(result, "server.emit") == []
+    assert by_op(result, "net.forward")[0].nbytes == pytest.approx(nbytes, rel=1e-3)
 
 
 def test_spread_over_all_nodes_keeps_one_group() -> None:
     """Each of n nodes sends (n-1)/n of its payload and receives as much for its own server, as a ring's halves do."""
-    found = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=(0.25,) * 4)
-    (push,), (pull,) = by_op(found, "net.push"), by_op(found, "net.pull")
+    result = tasks("service", N, DENSE, flat(4), PROFILE, hosts=range(4), spread=(0.25,) * 4)
+    (push,), (pull,) = by_op(result, "net.push"), by_op(result, "net.pull")
     assert dict(push.lanes) == pytest.approx(dict.fromkeys(["up:n0", "down:n0"], 0.75 * DENSE_NBYTES * 8 / 1e9))
     assert dict(pull.lanes) == pytest.approx(dict(push.lanes))
-    added = seconds(tuple(by_op(found, "server.add")), "server:n0")
+    added = seconds(tuple(by_op(result, "server.add")), "server:n0")
     assert added == pytest.approx(4 * 2e-6 + 0.75e-9 * N + 0.1e-9 * DENSE_NBYTES)
 
 
 def test_hierarchical_divisible_path_by_hand() -> None:
     """2 nodes x 4 ranks: a quarter each, coded; the quarter's halves exchanged, added, coded again, collected."""
     path = "node.reduce_scatter encode@gpu net.alltoall decode@gpu encode@gpu net.allgather decode@gpu node.allgather"
-    found = tasks(path, N, SPARSE, tall(2, 4), PROFILE, hosts=())
-    assert [t.op for t in found] == path.split()
-    assert [t.after for t in found] == [(), *((i,) for i in range(7))]
+    result = tasks(path, N, SPARSE, tall(2, 4), PROFILE, hosts=())
+    assert [t.op for t in result] == path.split()
+    assert [t.after for t in result] == [(), *((i,) for i in range(7))]
     quarter, eighth = N / 4, N / 8
     payload, half = 16 + 0.02 * quarter, 16 + 0.02 * eighth
     expected = {
@@ -130,22 +130,22 @@ def test_hierarchical_divisible_path_by_hand() -> None:
         "node.allgather": 3e-5 + 3 * 4 * quarter * 8 / 100e9,
     }
     for op, value in expected.items():
-        assert by_op(found, op)[0].lanes[0][1] == pytest.approx(value), op
-    first, last = by_op(found, "decode@gpu")
+        assert by_op(result, op)[0].lanes[0][1] == pytest.approx(value), op
+    first, last = by_op(result, "decode@gpu")
     assert first.lanes == (("compute:n0", pytest.approx(2 * 2e-6 + 2 * 0.125e-9 * eighth)),)
     assert last.lanes == first.lanes, "two payloads of an eighth each, both times"
 
 
 def test_forwarded_pieces_are_decoded_once_for_all() -> None:
     """Without coding in the middle every rank decodes every rank's payload: n times the bucket."""
-    found = tasks("encode@gpu all.alltoall all.allgather decode@gpu", N, SPARSE, flat(8), PROFILE, hosts=())
-    assert by_op(found, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(64 * 2e-6 + 8 * 0.125e-9 * N)),)
+    result = tasks("encode@gpu all.alltoall all.allgather decode@gpu", N, SPARSE, flat(8), PROFILE, hosts=())
+    assert by_op(result, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(64 * 2e-6 + 8 * 0.125e-9 * N)),)
 
 
 def test_a_sum_codec_goes_through_an_allreduce_of_its_payloads() -> None:
-    found = tasks("encode@gpu all.allreduce decode@gpu", N, SHARED, flat(8), PROFILE, hosts=())
-    assert by_op(found, "all.allreduce")[0].nbytes == pytest.approx(2 * 7 / 8 * SHARED_NBYTES, abs=1)
-    assert by_op(found, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(2e-6 + 0.0625e-9 * N)),)
+    result = tasks("encode@gpu all.allreduce decode@gpu", N, SHARED, flat(8), PROFILE, hosts=())
+    assert by_op(result, "all.allreduce")[0].nbytes == pytest.approx(2 * 7 / 8 * SHARED_NBYTES, abs=1)
+    assert by_op(result, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(2e-6 + 0.0625e-9 * N)),)
 
 
 def test_who_codes_what_a_single_rank_holds() -> None:
@@ -159,8 +159,8 @@ def test_who_codes_what_a_single_rank_holds() -> None:
 def test_slow_nodes_code_slower_on_their_gpu_and_named_gpus_have_their_own_costs() -> None:
     nodes = (flat(1).nodes[0], Node("half", 1, "v100", home(), speed=0.5), Node("own", 1, "rtx3060", home()))
     profile = Profile((*PROFILE.codecs, codec(SPARSE, "rtx3060", 9, 9, 0.02)), PROFILE.server)
-    found = tasks("encode@gpu all.allgather decode@gpu", N, SPARSE, Cluster(nodes), profile, hosts=())
-    assert [t.lanes[0][1] for t in by_op(found, "encode@gpu")] == pytest.approx(
+    result = tasks("encode@gpu all.allgather decode@gpu", N, SPARSE, Cluster(nodes), profile, hosts=())
+    assert [t.lanes[0][1] for t in by_op(result, "encode@gpu")] == pytest.approx(
         [1e-6 + 0.25e-9 * N, 2 * (1e-6 + 0.25e-9 * N), 1e-6 + 9e-9 * N])
 
 

@@ -151,8 +151,8 @@ def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: floa
     for forward in (False, True):
         plan = default_plan(job, codec="int4()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
                             cut_nbytes=4 << 20, forward=forward)
-        found = simulate(structs.replace(plan, overlap="forward"), job, homes, profile_from_tables(homes))
-        exposed.append(found.step_s - 0.3)
+        result = simulate(structs.replace(plan, overlap="forward"), job, homes, profile_from_tables(homes))
+        exposed.append(result.step_s - 0.3)
         together.append(max(b.numel for b in plan.buckets if any(s.tensor == 0 for s in b.slices)))
     assert exposed[1] < part * exposed[0]
     assert together[1] < 0.25 * together[0]
@@ -257,8 +257,8 @@ HUGE = MAX_BUCKET_NBYTES // ELEMENT_NBYTES + 1
 def test_a_bucket_that_fits_no_frame_is_named() -> None:
     job = job_of(HUGE)
     assert verify(plan_of(job, cut_nbytes=1 << 40), job) == [], "it is cut to what a frame carries"
-    whole = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
-    assert verify(whole, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
+    copy = msgspec.structs.replace(plan_of(job), buckets=(Bucket(0, (Slice(0, 0, HUGE),), "service", "fp16()"),))
+    assert verify(copy, job) == [f"bucket 0: {HUGE} elements, allowed on path service: {HUGE - 1}; cut it into several"]
     assert verify(plan_of(job, cut_nbytes=MAX_BUCKET_NBYTES), job) == []
     assert verify(plan_of(job, path="allreduce"), job) == []
 

@@ -40,24 +40,24 @@ def drawn_cluster(rng: random.Random) -> Cluster:
     device = rng.choice(("cpu", "cpu", "rtx3060"))
     nodes, ranks = rng.randint(1, 3), rng.randint(1, 3)
     links = [rng.choice(("home-100/20", "fiber-1000", "10g", "100g", "100m")) for _ in range(nodes)]
-    made = tuple(machines.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
+    result = tuple(machines.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
                  for i, link in enumerate(links))
     if rng.random() < 0.2:
-        made = (*made, Node("spare", 0, "cpu", machines.link("10g")))
-    return Cluster(made, rng.random() < 0.6)
+        result = (*result, Node("spare", 0, "cpu", machines.link("10g")))
+    return Cluster(result, rng.random() < 0.6)
 
 
 def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
     """The tables', or measured; and each codec dearer or cheaper by chance, so that any path may be the best for some."""
     some = (*machines.DEFAULT_CODECS, *FAMILIES[1:3])
-    made = machines.profile_from_tables(cluster, some) if rng.random() < 0.3 else measured()
+    result = machines.profile_from_tables(cluster, some) if rng.random() < 0.3 else measured()
     codecs = []
-    for cost in made.codecs:
+    for cost in result.codecs:
         encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))
         codecs.append(structs.replace(cost, task_loss=0.0, **{
             name: Line(line.floor_s * factor, line.slope_s * factor)
             for name, line, factor in (("encode", cost.encode, encode), ("decode", cost.decode, decode))}))
-    return structs.replace(made, codecs=tuple(codecs))
+    return structs.replace(result, codecs=tuple(codecs))
 
 
 def drawn_policy(rng: random.Random) -> Policy:
@@ -65,12 +65,12 @@ def drawn_policy(rng: random.Random) -> Policy:
                   max_local_steps=rng.choice((1, 4)))
 
 
-def problems(made: Plan, job: Job, cluster: Cluster, profile: Profile) -> list[str]:
+def problems(result: Plan, job: Job, cluster: Cluster, profile: Profile) -> list[str]:
     nodes = sum(node.ranks > 0 for node in cluster.nodes)
     cuda = any(node.device != "cpu" for node in cluster.nodes if node.ranks)
-    lowered = lower(made)
-    return [*lint(made, job, cluster, profile), *verify(lowered, job),
-            *unsuited(lowered, nodes, made.ranks_per_node, cuda=cuda)]
+    lowered = lower(result)
+    return [*lint(result, job, cluster, profile), *verify(lowered, job),
+            *unsuited(lowered, nodes, result.ranks_per_node, cuda=cuda)]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -116,7 +116,7 @@ PUSHED, FORWARDED = "encode@cpu net.push net.pull decode@cpu", "encode@cpu net.p
 ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, True), Promise(False, False, False)
 
 
-@pytest.mark.parametrize(("path", "up", "down", "by_node", "gpus", "said"), [
+@pytest.mark.parametrize(("path", "up", "down", "by_node", "gpus", "text"), [
     ("allreduce", NEEDS_SERVER, None, False, True, ""),
     (SUMMED, ADDS, None, False, False, ""), (SUMMED, LONELY, None, False, False, "payloads go through an all-reduce"),
     (GATHERED, LONELY, None, False, False, ""), (GATHERED, ADDS, None, False, False, "every rank adds payloads to a dense sum"),
@@ -128,8 +128,8 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
     (PUSHED, LONELY, ADDS, False, False, "`down` is coded from a dense sum"),
     (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server sends the sum otherwise"),
 ])
-def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, said: str) -> None:
+def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
-    assert len(lines) == bool(said)
-    assert said in "".join(lines)
+    assert len(lines) == bool(text)
+    assert text in "".join(lines)
     assert summing(path_of(path)) == (path == SUMMED)

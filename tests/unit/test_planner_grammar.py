@@ -97,9 +97,9 @@ def test_options_among_nodes_of_several_ranks() -> None:
 
 
 def test_uneven_nodes_sum_onto_one_rank_before_collectives_between_them() -> None:
-    found = options(UNEVEN)
-    assert any(served(p) and p[0].name == "reduce_scatter" for p in found), "a server meets all pieces"
-    assert not any(p[0] == Op("reduce_scatter", "node") and not served(p) for p in found)
+    result = options(UNEVEN)
+    assert any(served(p) and p[0].name == "reduce_scatter" for p in result), "a server meets all pieces"
+    assert not any(p[0] == Op("reduce_scatter", "node") and not served(p) for p in result)
 
 
 @pytest.mark.parametrize("name", ["flat", "two-level", "service", "sum"])

@@ -44,12 +44,12 @@ def test_who_has_nothing_to_spare_hosts_nothing() -> None:
 def test_transfers_and_sums_by_parts() -> None:
     """n0 has half of the sums: it sends half of its own payload, and receives half of the two others'."""
     nodes = tuple(Node(f"n{i}", 1, "cpu", Link(1e9 * (2 - (i > 0)), 1e9, 1e-4)) for i in range(3))
-    found = timed(Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)), "service", 10**6, DENSE)
+    result = timed(Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)), "service", 10**6, DENSE)
     sent_s = (16 + 4e6) * 8 / 1e9
-    first, others = (dict(task.lanes) for task in found if task.op == "net.push")
+    first, others = (dict(task.lanes) for task in result if task.op == "net.push")
     assert first == pytest.approx({"up:n0": 0.5 * sent_s / 2, "down:n1": 0.25 * sent_s})
     assert others == pytest.approx({"up:n1": 0.75 * sent_s, "down:n0": 2 * 0.5 * sent_s, "down:n1": 0.25 * sent_s})
-    added = {lane: sum(dict(task.lanes).get(lane, 0.0) for task in found if task.op == "server.add") for lane in
+    added = {lane: sum(dict(task.lanes).get(lane, 0.0) for task in result if task.op == "server.add") for lane in
              ("server:n0", "server:n1")}
     assert added["server:n0"] == pytest.approx(2 * added["server:n1"], rel=0.01)
 
@@ -69,12 +69,12 @@ def test_what_is_written_keeps_the_parts() -> None:
 def test_two_fast_links_share_what_one_could_not_carry() -> None:
     """14 nodes of 100 Mb/s: one server of 1 Gb/s sends 15 times what is sent to it, two are as fast as the others' links."""
     cluster = machines(*["fiber-100"] * 14, *["fiber-1000"] * 2)
-    made = plan(toy_job(), cluster, None, DENSE_ONLY)
-    assert made.hosts == (14, 15)
+    result = plan(toy_job(), cluster, None, DENSE_ONLY)
+    assert result.hosts == (14, 15)
     alone = Cluster(tuple(structs.replace(node, server=node.name == "n14") for node in cluster.nodes), False)
     even = Cluster(tuple(structs.replace(node, link=tables.link("fiber-100")) for node in cluster.nodes), False)
-    assert made.step_s < 0.7 * plan(toy_job(), alone, None, DENSE_ONLY).step_s
-    assert made.step_s < 0.7 * plan(toy_job(), even, None, DENSE_ONLY).step_s
+    assert result.step_s < 0.7 * plan(toy_job(), alone, None, DENSE_ONLY).step_s
+    assert result.step_s < 0.7 * plan(toy_job(), even, None, DENSE_ONLY).step_s
 
 
 @pytest.mark.parametrize("nodes", [49, 50, 51, 64, 128])
@@ -90,6 +90,6 @@ def test_many_equal_hosts_are_all_worth_a_server(nodes: int) -> None:
     Cluster(tuple(tables.node(f"n{i}", "v100", "100g", ranks=8, intra="nvlink") for i in range(64))),
 ], ids=["50 homes", "64 x 8 v100"])
 def test_many_equal_hosts_can_be_planned_for(cluster: Cluster) -> None:
-    made = plan(toy_job(4), cluster)
-    assert made.step_s > 0
-    assert {bucket.server for bucket in made.buckets} <= {*range(max(made.servers, 1))}
+    result = plan(toy_job(4), cluster)
+    assert result.step_s > 0
+    assert {bucket.server for bucket in result.buckets} <= {*range(max(result.servers, 1))}

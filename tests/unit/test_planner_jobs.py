@@ -69,10 +69,10 @@ def test_models_without_their_heads(name: str, heads: str, numel: int) -> None:
     assert sum(t.numel for t in builtin(name).tensors if not t.name.startswith(heads)) == numel
 
 
-@pytest.mark.parametrize("made", [builtin, published])
+@pytest.mark.parametrize("result", [builtin, published])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_times_hang_together(name: str, made: Callable[[str], Job]) -> None:
-    job = made(name)
+def test_times_hang_together(name: str, result: Callable[[str], Job]) -> None:
+    job = result(name)
     assert job.timing is not None
     ready, needed = job.timing.ready_s, job.timing.needed_s
     assert len(ready) == len(needed) == len(job.tensors)
@@ -209,21 +209,21 @@ NODE = '[[node]]\nname = "x"\ndevice = "rtx3060"\n'
 
 
 def test_the_example_is_read() -> None:
-    made = cluster_of(EXAMPLE, "cluster", toml=True)
-    assert [node.name for node in made.nodes] == ["anna", "home-0", "home-1"]
-    assert [node.server for node in made.nodes] == [True, False, False]
-    assert made.nodes[1].link.up_bps == 20e6
-    assert not made.reachable
+    result = cluster_of(EXAMPLE, "cluster", toml=True)
+    assert [node.name for node in result.nodes] == ["anna", "home-0", "home-1"]
+    assert [node.server for node in result.nodes] == [True, False, False]
+    assert result.nodes[1].link.up_bps == 20e6
+    assert not result.reachable
 
 
 def test_a_written_cluster_is_read_again() -> None:
-    made = cluster(3, "home-100/20", reachable=False)
-    assert cluster_of(records.encode(made).decode(), "cluster", toml=False) == made
+    result = cluster(3, "home-100/20", reachable=False)
+    assert cluster_of(records.encode(result).decode(), "cluster", toml=False) == result
 
 
 def test_a_written_profile_is_read_again() -> None:
-    made = machines.profile_from_tables(cluster(2, "1g"))
-    assert profile_of(records.encode(made).decode(), "profile", toml=False) == made
+    profile = machines.profile_from_tables(cluster(2, "1g"))
+    assert profile_of(records.encode(profile).decode(), "profile", toml=False) == profile
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_a_written_profile_is_read_again() -> None:
     ],
 )
 def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as caught:
         cluster_of(text, "c", toml=True)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -262,17 +262,17 @@ def test_a_wrong_cluster_is_one_line(text: str, message: str) -> None:
 def test_a_wrong_profile_is_one_line(before: str, after: str, message: str) -> None:
     text = records.encode(machines.profile_from_tables(cluster(2, "1g"))).decode()
     assert before in text
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as caught:
         profile_of(text.replace(before, after, 1), "p", toml=False)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_profile_with_the_guessed_losses_of_earlier_versions_is_refused_with_the_remedy(tmp_path: Path) -> None:
     profile = machines.profile_from_tables(cluster(2, "1g"))
     text = records.encode(profile).decode().replace('"task_loss":null', '"loss":0.01')
-    with pytest.raises(ValueError, match=r"^p: .*`loss`.*`commlayer profile`.*E-PLAN-INPUT") as told:
+    with pytest.raises(ValueError, match=r"^p: .*`loss`.*`commlayer profile`.*E-PLAN-INPUT") as caught:
         profile_of(text, "p", toml=False)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     inputs = records.encode(plan_file.PlanFileInputs(toy_job(), cluster(2, "1g"), profile)).decode()
     (tmp_path / "p.inputs.json").write_text(inputs.replace('"task_loss":null', '"loss":0.01'))
     with pytest.raises(ValueError, match=r"p\.inputs\.json.*`loss`.*`commlayer profile`.*E-PLAN-FILE"):
@@ -288,13 +288,13 @@ def test_a_row_of_what_is_learnt_is_checked_alike_in_profiles_and_tables(field: 
     name = field.partition(":")[0]
     wrong = re.sub(f"{name}:[^,}}]*", field, records.encode(learning.shipped().rows[0]).decode())
     rest = records.encode(structs.replace(profile, learning=())).decode()
-    with pytest.raises(InvalidInput, match=rf"p: profile 'tables': learning: row .*{name[1:-1]} is .*E-PLAN-INPUT") as told:
+    with pytest.raises(InvalidInput, match=rf"p: profile 'tables': learning: row .*{name[1:-1]} is .*E-PLAN-INPUT") as caught:
         profile_of(rest.replace('"learning":[]', f'"learning":[{wrong}]'), "p", toml=False)
     table = records.encode(structs.replace(learning.shipped(), rows=())).decode()
     (tmp_path / "t.json").write_text(table.replace('"rows":[]', f'"rows":[{wrong}]'))
-    with pytest.raises(RecordError, match=r"t\.json.*E-LEARNING-TABLE") as said:
+    with pytest.raises(RecordError, match=r"t\.json.*E-LEARNING-TABLE") as error:
         learning.read(tmp_path / "t.json")
-    assert said.value.what.partition(": row ")[2] == told.value.what.partition(": row ")[2] != ""
+    assert error.value.what.partition(": row ")[2] == caught.value.what.partition(": row ")[2] != ""
 
 
 def test_a_profile_without_codecs_is_refused() -> None:
@@ -310,8 +310,8 @@ def test_links_in_a_word(text: str, up: float, down: float) -> None:
 
 
 def test_nodes_in_a_line() -> None:
-    made = nodes_of("2x8*v100@25g, cpu@100Mb")
-    assert [(n.name, n.ranks, n.device) for n in made] == [("v100-0", 8, "v100"), ("v100-1", 8, "v100"), ("cpu-2", 1, "cpu")]
+    result = nodes_of("2x8*v100@25g, cpu@100Mb")
+    assert [(n.name, n.ranks, n.device) for n in result] == [("v100-0", 8, "v100"), ("v100-1", 8, "v100"), ("cpu-2", 1, "cpu")]
     assert cluster_from_line("2xv100@25g").reachable
     assert not cluster_from_line("v100@25g,v100@1Gb").reachable
 

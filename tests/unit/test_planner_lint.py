@@ -1,4 +1,4 @@
-"""lint: a plan that was edited by hand is told everything at once, by bucket and rule."""
+"""lint reports all errors of a plan that was edited by hand at once, by bucket and rule."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_a_sound_plan_has_no_problems() -> None:
 def test_buffers_go_as_they_are() -> None:
     job = toy_job(2)
     job = structs.replace(job, tensors=(job.tensors[0], TensorInfo("running", (500_000,), buffer=True)))
-    made = plan(job, HOMES)
-    assert lint(made, job, HOMES) == []
-    last = structs.replace(made.buckets[-1], codec="fp16()", stale=True)
-    problems = lint(structs.replace(made, buckets=(*made.buckets[:-1], last)), job)
+    result = plan(job, HOMES)
+    assert lint(result, job, HOMES) == []
+    last = structs.replace(result.buckets[-1], codec="fp16()", stale=True)
+    problems = lint(structs.replace(result, buckets=(*result.buckets[:-1], last)), job)
     assert [line.partition(": ")[2] for line in problems] == [
         "holds buffers, which are averaged as they are: codec 'identity()', not 'fp16()'",
         "holds buffers, which are never a step late",

@@ -24,7 +24,7 @@ def buckets(*shards: Shard) -> list[Bucket]:
     ([(0, 0, 0, 5), (1, 0, 6, 11)], [(0,), (1,)]),
     ([(0, 0, 0, 5), (1, 0, 5, 12)], [(0,), (1,)]),
     ([(0, 0, 0, 5)], [(0,)]),
-], ids=["two halves", "twice", "owners in turn from 0", "two tensors", "a gap", "unlike sizes", "one alone"])
+], ids=["two halves", "twice", "owners one after the other, from 0", "two tensors", "a gap", "unlike sizes", "one alone"])
 def test_shards_stand_side_by_side_and_continue_one_another(shards: list[Shard], runs: list[tuple[int, ...]]) -> None:
     assert [tuple(run) for run in together(buckets(*shards), 2)] == runs
 
@@ -36,5 +36,5 @@ def test_where_a_node_has_one_rank_every_bucket_is_alone() -> None:
 def test_a_fused_bucket_is_cut_into_runs_of_one_size() -> None:
     parts = cut((Slice(3, 0, 4), Slice(2, 10, 17)), 3)
     assert parts == [(Slice(3, 0, 3),), (Slice(3, 3, 4), Slice(2, 10, 13)), (Slice(2, 13, 17),)]
-    made = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]
-    assert [*map(len, together(made, 3))] == [3]
+    results = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]
+    assert [*map(len, together(results, 3))] == [3]

@@ -50,10 +50,10 @@ def test_the_last_entry_of_each_bucket_is_read(tmp_path: Path) -> None:
 
 
 def test_every_torn_byte_leaves_the_entry_before_or_none(tmp_path: Path) -> None:
-    whole = written(tmp_path, (1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s"))
+    full = written(tmp_path, (1, b"old", b"state"), (1, b"new", b"later"), (2, b"w", b"s"))
     seen = set()
-    for at in range(len(whole)):
-        (tmp_path / NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+    for at in range(len(full)):
+        (tmp_path / NAME).write_bytes(full[:at] + bytes([full[at] ^ 0x5A]) + full[at + 1 :])
         try:
             identity, entries = read(tmp_path / NAME)
         except ValueError:
@@ -64,8 +64,8 @@ def test_every_torn_byte_leaves_the_entry_before_or_none(tmp_path: Path) -> None
         assert entries.get(2) in (None, (b"w", b"s"))
         seen.add(entries[1][0].decode())
     assert seen == {"nothing", "new", "old"}
-    for cut in range(0, len(whole), 7):
-        (tmp_path / NAME).write_bytes(whole[:cut])
+    for cut in range(0, len(full), 7):
+        (tmp_path / NAME).write_bytes(full[:cut])
         journal = ServerJournal(str(tmp_path), required=True)
         assert (journal.recovered, journal.entries) == (None, {})
         journal.close(over=False)
@@ -112,11 +112,11 @@ def trained(codec: str, down: str, crash: Callable[[], bool]) -> tuple[list[byte
     kept: dict[int, tuple[bytes, bytes]] = {}
 
     def begun() -> Summation:
-        made = Summation(0, 1, ops_of(plan, 0), senders_of(plan, WORLD))
+        summation = Summation(0, 1, ops_of(plan, 0), senders_of(plan, WORLD))
         for bucket, entry in kept.items():
-            made.recall(bucket, *entry)
-        made.remember(lambda bucket, words, state: kept.__setitem__(bucket, (words, bytes(state))))
-        return made
+            summation.recall(bucket, *entry)
+        summation.remember(lambda bucket, words, state: kept.__setitem__(bucket, (words, bytes(state))))
+        return summation
 
     server, results, crashes, heads = begun(), list[bytes](), 0, set[bytes]()
     members = [Member(rank, plan) for rank in range(WORLD)]
@@ -155,9 +155,9 @@ def test_a_server_that_is_lost_anywhere_goes_on_with_the_same_bits(codec: str, d
     expected, _ = trained(codec, down, lambda: False)
     for number in range(6):
         chance = random.Random(number)
-        found, crashes = trained(codec, down, lambda: chance.random() < 0.3)  # noqa: B023
+        result, crashes = trained(codec, down, lambda: chance.random() < 0.3)  # noqa: B023
         assert crashes > 3
-        assert found == expected, number
+        assert result == expected, number
 
 
 def test_a_bucket_without_a_whole_entry_begins_anew_at_whatever_step_comes() -> None:

@@ -111,7 +111,7 @@ def test_old_generations_are_ignored() -> None:
 
 
 def test_frames_of_an_ended_generation_are_counted_whatever_they_name() -> None:
-    """In the new plan the bucket may be another, or none: who has not heard of it breaks no rule."""
+    """In the new plan the bucket may differ or be absent: a member that does not know the plan yet breaks no rule."""
     core, ops = service()
     for number, message in enumerate((push(0, 1.0, generation=0), push(1, 1.0, generation=0, bucket=77, codec=9)), 1):
         assert core.push(message, 0.0) == []

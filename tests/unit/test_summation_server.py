@@ -1,4 +1,4 @@
-"""The summation service behind a transport: failures, refusals, who is awaited, and requests that come twice."""
+"""The summation service behind a transport: failures, refusals, awaited members, and duplicate requests."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_a_failure_of_the_server_itself_is_told_to_all_and_blamed_on_none(
         assert next_stalled(transport) == Stalled(5, 0, (), failed="failed: MemoryError: no room")
         with pytest.raises(PeerLost, match="server 0: .*E-PEER-LOST"):
             transport.wait(handle, time.monotonic() + 30.0)
-    (said,) = [r for r in caplog.records if r.levelname == "ERROR"]
-    assert said.getMessage() == "server 0: failed: MemoryError: no room (step 0, bucket 5) [E-COMM]"
-    assert said.exc_info, "with a traceback: this is for who mends the server"
+    (text,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert text.getMessage() == "server 0: failed: MemoryError: no room (step 0, bucket 5) [E-COMM]"
+    assert text.exc_info, "with a traceback: this is for who mends the server"
     assert "dropped" not in caplog.text
 
 
@@ -47,13 +47,13 @@ def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub
     members[1].send(SERVER_BASE, push(1, 1.0).header, push(1, 1.0).body)
     assert next_stalled(members[1]).missing == (0, 2)
     members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
-    while not (said := next_stalled(members[1])).dropped:
+    while not (text := next_stalled(members[1])).dropped:
         pass
-    assert (said.missing, said.dropped, said.failed) == ((0, 2), {0: "not these bytes [E-FRAME]"}, "")
+    assert (text.missing, text.dropped, text.failed) == ((0, 2), {0: "not these bytes [E-FRAME]"}, "")
 
 
 def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing one may leave in order after it was first said; who waits learns of it with the next time."""
+    """The missing member may leave in order after the first report; the next report names it."""
     monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.0)
     members = served(hub, Doubles(), stall_s=0.0)
     members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
@@ -86,4 +86,4 @@ def test_a_numbered_request_that_comes_twice_is_done_once_and_answered_twice(hub
         assert member.wait(answer, time.monotonic() + 30.0).header.used in (2, 3)
     assert ops.done == ["undo 3", "restore", "undo 1"]
     member.send(SERVER_BASE, push(0, 1.0, 4).header, push(0, 1.0, 4).body)
-    assert member.peers == (SERVER_BASE,), "nobody was dropped"
+    assert member.peers == (SERVER_BASE,), "no member was dropped"

@@ -21,45 +21,45 @@ MEGABIT = 1e6 / 8
 
 
 def settled(rate: float, round_trip_s: float) -> Credit:
-    made = Credit()
+    credit = Credit()
     for i in range(1 + SETTLE_READINGS):
-        made.update(float(i), LinkSample(rate, round_trip_s))
-    return made
+        credit.update(float(i), LinkSample(rate, round_trip_s))
+    return credit
 
 
 def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() -> None:
-    made = Credit()
-    assert made.wait_s(1 << 30) == 0.0
+    credit = Credit()
+    assert credit.wait_s(1 << 30) == 0.0
     for i in range(10):
-        made.update(float(i), LinkSample(MEGABIT * 2**i, 0.03))
-        assert made.wait_s(1 << 30) == 0.0
+        credit.update(float(i), LinkSample(MEGABIT * 2**i, 0.03))
+        assert credit.wait_s(1 << 30) == 0.0
     for i in range(SETTLE_READINGS):
-        made.update(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
-    assert made.wait_s(1 << 30) > 0.0
+        credit.update(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
+    assert credit.wait_s(1 << 30) > 0.0
 
 
 @pytest.mark.parametrize("rate", [1 * MEGABIT, 10 * MEGABIT, 100 * MEGABIT, 1000 * MEGABIT])
 @pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
 def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
-    made = settled(rate, round_trip_s)
+    result = settled(rate, round_trip_s)
     holds = rate * round_trip_s
     queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
-    assert holds < made.nbytes <= holds + queue + 1
-    assert made.wait_s(int(made.nbytes)) == 0.0
-    assert made.wait_s(int(made.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
+    assert holds < result.nbytes <= holds + queue + 1
+    assert result.wait_s(int(result.nbytes)) == 0.0
+    assert result.wait_s(int(result.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
 
 
 @pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
 def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it_does(round_trip_s: float) -> None:
-    rate, made = 100 * MEGABIT, Credit()
-    assert made.nbytes_s == 0.0
+    rate, credit = 100 * MEGABIT, Credit()
+    assert credit.nbytes_s == 0.0
     for i in range(1 + SETTLE_READINGS):
-        assert made.nbytes_s == 0.0
-        made.update(float(i), LinkSample(rate, round_trip_s))
-    assert made.nbytes_s == pytest.approx(made.nbytes / round_trip_s)
-    assert made.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
-    made.update(10.0, LinkSample(2 * rate, round_trip_s))
-    assert made.nbytes_s == 0.0, "a rate that grows has no limit"
+        assert credit.nbytes_s == 0.0
+        credit.update(float(i), LinkSample(rate, round_trip_s))
+    assert credit.nbytes_s == pytest.approx(credit.nbytes / round_trip_s)
+    assert credit.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
+    credit.update(10.0, LinkSample(2 * rate, round_trip_s))
+    assert credit.nbytes_s == 0.0, "a rate that grows has no limit"
 
 
 @pytest.mark.parametrize(("mbps", "nbytes"), [(1, MIN_PART_NBYTES), (10, MIN_PART_NBYTES), (100, 50_000),
@@ -74,42 +74,42 @@ def test_a_part_is_some_milliseconds_of_the_link(mbps: float, nbytes: int) -> No
 def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, start: float) -> None:
     """What is under way arrives once a round trip, so a limit bounds the rate that is seen and the rate makes the limit."""
     link = 100 * MEGABIT
-    made = settled(start * link, round_trip_s)
+    result = settled(start * link, round_trip_s)
     for i in range(60):
-        rate = min(link, made.nbytes / round_trip_s) if made.settled else link
-        made.update(10.0 + i, LinkSample(rate, round_trip_s))
-    assert made.nbytes >= link * round_trip_s
+        rate = min(link, result.nbytes / round_trip_s) if result.settled else link
+        result.update(10.0 + i, LinkSample(rate, round_trip_s))
+    assert result.nbytes >= link * round_trip_s
 
 
 def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
-    made = settled(100 * MEGABIT, 0.03)
-    before = made.nbytes
+    result = settled(100 * MEGABIT, 0.03)
+    before = result.nbytes
     for i in range(WINDOWS):
-        made.update(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
-    assert made.nbytes == pytest.approx(before / 10, rel=0.01)
+        result.update(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
+    assert result.nbytes == pytest.approx(before / 10, rel=0.01)
 
 
 def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
     rate, round_trip_s = 100 * MEGABIT, 0.03
-    made = settled(rate, round_trip_s)
-    short = made.nbytes
+    result = settled(rate, round_trip_s)
+    short = result.nbytes
     for _ in range(20):
-        assert made.wait_s(int(2 * made.nbytes)) > 0.0
-        made.idle()
-        made.wait_s(0)  # there was nothing to send
-    assert made.nbytes == short
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+        result.idle()
+        result.wait_s(0)  # there was nothing to send
+    assert result.nbytes == short
     for _ in range(20):
-        assert made.wait_s(int(2 * made.nbytes)) > 0.0
-        made.wait_s(0)  # and nothing is under way any more
-    longest = made.nbytes
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+        result.wait_s(0)  # and nothing is under way any more
+    longest = result.nbytes
     assert longest > 2 * short
     assert longest == pytest.approx(rate * (round_trip_s + flow_control.MAX_QUEUE_S), rel=0.01)
     for _ in range(5):
-        made.wait_s(0)  # it fills the link again: that counts once
-    assert made.nbytes == longest
+        result.wait_s(0)  # it fills the link again: that counts once
+    assert result.nbytes == longest
     for _ in range(5000):
-        assert made.wait_s(int(2 * made.nbytes)) > 0.0
-    assert made.nbytes == short
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+    assert result.nbytes == short
 
 
 @pytest.mark.skipif(not flow_control.SUPPORTED, reason="asks a Linux kernel")

@@ -35,8 +35,8 @@ def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: p
     own = own_address.default_address()
     if not own or ":" in own:
         pytest.skip("no default route")
-    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 9)) for address in ("127.0.1.1", own)]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    results = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 9)) for address in ("127.0.1.1", own)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: results)
     assert own_address.address_to("this-machine") == own
 
 

@@ -31,13 +31,13 @@ def part(n: int) -> int:
 @pytest.fixture
 def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
     """Three connections over TCP: our end, and one that reads nothing."""
-    made = []
+    results = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         for _ in range(3):
             ours = socket.create_connection(listener.getsockname())
-            made.append((ours, listener.accept()[0]))
-    yield made
-    for pair in made:
+            results.append((ours, listener.accept()[0]))
+    yield results
+    for pair in results:
         for sock in pair:
             sock.close()
 
@@ -103,7 +103,7 @@ def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tu
 
 
 def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel says of the link is given: 20 ms and a rate that does not grow. The connection is real."""
+    """The kernel's figures of the link are fixed: 20 ms and a rate that does not grow. The connection is real."""
     monkeypatch.setattr(flow_control, "sample_link", lambda _: flow_control.LinkSample(1e8, 0.02))
     ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
     try:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support.lab import TOKEN, needs_lab, told
+from support.lab import TOKEN, needs_lab, next_line
 from support.scripts.broken_worker import digest, gradients, plan
 from support.workers import Rig, on_ranks, step
 
@@ -57,11 +57,6 @@ worker.close()
 """
 
 
-SETTINGS = {"deadline_s": 60.0, "reconnect_s": 20.0, "heartbeat_s": 0.5, "dead_after_s": 3.0}
-"""A network that is away for longer than `dead_after_s`, and than a connection may be silent: a quarter of `reconnect_s`."""
-AWAY_S = 7.0
-
-
 @needs_lab
 def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
     with Lab(hosts=2, delay_s=0.01) as lab:
@@ -73,47 +68,74 @@ def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
         assert server.stdout is not None
         assert server.stdout.readline() == "listening\n"
         worker = started(1, WORKER, UNHEARD_S, lab.addresses[0], STEPS)
-        while told(worker) < 5:
+        while next_line(worker) < 5:
             pass
         lab.set(1, cut=True)
         time.sleep(CUT_S)
         lab.set(1, cut=False)
-        while isinstance(text := told(worker), int):
+        while isinstance(text := next_line(worker), int):
             pass
         breaks, kept_nbytes = text
         assert breaks >= 1
         assert kept_nbytes == 0
-        assert len(told(server)) == STEPS
+        assert len(next_line(server)) == STEPS
         assert (worker.wait(30), server.wait(30)) == (0, 0)
 
 
+SETTINGS = {"heartbeat_s": 0.5, "token": TOKEN}
+END_S = 30.0
+"""The longest end of a job after a cut: `reconnect_s`, the time to notice, and room for a loaded machine."""
+
+
+def job(lab: Lab, steps: int, **settings: float) -> list[subprocess.Popen[str]]:
+    """A coordinator with a server on host 0, and two workers on the others that have made some steps."""
+    own = SETTINGS | settings
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "COMMLAYER_CONFIG": ""}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    served = {f"COMMLAYER_{name.upper()}": str(value) for name, value in own.items()}
+    serve = [sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", lab.addresses[0], "--port", "7000", "--insecure"]
+    server = lab.popen(0, serve, env=paths | served, **pipes)
+    assert next_line(server)["control"] == f"{lab.addresses[0]}:7000"
+    given = json.dumps(own | {"join": f"{lab.addresses[0]}:7000", "insecure": True})
+    script = [sys.executable, str(ROOT / "tests" / "support" / "scripts" / "broken_worker.py")]
+    workers = [lab.popen(1 + rank, [*script, str(rank), "2", str(steps), given], env=paths, **pipes) for rank in range(2)]
+    while next_line(workers[0]) < 5:
+        pass
+    return [server, *workers]
+
+
 @needs_lab
-def test_a_home_that_is_away_for_longer_than_the_dead_are_waited_for_trains_on() -> None:
-    """With coordinator, heartbeats and all: its server, and another home that waits."""
+def test_a_site_that_is_away_for_longer_than_dead_after_s_trains_on() -> None:
+    """Also longer than a connection may be silent, a quarter of `reconnect_s`."""
     with Lab(hosts=3, delay_s=0.01) as lab:
-        paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        served = {f"COMMLAYER_{name.upper()}": str(value) for name, value in (SETTINGS | {"token": TOKEN}).items()}
-        serve = [sys.executable, "-m", "commlayer.cli.main", "serve", "--bind", lab.addresses[0], "--port", "7000",
-                 "--insecure"]
-        server = lab.popen(0, serve, stdout=subprocess.PIPE, text=True, env=paths | served | {"COMMLAYER_CONFIG": ""})
-        assert told(server)["control"] == f"{lab.addresses[0]}:7000"
-        settings = json.dumps(SETTINGS | {"join": f"{lab.addresses[0]}:7000", "token": TOKEN, "insecure": True})
-        script = [sys.executable, str(ROOT / "tests" / "support" / "scripts" / "broken_worker.py")]
-        workers = [lab.popen(1 + rank, [*script, str(rank), "2", str(STEPS), settings], stdout=subprocess.PIPE, text=True,
-                             env=paths) for rank in range(2)]
-        while told(workers[0]) < 5:
-            pass
+        server, *workers = job(lab, STEPS, deadline_s=60.0, reconnect_s=20.0, dead_after_s=3.0)
         lab.set(1, cut=True)
-        time.sleep(AWAY_S)
+        time.sleep(7.0)
         lab.set(1, cut=False)
         ends: list[Any] = []
         for worker in workers:
-            while isinstance(text := told(worker), int):
+            while isinstance(end := next_line(worker), int):
                 pass
-            ends.append(text)
+            ends.append(end)
         assert ends[0]["reconnects"] >= 1
-        assert [worker.wait(30) for worker in workers] == [0, 0]
-        assert server.wait(30) == 0
+        assert [process.wait(30) for process in (*workers, server)] == [0, 0, 0]
     with Rig(2, "", plan=plan()) as rig:
         plain = on_ranks(2, lambda rank: [step(rig.workers[rank], gradients(rank, n)) for n in range(STEPS)])
     assert [end["digest"] for end in ends] == [digest(result) for result in plain]
+
+
+@needs_lab
+def test_a_cut_for_good_ends_all_and_each_names_the_silent_peer() -> None:
+    with Lab(hosts=3, delay_s=0.01) as lab:
+        server, *workers = job(lab, 100_000, deadline_s=300.0, reconnect_s=5.0, dead_after_s=2.0)
+        lab.set(1, cut=True)
+        begin = time.monotonic()
+        cut_off, other = (worker.communicate(timeout=2 * END_S)[1].strip().splitlines()[-1] for worker in workers)
+        server.terminate()  # it waits for another job
+        assert "worker 0: no heartbeat for" in server.communicate(timeout=2 * END_S)[1]
+        assert time.monotonic() - begin < END_S, "far below the deadline"
+        # The worker that is cut off names what it does not reach.
+        assert cut_off.startswith(("commlayer.errors.PeerLost: server 0: ", "commlayer.errors.PeerLost: the coordinator"))
+        assert other.startswith("commlayer.errors.PeerLost: worker 0: ")
+        assert all(line.endswith(" [E-PEER-LOST]") for line in (cut_off, other))
+        assert all(worker.returncode for worker in workers)
