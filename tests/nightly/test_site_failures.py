@@ -169,17 +169,16 @@ def test_a_site_dies_in_a_save_and_the_others_save_again(
     sites: Sites, tmp_path: Path, events: tuple[Event, ...], steps: str,
 ) -> None:
     continued(sites, Script(events=events, between="save", folder=str(tmp_path)), steps)
-    save = one_save(tmp_path, 2)
-    assert (save.world, save.step, save.fault) == (2, STEPS, "")
+    assert one_save(tmp_path) == (2, STEPS)
 
 
-def test_a_site_dies_in_a_save_after_an_exchange_whose_norms_one_of_the_others_missed(sites: Sites, tmp_path: Path) -> None:
-    script = Script(events=(kill(0, 3, "gather_all", 1), Event(1, 0, "lose row")), attach={"every": 3}, matched=True,
+def test_a_site_dies_between_two_exchanges_and_another_missed_the_last_norms(sites: Sites, tmp_path: Path) -> None:
+    script = Script(events=(Event(0, 3, at="end"), Event(1, 0, "lose row")), attach={"every": 3}, matched=True,
                     between="save", folder=str(tmp_path))
     _, reports = outcome(start(sites, 3, script)[1], script)
     assert reports[0]["weights"] == reports[1]["weights"]
     assert all("had merged the last exchange differently" in "".join(one["decisions"]) for one in reports)
-    assert one_save(tmp_path, 2).world == 2
+    assert one_save(tmp_path)[0] == 2
 
 
 @pytest.mark.parametrize(("between", "events", "steps", "codecs", "decision"), [
@@ -223,7 +222,7 @@ def test_a_site_that_joins_while_another_dies_between_two_steps_is_sent_away(
     if between == "save":
         assert reports[0]["weights"] == expected(members(steps))[0]
         joiner_waits(tmp_path).unlink()
-        assert one_save(tmp_path, 2).world == 2
+        assert one_save(tmp_path)[0] == 2
 
 
 @pytest.mark.parametrize(("between", "events", "steps"), [
@@ -244,7 +243,7 @@ def test_a_site_that_hangs_between_two_steps_is_evicted_and_named(
             assert re.search(rf"{WHY['between']}.*\[E-PEER-LOST\]$", ends[event.site].errors, re.MULTILINE)
             assert re.search(rf"worker {event.site}: {WHY['between']}", errors)
     if between == "save":
-        assert one_save(tmp_path, 2).world == 2
+        assert one_save(tmp_path)[0] == 2
     elif between == "switch":
         assert len(set(reports[0]["buckets"])) == 3
     else:
@@ -265,5 +264,4 @@ def test_a_site_dies_in_a_load_and_the_others_stop_with_the_same_line(sites: Sit
     first, then = reports[0]["errors"]
     assert re.search(rf"^worker {event.site}: .*{tmp_path}.*\[E-PEER-LOST\]$", first)
     assert then == first, "no site trains with half a save"
-    save = one_save(tmp_path, 3)
-    assert (save.world, save.step, save.fault) == (3, 4, "")
+    assert one_save(tmp_path) == (3, 4)
