@@ -19,7 +19,7 @@ from bench.virtual_training import VirtualWorkers
 from commlayer import planner
 from commlayer.compressors import payload
 from commlayer.compressors.plan_codecs import reader_of
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.optimizers import job_of
 
 WORKERS, CUT_NBYTES, RATIO = 4, 1 << 14, 0.01
@@ -109,8 +109,8 @@ class Measured(VirtualWorkers):
         per_worker = [Sent(kept / total, alike / total, round(nbytes)) for kept, alike, total, nbytes in self._sums]
         return averages, per_worker, self.received - self._results
 
-    def code(self, rank: int, worker: WorkerBucket) -> memoryview:
-        energy = (worker.host + torch.from_numpy(worker.state["residual"])).square()
+    def code(self, rank: int, worker: EncodedBucket) -> memoryview:
+        energy = (worker.coder.host + torch.from_numpy(worker.ledger.state["residual"])).square()
         body = super().code(rank, worker)
         figures = (
             float(energy[positions_in(worker, body).long()].sum()),
@@ -122,7 +122,7 @@ class Measured(VirtualWorkers):
         return body
 
 
-def positions_in(bucket: WorkerBucket, body: memoryview) -> torch.Tensor:
+def positions_in(bucket: EncodedBucket, body: memoryview) -> torch.Tensor:
     """The positions of the entries in a top-k payload."""
     reader = reader_of(bucket.codec)
     assert reader is not None

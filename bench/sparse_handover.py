@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from commlayer.compressors import parse, wrap
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket, SparseResult
 from commlayer.engine.sparse_averages import joined, make_sparse
 from commlayer.records import Bucket, Job, Slice, TensorInfo
 
@@ -29,7 +29,7 @@ class _Way:
         n = shape[0] * shape[1]
         self._entries, self._p = entries, nn.Parameter(torch.empty(shape))
         planned = Bucket(0, (Slice(0, 0, n),), "service", CODEC)
-        self._bucket = WorkerBucket(planned, Job((TensorInfo("weight", shape),)), wrap(parse(CODEC)), torch.device("cpu"), 0)
+        self._bucket = EncodedBucket(planned, Job((TensorInfo("weight", shape),)), wrap(parse(CODEC)), torch.device("cpu"), 0)
         if entries:
             self._bucket.keep_entries()
 
@@ -40,8 +40,8 @@ class _Way:
         begin = time.perf_counter()
         bucket.decode(memoryview(result))
         if self._entries:
-            assert bucket.sparse is not None
-            idx, values = bucket.sparse.entries(0)
+            assert isinstance(bucket.compact, SparseResult)
+            idx, values = bucket.compact.entries(0)
             p.grad = joined([(idx, values * FACTOR)], p.shape)
         else:
             bucket.commit(FACTOR, [own])
@@ -90,9 +90,9 @@ def _result(shape: tuple[int, int]) -> bytes:
     """A server's result: a random tensor encoded by CODEC."""
     codec, n = wrap(parse(CODEC)), shape[0] * shape[1]
     job = Job((TensorInfo("weight", shape),))
-    bucket = WorkerBucket(Bucket(0, (Slice(0, 0, n),), "service", CODEC), job, codec, torch.device("cpu"), 0)
+    bucket = EncodedBucket(Bucket(0, (Slice(0, 0, n),), "service", CODEC), job, codec, torch.device("cpu"), 0)
     bucket.x.normal_(generator=torch.Generator().manual_seed(0))
-    return bytes(bucket.payload[: bucket.encode()])
+    return bytes(bucket.coder.payload[: bucket.encode()])
 
 
 def _resident_mb() -> float:

@@ -14,7 +14,7 @@ import torch
 from commlayer.cluster.server_codecs import ops_of, senders_of
 from commlayer.cluster.summation import Summation
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 from commlayer.records import Plan
@@ -64,8 +64,7 @@ def run(quick: bool) -> tuple[list[dict[str, Any]], dict[str, float]]:
 def _body(model: torch.nn.Module, plan: Plan, rank: int) -> tuple[int, int, memoryview]:
     """A body as a worker encodes it: codec id, mask of its slices, and the bytes."""
     (planned,) = plan.buckets
-    worker = WorkerBucket(planned, job_of(model), codec_of(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
-    worker.rewind()
+    worker = EncodedBucket(planned, job_of(model), codec_of(planned, plan=plan), torch.device("cpu"), 0, rank=rank)
     worker.sources = [parameter.detach() for parameter in model.parameters()]
     worker.gather(1.0, 1.0)
-    return worker.codec.id, worker.all_slices, worker.payload[: worker.encode()]
+    return worker.codec.id, worker.ledger.all_slices, worker.coder.payload[: worker.encode()]

@@ -20,7 +20,7 @@ from commlayer.cluster.server_codecs import ops_of, senders_of
 from commlayer.cluster.summation import Reply, Summation
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import BucketExchange, EncodedBucket
 from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.local_steps import Lengths, OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
@@ -327,7 +327,7 @@ class VirtualWorkers:
         self.world, self._step = world, 0
         self._server = Summation(0, 1, dict(ops_of(plan, 0)), senders_of(plan, world))
         self._buckets = [
-            [WorkerBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
+            [EncodedBucket(bucket, job, codec_of(bucket, plan=plan), torch.device("cpu"), order, rank=rank)
              for rank in range(world)]
             for order, bucket in enumerate(plan.buckets)
         ]
@@ -360,18 +360,17 @@ class VirtualWorkers:
         bucket = self._buckets[place]
         upload_nbytes, download_nbytes, answers = [0] * self.world, 0, [memoryview(b"")] * self.world
         for worker, own in zip(bucket, gradients, strict=True):
-            worker.rewind()
-            worker.step = self._step
+            worker.exchange = BucketExchange(self._step)
             worker.sources = [own[s.tensor].contiguous() for s in worker.slices]
             worker.gather(1.0, 1.0)
         rounds = len(bucket[0].codec.rounds)
         for r in range(rounds):
             replies: list[Reply] = []
             for rank, worker in enumerate(bucket):
-                body = worker.payload[: worker.encode_next(r - 1, answers[rank])] if r else self.code(rank, worker)
+                body = worker.coder.payload[: worker.coder.next(r - 1, answers[rank])] if r else self.code(rank, worker)
                 upload_nbytes[rank] += len(body)
                 header = Header(Kind.PUSH, 1, self._step, worker.id, round=r, codec=worker.codec.id, sender=rank, weight=1.0,
-                                used=worker.all_slices, total=float(self.world) if worker.in_means else 0.0)
+                                used=worker.ledger.all_slices, total=float(self.world) if worker.in_means else 0.0)
                 replies += self._server.push(Message(rank, header, body), now=0.0)
             for reply in replies:
                 answers[reply.peer] = memoryview(reply.body)
@@ -384,6 +383,6 @@ class VirtualWorkers:
     def end(self) -> None:
         self._step += 1
 
-    def code(self, rank: int, worker: WorkerBucket) -> memoryview:
+    def code(self, rank: int, worker: EncodedBucket) -> memoryview:
         """Returns one bucket's payload; a hook for subclasses that measure payloads."""
-        return worker.payload[: worker.encode()]
+        return worker.coder.payload[: worker.encode()]

@@ -257,7 +257,7 @@ class HookState:
         loop = self._averaging()
         if loop is None or loop.local:
             return
-        if self._weight is not None and loop.worker.begins():
+        if self._weight is not None and not loop.worker.begun:
             loop.weigh(*self._weight)
             self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
@@ -305,7 +305,7 @@ class HookState:
         """Waits for the step at the end of the backward pass and raises its error. (PyTorch would turn an exception in a future
         into a cast error.)"""
         connection = self.connection
-        patience_s = 0.0 if connection.worker is None else connection.worker.patience()
+        patience_s = connection.patience()
         if not self._ended.wait(self._config.deadline_s + ENDING_S + connection.waits.verdict_s + patience_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
         if self._guard is not None:

@@ -67,7 +67,7 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
             for s in bucket.slices:
                 parts.append(y[at : at + s.numel].double().square().sum())
                 at += s.numel
-            energy = torch.stack(parts).cpu() / float(bucket.scaled) ** 2
+            energy = torch.stack(parts).cpu() / float(bucket.exchange.scaled) ** 2
             energies.index_add_(0, torch.tensor([s.tensor for s in bucket.slices]), energy)
     total = float(energies.sum())
     return tuple(energies.tolist()) if 0.0 < total < math.inf else ()

@@ -231,7 +231,7 @@ def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> Non
 
 # ---- A step whose results are taken as they arrive: which tensors are complete, and where their averages are
 #
-# Nothing is written before all workers have ended their backward pass (Worker.agreed).
+# Nothing is written before all workers have ended their backward pass (Worker.all_complete).
 
 class PartialStep:
     """One step of a worker whose results are applied one by one: from `Worker.complete` to `Worker.end`. Methods return the
@@ -264,7 +264,7 @@ class PartialStep:
         return self._missing[tensor] == 0
 
     def arrived(self) -> list[int]:
-        if self._left and self.worker.agreed(None, self._deadline_s):
+        if self._left and self.worker.all_complete(None, self._deadline_s):
             for bucket in [*self._left.values()]:
                 if self.worker.take(bucket, None):
                     self._write(bucket)
@@ -276,7 +276,7 @@ class PartialStep:
         wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
         if wanted:
             self._deadline = self._deadline or time.monotonic() + self._deadline_s
-            self.worker.agreed(self._deadline, self._deadline_s)
+            self.worker.all_complete(self._deadline, self._deadline_s)
             for bucket in sorted(wanted.values(), key=lambda bucket: bucket.order):
                 self.worker.take(bucket, self._deadline)
                 self._write(bucket)
@@ -294,7 +294,7 @@ class PartialStep:
         return new
 
     def _write(self, bucket: WorkerBucket) -> None:
-        targets = [self._target(s.tensor, used=bool(bucket.used >> i & 1)) for i, s in enumerate(bucket.slices)]
+        targets = [self._target(s.tensor, used=bool(bucket.exchange.used >> i & 1)) for i, s in enumerate(bucket.slices)]
         if not self.worker.write_bucket(bucket, targets):
             self.not_finite.update(s.tensor for s in bucket.slices)
         del self._left[bucket.id]

@@ -10,7 +10,7 @@ import torch
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.engine.lanes import Staging
 from commlayer.engine.optimizers import check_dense
-from commlayer.engine.paths.table import Paths
+from commlayer.engine.paths.table import AnyPath
 from commlayer.engine.step import Step
 from commlayer.errors import InvalidState
 from commlayer.records import Job
@@ -20,18 +20,18 @@ class BucketAssembler:
     """Assembles the gradients of one worker's current step into buckets."""
 
     def __init__(
-        self, job: Job, buckets: Sequence[WorkerBucket], routes: Paths, staging: Staging, step: Step,
+        self, job: Job, buckets: Sequence[WorkerBucket], paths: Mapping[int, AnyPath], staging: Staging, step: Step,
         opens: Callable[[], None],
     ) -> None:
-        """`opens` is called before the first gradient of each step."""
-        self._job, self._buckets, self._routes = job, buckets, routes
+        """`paths`: by bucket id. `opens` is called before the first gradient of each step."""
+        self._job, self._buckets, self._paths = job, buckets, paths
         self._staging, self._step, self._opens = staging, step, opens
         self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
         """For each tensor number, the buckets that contain elements of the tensor, each with the index of the slice."""
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
-        self._order = CollectiveOrder([b for b in buckets if routes.of[b.id].ordered], self._begin)
+        self._order = CollectiveOrder([b for b in buckets if paths[b.id].ordered], lambda b: paths[b.id].begin(b))
         self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
         """The bucket that is not sent before backward has ended. Its sum proves that all workers reached the end of their
         backward pass."""
@@ -113,17 +113,15 @@ class BucketAssembler:
     def _complete(self, bucket: WorkerBucket) -> None:
         if bucket is self.last and not self._ending:
             return  # held until backward has ended: if backward fails, the other workers learn of it from this bucket
-        if not self._routes.of[bucket.id].ordered:
-            self._begin(bucket)
+        path = self._paths[bucket.id]
+        if not path.ordered:
+            path.begin(bucket)
             return
         try:
             self._order.ready(bucket)
         except BaseException as error:
             self._step.latch(error)
             raise
-
-    def _begin(self, bucket: WorkerBucket) -> None:
-        self._routes.of[bucket.id].begin(bucket)
 
 
 class CollectiveOrder:

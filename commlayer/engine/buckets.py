@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +15,17 @@ import numpy as np
 import torch
 
 from commlayer.compressors import kernels, payload, place, seed
-from commlayer.compressors.codec import NAN, Codec, OneRound, State
+from commlayer.compressors.codec import NAN, Codec, OneRound, Ranges, State
 from commlayer.compressors.dense import of_means
-from commlayer.compressors.feedback import ResidualSlice, add_ranges, in_updates, ranges_of, residual_of, split_by_tensor
-from commlayer.compressors.kernels import Array
+from commlayer.compressors.feedback import in_updates, split_by_tensor
 from commlayer.compressors.payload import Buffer
 from commlayer.compressors.plan_codecs import reader_of, result_codec
 from commlayer.compressors.randomk import RandomK
 from commlayer.compressors.topk import TopK
+from commlayer.engine.ledger import Ledger
 from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
-from commlayer.records import Bucket, Job, Slice
+from commlayer.records import Bucket, Job, Spec
 
 # ---- checks whether tensors are finite, if possible in one pass over their memory
 
@@ -44,7 +45,7 @@ class BucketLayout:
     that contains the elements in order."""
 
     def __init__(self, bucket: Bucket, job: Job) -> None:
-        self.slices = bucket.slices
+        self.slices, self.numel = bucket.slices, bucket.numel
         self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -90,12 +91,10 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
     """Yields the targets, where zeros replace targets that are split between buckets and not contiguous. At the end their
     contents are copied into these targets. `cut` tells whether a tensor is split."""
-    copies = {t: torch.zeros_like(target, memory_format=torch.contiguous_format) for t, target in enumerate(targets)
-              if target is not None and cut(t) and not target.is_contiguous()}
-    yield [copies.get(t, target) for t, target in enumerate(targets)]
-    for t, copy in copies.items():
-        target = targets[t]
-        assert target is not None
+    copies = {t: (target, torch.zeros_like(target, memory_format=torch.contiguous_format))
+              for t, target in enumerate(targets) if target is not None and not target.is_contiguous() and cut(t)}
+    yield [copies[t][1] if t in copies else target for t, target in enumerate(targets)] if copies else [*targets]
+    for target, copy in copies.values():
         target.detach().copy_(copy)
 
 
@@ -150,16 +149,15 @@ def codec_of_results(codec: Any) -> OneRound | None:
     return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
 
 
-class CodedResult:
+class EncodedResult:
     """One bucket's result in encoded form, kept until the bucket's next exchange."""
 
-    def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview, numel: int) -> None:
+    def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview) -> None:
         """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. So decoding them later cannot
         fail."""
-        self._codec, self._layout, self._numel = codec, layout, numel
-        self.body = body
-        head = payload.read(body, codec.id, numel)
-        self._parts = None if head.flagged else codec.check(head, numel)
+        self._codec, self._layout, self.body = codec, layout, body
+        head = payload.read(body, codec.id, layout.numel)
+        self._parts = None if head.flagged else codec.check(head, layout.numel)
 
     @property
     def finite(self) -> bool:
@@ -182,7 +180,7 @@ class CodedResult:
         torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
 
     def to_dense(self) -> torch.Tensor:
-        elements = torch.empty(self._numel)
+        elements = torch.empty(self._layout.numel)
         self._decode(elements)
         return elements
 
@@ -207,11 +205,13 @@ class SharedBuffers:
     def __init__(self, like: torch.Tensor, layout: BucketLayout) -> None:
         """Allocates the values with the type and device of `like`, memory for the bucket's elements."""
         self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
+        self.changed = self._own
+        """One flag per slice: whether this rank has changed the buffer since the last exchange."""
         self.layout, self._own_views = layout, layout.views(self._own)
         self._sizes = [s.numel for s in layout.slices]
         self._repeats = torch.tensor(self._sizes, device=like.device)
 
-    def changed(self, x: torch.Tensor) -> torch.Tensor:
+    def changes(self, x: torch.Tensor) -> torch.Tensor:
         """One flag per slice: whether this rank has changed the buffer since the last exchange. The result stays on the device,
         so the host does not wait."""
         return torch.stack([part.any() for part in torch.ne(x, self.values).split(self._sizes)])
@@ -283,18 +283,18 @@ def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
             its.values.copy_(saved)
 
 
-# ---- what one bucket still has to send: residuals, residuals of earlier plans, and averages that were not applied
-#
-# A residual is the part of a codec's input that was not sent; the codec keeps it in its state. A `ResidualSlice` is a
-# residual by element range, in the form in which it moves between plans. `carry` is the inherited residual, from an earlier
-# plan. `carry` is sent with the next gradients; `carried` is the part that was sent with the last ones.
+# ---- a bucket: its place in the plan, memory, ledger, and the record of its current exchange
 
 TINY = 1e-30
 """Smallest total weight by which values are divided. A total weight of 0 ends the step with an error elsewhere."""
+PAYLOAD_HEADER = 16
+"""Bytes before the send buffer, so that the payload of an in-place codec is its header followed by the send buffer itself."""
+SMALL_NUMEL = 1 << 14
+"""Mean elements per slice up to which one call per slice costs more than a second pass over the complete bucket."""
 
 
-class EntryResult(Protocol):
-    """Controls how many entries sparse codecs send; implemented in entries_sent.py."""
+class EntryCounts(Protocol):
+    """Sets how many entries sparse codecs send; implemented in entries_sent.py."""
 
     def begin(self, step: int) -> None:
         """Sets the number of entries of all buckets for a step. Called before each encode of the step."""
@@ -305,471 +305,174 @@ class EntryResult(Protocol):
         ...
 
 
-class ResidualLedger:
-    """Base class of WorkerBucket: its residuals, and the rollback of averages that were not applied."""
+@dataclasses.dataclass(slots=True)
+class BucketExchange:
+    """Record of one exchange of a bucket, from the first gradient to the end of the step."""
 
-    codec: Codec
-    state: State
-    slices: tuple[Slice, ...]
-    coders: list[tuple[tuple[int, int], State]]
-    carry: torch.Tensor | None
-    carried: torch.Tensor | None
-    entries: EntryResult | None
-    tail_y: torch.Tensor
-    numel: int
-    nslices: int
-    used: int
-    unapplied: int
-    undone: int
-    weight: float
-    total: float
-    buffer: bool
-    codes: bool
-    finite: bool
-    served: bool
-    sound: bool
-    on_device: bool
-
-    @property
-    def coded_x(self) -> torch.Tensor:
-        """The codec's input, in the memory from which the codec reads: host or device."""
-        raise NotImplementedError
-
-    @property
-    def codec_input(self) -> Array:
-        """The codec's input as an array for the codec."""
-        return self.coded_x if self.on_device else self.coded_x.numpy()
-
-    @property
-    def result(self) -> torch.Tensor:
-        """The received sum, in the memory where reading it costs least: host or device."""
-        raise NotImplementedError
-
-    def debts(self) -> list[ResidualSlice]:
-        """This worker's unsent residuals of the bucket's elements, as slices of tensors. Units.worth defines their unit."""
-        debts = [] if self.carry is None else list(split_by_tensor(self.slices, 0, self.carry))
-        for (low, _), state in self.coders:
-            if (values := residual_of(state)) is not None:
-                debts += split_by_tensor(self.slices, low, values)
-        return debts
-
-    def judge(self, *, finite: bool) -> None:
-        """Finalizes a step: records which slices were not applied. These are slices that no rank used, and all slices if
-        `finite` is False."""
-        if self.buffer:
-            return
-        self.sound = self.finite
-        self.unapplied = self.all_slices & ~self.used if finite else self.all_slices
-        if finite:
-            self.carry_on(self.used)
-
-    def carry_on(self, slices: int) -> None:
-        """Finalizes slices whose average was applied. The part of the inherited residual that did not reach the mean is kept
-        for the next step."""
-        if self.carried is not None and (unsent := 1.0 - self._paid()):
-            remainder = torch.zeros_like(self.carried)
-            add_ranges(remainder, self.carried * unsent, ranges_of(self.slices, slices))
-            self.carried = self.carried - remainder  # so that `take_back` undoes only the part that was sent
-            self.carry = remainder if self.carry is None else self.carry + remainder
-
-    def _paid(self) -> float:
-        """The fraction of the sent inherited residual that reached the mean. It is 1 if the workers' total weight was as
-        assumed, or if this worker encoded again. Other ranks of its node keep their assumption."""
-        return self.total / max(self.weight if self.served else float(self.tail_y[-1]), TINY)
-
-    @property
-    def all_slices(self) -> int:
-        return (1 << self.nslices) - 1
-
-    def forget(self) -> None:
-        """Drops all records of the last exchange, because codec states were replaced: it can no longer be rolled back."""
-        self.codes, self.unapplied, self.undone, self.carried = False, 0, 0, None
-        if self.entries is not None:
-            self.entries.forget()
-
-    def take_back(self) -> int:
-        """Rolls back the slices of the last exchange that were not applied, before the next exchange. Returns them as a bit
-        mask."""
-        slices, self.unapplied = self.unapplied, 0
-        if slices:
-            cut = ranges_of(self.slices, slices)
-            if self.codes:
-                self.codec.undo(self.state, self.codec_input, cut)
-            if self.carried is not None:
-                self.carry = torch.zeros_like(self.carried) if self.carry is None else self.carry
-                add_ranges(self.carry, self.carried, cut)
-            self.undone |= slices
-        return slices
+    step: int = 0
+    started: bool = False
+    """Whether encoding has begun."""
+    answered: bool = False
+    """Whether the server's result has arrived."""
+    done: bool = False
+    """Whether the result can be written."""
+    finite: bool = True
+    weight: float = 0.0
+    used: int = 0
+    """Bit mask of the slices for which this worker, and later any worker, had a gradient."""
+    total: float = 0.0
+    """The assumed total weight of all workers, by which the gradients of this exchange were scaled."""
+    received_weight: float | None = None
+    """The total weight of all workers, if the host received it separately from a sum that is on the device; else None."""
+    scaled: float | torch.Tensor = 1.0
+    """The factor by which the received sum has been multiplied in place since it arrived."""
+    applied: int = 0
+    """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
+    reported: int = 0
+    """Bit mask of the rolled-back slices of the previous exchange that this one has reported to the server."""
+    abandoned: str = ""
+    """Which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
 
 
-PAYLOAD_HEADER = 16
-"""Bytes before the send buffer, so that the payload of an in-place codec is its header followed by the send buffer itself."""
-SMALL_NUMEL = 1 << 14
-"""Mean elements per slice up to which one call per slice costs more than a second pass over the complete bucket."""
+class BucketMemory:
+    """Send buffer `x` and receive buffer `y` of one bucket. After each, `tail` has one `used` flag per slice and the weight,
+    which collectives sum together with the elements. Both buffers can be the same memory."""
 
+    def __init__(self, layout: BucketLayout, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        self._layout = layout
+        self.place(every, every_y)
 
-class WorkerBucket(ResidualLedger):
-    """Memory and state of one bucket: the send buffer `x` (float32), and after it one `used` flag per slice and the weight.
-
-    Collectives sum the flags and the weight together with x; between nodes the frame header contains them. With a CUDA model, x
-    is on the device and codecs read `host`, its pinned copy; on CPU both are the same memory. If the codec runs on the device
-    there is no such copy. Only payloads then pass through pinned memory, one buffer for each direction.
-
-    The sum arrives in the receive buffer `y`. Without error feedback, y is the same memory as x. With error feedback the
-    codec's input stays in x. So a step whose average was not applied can be rolled back without a copy of the residual. On a
-    CPU the only rank of a node then has no y: results stay encoded, and are decoded when they are written (`coded_result`). If
-    results are wanted as the entries of a sparse codec, they stay sparse (`sparse`). Reading y decodes either form.
-
-    An all-reduce of float64 gradients or of module buffers uses float64 for both, so only the result is rounded. The same holds
-    for module buffers that a server averages: the server receives this node's mean in float32 and averages the means of all
-    nodes.
-    """
-
-    def __init__(
-        self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
-        on_device: bool = False,
-    ) -> None:
-        """Allocates the bucket's memory and codec state. `order`: position among all sends. `local`: this worker's index in its
-        node. `on_device`: the codec runs on the gradients' device (lanes.py)."""
-        self.planned, self.codec, self.order = planned, codec, order
-        self.id, self.slices, self.owner, self.server = planned.id, planned.slices, planned.owner, planned.server
-        self.late = planned.stale
-        """Whether the result is applied one step late (late_results.py)."""
-        self.served = planned.path == "service"
-        """Whether a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the send
-        buffer."""
-        self.dense = planned.path == "allreduce"
-        """Whether the bucket is summed by one all-reduce, without compression."""
-        self.staged = not (self.served or self.dense)
-        """Whether the bucket's path is a sequence of collectives, with encoding and decoding between them."""
-        self.coded = coded = self.served and planned.owner == local
-        """Whether this worker encodes and decodes the bucket. Other workers of the node only take part in collectives, and have
-        no codec state."""
-        self.buffer = job.tensors[planned.slices[0].tensor].buffer
-        self.in_updates = not self.dense and in_updates(codec)
-        self.in_means = not self.dense and codec.keeps
-        """Whether gradients are encoded as parts of the mean, so that residuals keep their value when weights change."""
-        self.means = self.served and self.buffer and of_means(codec)
-        """Whether the server averages the values that workers send, instead of summing their parts (Flag.MEAN)."""
-        self.spec = planned.spec
-        self.layout = BucketLayout(planned, job)
-        self.numel, self.nslices = planned.numel, len(planned.slices)
-        doubles = any(job.tensors[s.tensor].dtype == "float64" for s in planned.slices)
-        dtype = torch.float64 if (self.dense and (doubles or self.buffer)) or self.means else torch.float32
-        coding = torch.float32 if self.means else dtype
-        floats = self.numel + self.nslices + 1
-        on_host, self.on_device = device.type == "cpu", on_device and coded and not self.means
-        staged = coded and not self.on_device
-        block = aligned(PAYLOAD_HEADER, floats * coding.itemsize if on_host or staged else 0, pinned=not on_host and staged)
-        host = block[PAYLOAD_HEADER:].view(coding)
-        self.host = host[: self.numel]
-        block_x = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
-        self.host_y, block_y = self.host, block_x
-        if coded and self.in_means:
-            y_block = aligned(0, 4 * floats, pinned=not on_host and staged) if on_host or staged else torch.empty(0)
-            self.host_y = y_block.view(torch.float32)[: self.numel]
-            if on_host or self.on_device:
-                block_y = y_block.view(torch.float32) if on_host else torch.empty(floats, device=device)
-        self._reader: TopK | RandomK | None = None
-        self.sparse: SparseResult | None = None
-        """The last result as sparse entries; None if it has another form."""
-        self._decoder: OneRound | None = None
-        self.coded_result: CodedResult | None = None
-        """The last result in encoded form; None if it has another form."""
-        self.lie_in(block_x, block_y)
-        self.agreed = SharedBuffers(self.x, self.layout) if self.buffer else None
-        if coded:
-            self.state = codec.init(self.spec)
-            seed(self.state, job.digest(), planned.id, rank)
-            self.bound = codec.bound(self.spec)
-            header_and_x = block[: PAYLOAD_HEADER + 4 * self.numel]
-            if self.on_device:
-                place(self.state, device)
-                self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=not on_host) for _ in range(2)]
-                self._there = [launch.words(self.bound, device) for _ in range(2)]
-                self.payload = self._pinned[0].numpy().data
-            else:
-                self.payload = (header_and_x if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
-        else:
-            self.state, self.bound, self.payload = {}, 0, memoryview(b"")
-        self.coders: list[tuple[tuple[int, int], State]] = [((0, self.numel), self.state)] if coded else []
-        """Element range and codec state of each encoder whose residuals belong to this worker."""
-        self.carry: torch.Tensor | None = None
-        self.carried: torch.Tensor | None = None
-        self.entries: EntryResult | None = None
-        """Sets the number of sent entries before each encode; None if the codec's ratio does not change between steps."""
-        self.codes = False
-        """Whether this worker has encoded something in the last exchange."""
-        self.sound = True
-        """Whether the last average was finite."""
-        self.unapplied = 0
-        """Bit mask of the slices whose average in the last exchange was not applied."""
-        self.undone = 0
-        """Bit mask of the slices that were rolled back on this worker, but not yet reported to the server."""
-        self.rewind()
-        self.reset()
-
-    def lie_in(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
-        """Sets the memory of the send buffer and the receive buffer, each with flags and weight after it. Buckets without a
-        codec can share one memory block."""
+    def place(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        """Sets the memory of both buffers. Buckets without a codec can share one memory block."""
+        numel = self._layout.numel
         self.all, self.all_y = every, every_y
-        self.x, self.tail = every[: self.numel], every[self.numel :]
-        self._y, self.tail_y = every_y[: self.numel], every_y[self.numel :]
+        self.x, self.tail = every[:numel], every[numel:]
+        self.y, self.tail_y = every_y[:numel], every_y[numel:]
         on_host = every.device.type == "cpu"
-        self._facts = self.tail.numpy() if on_host else None
-        self._facts_y = self.tail_y.numpy() if on_host else None
+        self.facts = self.tail.numpy() if on_host else None
+        self.facts_y = self.tail_y.numpy() if on_host else None
         """The flags and weights in both buffers as numpy arrays, if they are in host memory; else None. (A tensor operation on
         them would cost as much time as thousands of elements.)"""
-        self.views, self.views_y = self.layout.views(self.x), self.layout.views(self._y)
+        self.views, self.views_y = self._layout.views(self.x), self._layout.views(self.y)
+
+    def drop_y(self) -> None:
+        """Frees the receive buffer, because results stay encoded or sparse."""
+        self.y = self.all_y = self.tail_y = torch.empty(0)
+        self.facts_y, self.views_y = None, []
+
+
+class WorkerBucket:
+    """One bucket on one worker: what all kinds have. Gradients are copied into its send buffer, its path fills the receive
+    buffer."""
+
+    served = False
+    """Whether a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the elements."""
+    means = False
+    """Whether the server averages the values that workers send, instead of summing their parts (Flag.MEAN)."""
+    memory: BucketMemory
+    compact: EncodedResult | SparseResult | None = None
+    """The last result, if it stays encoded or sparse; None: the receive buffer contains it."""
+
+    def __init__(self, planned: Bucket, job: Job, codec: Codec, order: int) -> None:
+        """`order`: position among all sends."""
+        self.planned, self.codec, self.order = planned, codec, order
+        self.id, self.slices, self.numel = planned.id, planned.slices, planned.numel
+        self.late = planned.stale
+        """Whether the result is applied one step late (late_results.py)."""
+        self.buffer = job.tensors[planned.slices[0].tensor].buffer
+        dense = planned.path == "allreduce"
+        self.in_updates = not dense and in_updates(codec)
+        self.in_means = not dense and codec.keeps
+        """Whether gradients are encoded as parts of the mean, so that residuals keep their value when weights change."""
+        self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
+        self.shared: SharedBuffers | None = None
+
+    def use(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        """Sets the bucket's memory, when it is created."""
+        self.memory = BucketMemory(self.layout, every, every_y)
+        if self.buffer:
+            self.shared = SharedBuffers(self.memory.x, self.layout)
+        self.reset()
+
+    @property
+    def x(self) -> torch.Tensor:
+        return self.memory.x
 
     @property
     def y(self) -> torch.Tensor:
-        if self.coded_result is not None:
-            return self.coded_result.to_dense()
-        if self.sparse is not None and not self._y.numel():
-            self._y = self.sparse.to_dense()
-        return self._y
-
-    def keep_coded(self, recycle: Callable[[memoryview], None]) -> None:
-        """Keeps results encoded from now on, if they can be decoded later. Called only on the single rank of a node, before its
-        first step. `recycle` receives the buffers of results for reuse."""
-        if self.coded and self.in_means and not self.late and not self.buffer and self.x.device.type == "cpu":
-            self._decoder = codec_of_results(self.codec)
-        if self._decoder is not None:
-            self._recycle = recycle
-            self._no_y()
-
-    def _no_y(self) -> None:
-        self._y = self.host_y = self.all_y = self.tail_y = torch.empty(0)
-        self._facts_y, self.views_y = None, []
-
-    def keep_entries(self) -> None:
-        """Keeps results that arrive as sparse entries in that form. Called only on the single rank of a node, before its first
-        step."""
-        if self.coded and not self.late and not self.buffer and self.x.device.type == "cpu" and self.numel <= MOST_NUMEL:
-            self._reader = reader_of(self.codec)
-        if self._reader is not None:
-            self._decoder = None
-            self._no_y()
+        """The received sum. Decodes it if it is kept in another form."""
+        return self.memory.y if self.compact is None else self.compact.to_dense()
 
     def reset(self) -> None:
-        self.sources: list[torch.Tensor | None] = [None] * self.nslices
+        """Prepares the bucket for the gradients of the next step."""
+        self.sources: list[torch.Tensor | None] = [None] * len(self.slices)
         self.marks: list[object] = []
         """Events in the callers' streams after which the source gradients are final."""
-        self.waiting = self.nslices
-
-    def rewind(self) -> None:
-        self.step = 0
-        self.started = self.done = False
-        self.finite = True
-        self.weight, self.used = 0.0, 0
-        self.scaled: float | torch.Tensor = 1.0
-        """The factor by which the received sum has been multiplied in place since it arrived."""
-        self.spent = 0
-        """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
-        self.reported = 0  # slices whose last average was not applied, as this exchange reported to the server
-        self.abandoned = ""
-        """Which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
-        self.total = 0.0
-        """The assumed total weight of all workers, by which the gradients of this exchange were scaled."""
-        self.received_weight: float | None = None
-        """The total weight of all workers, if the host received it separately from a sum that is on the device; else None."""
+        self.waiting = len(self.slices)
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """Copies the gradients, times `factor`, into the send buffer, with zeros for missing gradients. With weight 0 the
         buffer is zero: a mean over no samples is NaN, and NaN times 0 stays NaN. `worth`: the value that an inherited residual
         of 1 adds."""
-        used = 0
-        for i, (view, tensor) in enumerate(zip(self.views, self.sources, strict=True)):
+        used, memory = 0, self.memory
+        for i, (view, tensor) in enumerate(zip(memory.views, self.sources, strict=True)):
             if tensor is not None:
                 used |= 1 << i
             if tensor is None or weight == 0.0:
                 view.zero_()
-        pairs = self.layout.pairs(self.sources, self.views) if weight != 0.0 else []
-        if pairs:
+        if used and weight != 0.0:
+            pairs = self.layout.pairs(self.sources, memory.views)
             torch._foreach_copy_([v for v, _ in pairs], [g.detach() for _, g in pairs])
-        if self.agreed is not None:
-            used = self._mark_changed(used if weight else 0)
+        if self.shared is not None:
+            used = self._mark_changed(self.shared, used if weight else 0)
         if factor != 1.0:
-            self.x.mul_(factor)
-        self.carried, self.carry = self.carry, None
-        if self.carried is not None:
-            self.x += self.carried.to(self.x.device) * worth
-        self.used, self.weight = used, weight
-        if self.late:  # the sources have changed when the result is used; on a GPU nothing waits for these sums
-            self._put_in = torch.stack([view.sum() for view in self.views])
+            memory.x.mul_(factor)
+        self.ledger.open(memory.x, worth)
+        self.exchange.used, self.exchange.weight = used, weight
 
-    def _mark_changed(self, slices: int) -> int:
+    def _mark_changed(self, shared: SharedBuffers, slices: int) -> int:
         """For a bucket of module buffers: flags the slices in the bit mask `slices` that this rank has changed. Returns the
         flags as a bit mask if a frame header needs it, otherwise `slices`."""
-        assert self.agreed is not None
-        mask = torch.tensor([slices >> i & 1 for i in range(self.nslices)], device=self.x.device)
-        self.changed = self.agreed.changed(self.x) * mask
-        return sum(1 << i for i, flag in enumerate(self.changed.tolist()) if flag) if self.served else slices
+        mask = torch.tensor([slices >> i & 1 for i in range(len(self.slices))], device=self.x.device)
+        shared.changed = shared.changes(self.x) * mask
+        return _mask(shared.changed) if self.served else slices
 
     def flags(self) -> torch.Tensor:
         """One number per slice, above 0 if some rank used the slice. The tensor is on the device of the send buffer."""
-        if not self.served:
-            return self.tail_y[:-1]
-        return torch.tensor([self.used >> i & 1 for i in range(self.nslices)], device=self.x.device)
+        return self.memory.tail_y[:-1]
 
     def write_tail(self, tail: torch.Tensor) -> None:
         """Writes the used flags and the weight into `tail`, which a collective will sum or distribute."""
-        if self.agreed is not None and not self.served:
-            tail[:-1] = self.changed
-            tail[-1] = self.weight
+        exchange = self.exchange
+        if self.shared is not None and not self.served:
+            tail[:-1] = self.shared.changed
+            tail[-1] = exchange.weight
             return
-        facts = [*(self.used >> i & 1 for i in range(self.nslices)), self.weight]
-        if self._facts is not None and tail is self.tail:
-            self._facts[:] = facts
+        facts = [*(exchange.used >> i & 1 for i in range(len(self.slices))), exchange.weight]
+        if self.memory.facts is not None and tail is self.memory.tail:
+            self.memory.facts[:] = facts
         else:
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
-    def read_used(self) -> None:
-        """Reads which slices any rank used from the summed flags. Does nothing if this rank used every slice: the answer is
-        then known."""
-        if self.used != self.all_slices or (self.agreed is not None and self.served):
-            self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
-
-    def read_result(self) -> None:
-        """Reads weight and used slices of the result that the bucket's owner has distributed to this worker. A weight of NaN
-        marks a result that is not finite."""
-        self.weight = float(self.tail_y[-1])
-        self.used = sum(1 << i for i, flag in enumerate(self.tail_y[:-1].tolist()) if flag > 0)
-        self.finite = not math.isnan(self.weight) and bool(torch.isfinite(self.y[:1]).all())
-
-    @property
-    def read_here(self) -> bool:
-        """Whether the host can read a collective's summed weight without waiting for the GPU."""
-        return self._facts_y is not None
-
-    def over_weight(self, scale: float) -> float | torch.Tensor:
-        """Returns scale / (summed weight of a collective). On a GPU it is a tensor, so that the host does not wait."""
-        if self.received_weight == 0.0:
-            raise ZeroDivisionError
-        return scale / (self.tail_y[-1] if self._facts_y is None else float(self._facts_y[-1]))
+    def over_weight(self, scale: float, weight: float) -> float | torch.Tensor:
+        """Returns scale / `weight`, the total weight of all workers. It is a tensor if the host would have to wait for it."""
+        return scale / weight
 
     def summed_weight(self) -> float:
         """The total weight of all workers in the exchange of the last received sum; 0 if it is known only to the GPU."""
-        if self.served:
-            return self.weight
-        return self.received_weight or 0.0 if self._facts_y is None else float(self._facts_y[-1])
+        return self.exchange.weight
 
-    def op(self, coding: str) -> str:
-        """Name of an operation in paths: "encode" or "decode" followed by the device, such as "encode@cpu"."""
-        return f"{coding}@{'gpu' if self.on_device else 'cpu'}"
-
-    def to_mean(self) -> None:
-        """Divides the send buffer, a weighted sum over this node's ranks, by their weight. Does nothing unless the server
-        averages means."""
-        if self.means:
-            self.x.div_(self.weight or 1.0)
-            if self.x.device.type == "cpu":
-                self.host.copy_(self.x)
-
-    def encode(self) -> int:
-        """Encodes the send buffer into the payload of the codec's first round. Returns the payload's bytes."""
-        self.started = self.codes = True
-        self._drop_result()
-        if self.entries is not None:
-            self.entries.begin(self.step)
-        if not self.on_device:
-            return self.codec.start(self.host.numpy(), self.state, self.payload)
-        nbytes = self.codec.start(self.x, self.state, self._there[0])
-        self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
-        if self.x.is_cuda:
-            torch.cuda.current_stream(self.x.device).synchronize()
-        return nbytes
-
-    def restart(self, total: float) -> int:
-        """Encodes the first round again, because the total weight of all workers differs from the assumed one. Returns the
-        payload's bytes.
-
-        The send buffer also contains residuals of other ranks of this node, which are scaled, too. Each of those ranks keeps
-        the part that did not reach the mean (`carry_on`).
-        """
-        x = self.coded_x
-        self.codec.undo(self.state, self.codec_input)
-        carried = 0.0 if self.carried is None else self.carried.to(x.device)
-        x.sub_(carried).mul_(self.total / total).add_(carried)
-        self.total = total
-        return self.encode()
-
-    @property
-    def coded_x(self) -> torch.Tensor:
-        """The codec's input, in the memory from which the codec reads: host or device."""
-        return self.x if self.on_device else self.host
-
-    @property
-    def result(self) -> torch.Tensor:
-        """The received sum, in the memory where reading it costs least: host or device."""
-        return self.host_y if self._reader is None and self._decoder is None and not self.on_device else self.y
-
-    def slice_of_result(self, number: int) -> torch.Tensor:
-        """The received values of a slice; only the nonzero ones if the result arrived as sparse entries."""
-        return self.layout.views(self.y)[number] if self.sparse is None else self.sparse.entries(number)[1]
-
-    def encode_next(self, r: int, result: Buffer) -> int:
-        return self.codec.next(r, result, self.state, self.payload)
-
-    def decode(self, result: memoryview) -> None:
-        """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form."""
-        if self._reader is not None:
-            self._read(self._reader, result)
-            return
-        if self._decoder is not None:
-            self._drop_result()
-            self.coded_result = CodedResult(self._decoder, self.layout, result, self.numel)
-            self.finite = self.coded_result.finite
-            return
-        if not self.on_device:
-            self.finite = self.codec.decode(result, self.state, self.host_y.numpy())
-            if self.means and self.y.device.type == "cpu":
-                self.y.copy_(self.host_y)
-            return
-        nbytes = result.nbytes
-        if nbytes > self.bound:
-            raise CorruptFrame(f"a result of {nbytes} bytes was received, but at most {self.bound} bytes are possible for "
-                               "this codec and bucket")
-        self._pinned[1][:nbytes].numpy().data[:] = result
-        self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
-        self.finite = self.codec.decode(self._there[1][:nbytes], self.state, self.y)
-
-    @property
-    def keeps_body(self) -> bool:
-        """Whether `decode` has kept the received bytes, which the bucket itself then recycles."""
-        return self.coded_result is not None
-
-    def let_go(self) -> None:
-        """Returns memory to the system between two exchanges, unless the last exchange might still be rolled back."""
-        if self.started or self.unapplied or self.late or not self.coded or self.on_device:
-            return
-        self.codes = False
-        self._drop_result()
-        release(self.x)
-        if not self.codec.in_place:
-            kernels.give_back(np.asarray(self.payload))
-
-    def _drop_result(self) -> None:
-        if self.coded_result is not None:
-            body, self.coded_result = self.coded_result.body, None
-            self._recycle(body)
-
-    def _read(self, reader: TopK | RandomK, result: memoryview) -> None:
-        entries = reader.read(result, self.numel)
-        self.finite = entries is not None
-        self.sparse = None if entries is None else SparseResult(self.layout, *map(torch.from_numpy, entries))
-        self._y = torch.empty(0) if entries is not None else torch.full((self.numel,), math.nan)
-        self.views_y = [] if entries is not None else self.layout.views(self._y)
+    def finalize(self, slices: int) -> None:
+        """Finalizes slices whose average was applied, and discards the others."""
+        self.ledger.discarded = self.ledger.all_slices & ~slices
+        if slices and self.ledger.sent is not None:
+            # Not 1 if the total weight was not as assumed. Other ranks of an encoder's node keep their assumption.
+            weight = self.exchange.weight if self.served else float(self.memory.tail_y[-1])
+            self.ledger.applied(slices, self.exchange.total / max(weight, TINY))
 
     def look(self) -> None:
-        """Checks whether the received sum is finite and sets `finite`, for paths without a decoder that reports it."""
-        self.finite = all_finite(self.y)
-
-    def late_not_finite(self) -> int:
-        """Same as `own_not_finite`, for the exchange whose result has arrived one step late."""
-        bad = [s.tensor for s, is_finite in zip(self.slices, self._put_in.isfinite().tolist(), strict=True) if not is_finite]
-        return bad[0] if bad else -1
+        """Checks whether the received sum is finite, for paths without a decoder that reports it."""
+        self.exchange.finite = all_finite(self.y)
 
     def own_not_finite(self) -> int:
         """Number of the first tensor for which this worker's own gradient is not finite; -1 if there is none. Call it before
@@ -786,20 +489,328 @@ class WorkerBucket(ResidualLedger):
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
         """Writes the received sum times `factor` into the targets; None skips a slice. Module buffers stay unchanged if the sum
         is not finite. Call it once per exchange."""
-        if self.agreed is not None:
-            self.agreed.commit(self.y, self.views_y, self.flags(), factor, targets)
+        memory = self.memory
+        if self.shared is not None:
+            self.shared.commit(memory.y, memory.views_y, self.flags(), factor, targets)
             return
-        if (compact := self.coded_result or self.sparse) is not None:
-            compact.write(factor, targets)
+        if self.compact is not None:
+            self.compact.write(factor, targets)
             return
-        pairs = self.layout.pairs(targets, self.views_y)
+        pairs = self.layout.pairs(targets, memory.views_y)
         if self.numel <= SMALL_NUMEL * len(pairs):
-            self.y.mul_(factor)
-            self.scaled = factor
+            memory.y.mul_(factor)
+            self.exchange.scaled = factor
             torch._foreach_copy_([target.detach() for _, target in pairs], [view for view, _ in pairs])
             return
         for view, target in pairs:
             torch.mul(view, factor, out=target.detach())
+
+    def slice_of_result(self, number: int) -> torch.Tensor:
+        """The received values of a slice; only the nonzero ones if the result arrived as sparse entries."""
+        sparse = self.compact if isinstance(self.compact, SparseResult) else None
+        return self.layout.views(self.y)[number] if sparse is None else sparse.entries(number)[1]
+
+    def forget(self) -> None:
+        """Drops all records of the last exchange, because codec states were replaced: it can no longer be rolled back."""
+        self.ledger.forget()
+
+    def let_go(self) -> None:
+        """Returns memory to the system between two exchanges, unless the last exchange might still be rolled back."""
+
+
+def _mask(flags: torch.Tensor) -> int:
+    return sum(1 << i for i, flag in enumerate(flags.tolist()) if flag > 0)
+
+
+class CollectiveBucket(WorkerBucket):
+    """A bucket that collectives sum, together with its flags and weight. With a CUDA model, the buffers are on the device.
+
+    An all-reduce of float64 gradients or of module buffers uses float64, so only the result is rounded.
+    """
+
+    def __init__(self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
+        super().__init__(planned, job, codec, order)
+        self.dense = planned.path == "allreduce"
+        """Whether the bucket is summed by one all-reduce, without compression."""
+        doubles = self.buffer or any(job.tensors[s.tensor].dtype == "float64" for s in self.slices)
+        dtype = torch.float64 if doubles and self.dense else torch.float32
+        floats = self.numel + len(self.slices) + 1
+        every = (aligned(0, floats * dtype.itemsize, pinned=False).view(dtype) if device.type == "cpu"
+                 else torch.empty(floats, dtype=dtype, device=device))
+        self.use(every, every)
+
+    def read_used(self) -> None:
+        """Reads which slices any rank used from the summed flags. Does nothing if this rank used every slice: the answer is
+        then known."""
+        if self.exchange.used != self.ledger.all_slices:
+            self.exchange.used = _mask(self.memory.tail_y[:-1])
+
+    @property
+    def read_here(self) -> bool:
+        """Whether the host can read a collective's summed weight without waiting for the GPU."""
+        return self.memory.facts_y is not None
+
+    def over_weight(self, scale: float, _weight: float) -> float | torch.Tensor:
+        """Returns scale / (total weight of all workers). On a GPU it is a tensor, so that the host does not wait."""
+        if self.exchange.received_weight == 0.0:
+            raise ZeroDivisionError
+        facts = self.memory.facts_y
+        return scale / (self.memory.tail_y[-1] if facts is None else float(facts[-1]))
+
+    def summed_weight(self) -> float:
+        """The total weight of all workers in the exchange of the last received sum; 0 if it is known only to the GPU."""
+        facts = self.memory.facts_y
+        return self.exchange.received_weight or 0.0 if facts is None else float(facts[-1])
+
+
+class ServedBucket(WorkerBucket):
+    """A bucket that a server sums. This class is for ranks of a node that do not encode it: they only take part in collectives
+    inside the node.
+
+    Module buffers that a server averages: the server receives this node's mean in float32 and averages the means of all nodes
+    (`means`), and both buffers here are float64.
+    """
+
+    served = True
+
+    def __init__(self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
+        super().__init__(planned, job, codec, order)
+        self.means = self.buffer and of_means(codec)
+        self._allocate(job, device)
+
+    def _allocate(self, job: Job, device: torch.device) -> None:
+        floats, dtype = self.numel + len(self.slices) + 1, torch.float64 if self.means else torch.float32
+        every = (aligned(0, 4 * floats, pinned=False).view(dtype) if device.type == "cpu" and not self.means
+                 else torch.empty(floats, dtype=dtype, device=device))
+        self.use(every, every)
+
+    def flags(self) -> torch.Tensor:
+        used = self.exchange.used
+        return torch.tensor([used >> i & 1 for i in range(len(self.slices))], device=self.x.device)
+
+    def read_result(self) -> None:
+        """Reads weight and used slices of the result that the bucket's owner has distributed to this worker. A weight of NaN
+        marks a result that is not finite."""
+        exchange, tail = self.exchange, self.memory.tail_y
+        exchange.weight, exchange.used = float(tail[-1]), _mask(tail[:-1])
+        exchange.finite = not math.isnan(exchange.weight) and bool(torch.isfinite(self.y[:1]).all())
+
+
+class EncodedBucket(ServedBucket):
+    """A bucket that this worker encodes and exchanges with a server.
+
+    With error feedback the codec's input stays in the send buffer. So a step whose average was not applied can be rolled back
+    without a copy of the residual. On a CPU the only rank of a node then has no receive buffer: results stay encoded, and are
+    decoded when they are written. If results are wanted as the entries of a sparse codec, they stay sparse.
+    """
+
+    def __init__(
+        self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, rank: int = 0,
+        on_device: bool = False,
+    ) -> None:
+        """`on_device`: the codec runs on the gradients' device (lanes.py)."""
+        self._rank, self._on_device = rank, on_device
+        self._decoder: OneRound | None = None
+        """Codec with which results that stay encoded are decoded when they are written; None: they do not stay encoded."""
+        self._reader: TopK | RandomK | None = None
+        """Codec that reads results as sparse entries; None: results are dense."""
+        self._recycle: Callable[[memoryview], None] = lambda _: None
+        super().__init__(planned, job, codec, device, order)
+
+    def _allocate(self, job: Job, device: torch.device) -> None:
+        on_host, floats = device.type == "cpu", self.numel + len(self.slices) + 1
+        on_device = self._on_device and not self.means
+        on_copy = not on_device  # the codec works on host memory
+        block = aligned(PAYLOAD_HEADER, 4 * floats if on_host or on_copy else 0, pinned=not on_host and on_copy)
+        host = block[PAYLOAD_HEADER:].view(torch.float32)
+        dtype = torch.float64 if self.means else torch.float32
+        every = host if on_host and not self.means else torch.empty(floats, dtype=dtype, device=device)
+        host_y, every_y = host, every
+        if self.in_means:
+            host_y = aligned(0, 4 * floats, pinned=not on_host).view(torch.float32) if on_host or on_copy else torch.empty(0)
+            if on_host or on_device:
+                every_y = host_y if on_host else torch.empty(floats, device=device)
+        self.use(every, every_y)
+        state = self.codec.init(self.planned.spec)
+        seed(state, job.digest(), self.id, self._rank)
+        self.coder = Coder(self.codec, self.planned.spec, state, self.memory, block, host, host_y,
+                           device if on_device else None)
+        self.ledger.state, self.ledger.encoders = state, [((0, self.numel), state)]
+
+    def keep_encoded(self, recycle: Callable[[memoryview], None]) -> None:
+        """Keeps results encoded from now on, if they can be decoded later. Called only on the single rank of a node, before its
+        first step. `recycle` receives the buffers of results for reuse."""
+        if self._keeps_form and self.in_means and (codec := codec_of_results(self.codec)) is not None:
+            self._decoder, self._recycle = codec, recycle
+            self._drop_y()
+
+    def keep_entries(self) -> None:
+        """Keeps results that arrive as sparse entries in that form. Called only on the single rank of a node, before its first
+        step."""
+        if self._keeps_form and self.numel <= MOST_NUMEL and (reader := reader_of(self.codec)) is not None:
+            self._reader = reader
+            self._drop_y()
+
+    @property
+    def _keeps_form(self) -> bool:
+        return not self.late and not self.buffer and self.x.device.type == "cpu"
+
+    def _drop_y(self) -> None:
+        self.memory.drop_y()
+        self.coder.host_y = self.memory.y
+
+    def read_sum(self) -> None:
+        """Reads weight and used slices of the sum inside the node."""
+        self.exchange.weight, self.exchange.used = float(self.memory.tail[-1]), _mask(self.memory.tail[:-1])
+
+    def to_mean(self) -> None:
+        """Divides the send buffer, a weighted sum over this node's ranks, by their weight, for a server that averages means."""
+        self.x.div_(self.exchange.weight or 1.0)
+        if self.x.device.type == "cpu":
+            self.coder.host.copy_(self.x)
+
+    def encode(self) -> int:
+        """Encodes the send buffer into the payload of the codec's first round. Returns the payload's bytes."""
+        self.exchange.started = True
+        self._drop_result()
+        self.ledger.record(self.coder.undo)
+        return self.coder.encode(self.exchange.step)
+
+    def restart(self, total: float) -> int:
+        """Encodes the first round again, because the total weight of all workers differs from the assumed one. Returns the
+        payload's bytes.
+
+        The send buffer also contains residuals of other ranks of this node, which are scaled, too. Each of those ranks keeps
+        the part that did not reach the mean (`Ledger.applied`).
+        """
+        self.coder.undo(None)
+        x = self.coder.input
+        sent = 0.0 if self.ledger.sent is None else self.ledger.sent.to(x.device)
+        x.sub_(sent).mul_(self.exchange.total / total).add_(sent)
+        self.exchange.total = total
+        return self.encode()
+
+    def decode(self, body: memoryview) -> bool:
+        """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form. Returns
+        whether it keeps the memory of `body`."""
+        self._drop_result()
+        if self._reader is not None:
+            self._read(self._reader, body)
+        elif self._decoder is not None:
+            self.compact = result = EncodedResult(self._decoder, self.layout, body)
+            self.exchange.finite = result.finite
+        else:
+            self.exchange.finite = self.coder.decode(body)
+            if self.means and self.x.device.type == "cpu":
+                self.y.copy_(self.coder.host_y)
+        return isinstance(self.compact, EncodedResult)
+
+    def _read(self, reader: TopK | RandomK, body: memoryview) -> None:
+        entries = reader.read(body, self.numel)
+        self.exchange.finite = entries is not None
+        if entries is not None:
+            self.compact = SparseResult(self.layout, *map(torch.from_numpy, entries))
+            self.memory.drop_y()
+        else:
+            self.memory.y = torch.full((self.numel,), NAN)
+            self.memory.views_y = self.layout.views(self.memory.y)
+
+    def _drop_result(self) -> None:
+        result, self.compact = self.compact, None
+        if isinstance(result, EncodedResult):
+            self._recycle(result.body)
+
+    def forget(self) -> None:
+        super().forget()
+        if self.coder.entries is not None:
+            self.coder.entries.forget()
+
+    def let_go(self) -> None:
+        if self.coder.on_device or self.exchange.started or self.ledger.discarded or self.late:
+            return
+        self.ledger.keep()
+        self._drop_result()
+        release(self.x)
+        if not self.codec.in_place:
+            kernels.give_back(np.asarray(self.coder.payload))
+
+
+class Coder:
+    """A codec with its state and the memory that it works on. On a CPU this is the bucket's own memory. With a CUDA model it is
+    a pinned copy of it (`host`), or device memory: then only payloads pass through pinned memory, in one buffer per direction.
+    """
+
+    def __init__(
+        self, codec: Codec, spec: Spec, state: State, memory: BucketMemory, block: torch.Tensor, host: torch.Tensor,
+        host_y: torch.Tensor, device: torch.device | None,
+    ) -> None:
+        """`block` begins with the payload header, which `host` follows. `device`: where the codec runs; None: on the host."""
+        self.codec, self.state, self._memory = codec, state, memory
+        numel = memory.x.numel()
+        self.host, self.host_y = host[:numel], host_y[:numel]
+        self.bound, self.on_device = codec.bound(spec), device is not None
+        self.entries: EntryCounts | None = None
+        """Sets the number of sent entries before each encode; None if the codec's ratio does not change between steps."""
+        if device is not None:
+            place(state, device)
+            pinned = device.type != "cpu"
+            self._pinned = [torch.empty(self.bound, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+            self._there = [launch.words(self.bound, device) for _ in range(2)]
+            self.payload = self._pinned[0].numpy().data
+        else:
+            in_place = block[: PAYLOAD_HEADER + 4 * numel]
+            self.payload = (in_place if codec.in_place else aligned(0, self.bound, pinned=False)).numpy().data
+
+    @property
+    def place(self) -> str:
+        """Where the codec runs, in the names of operations in paths."""
+        return "gpu" if self.on_device else "cpu"
+
+    @property
+    def input(self) -> torch.Tensor:
+        return self._memory.x if self.on_device else self.host
+
+    def undo(self, cut: Ranges) -> None:
+        self.codec.undo(self.state, self.input if self.on_device else self.input.numpy(), cut)
+
+    def encode(self, step: int) -> int:
+        if self.entries is not None:
+            self.entries.begin(step)
+        if not self.on_device:
+            return self.codec.start(self.host.numpy(), self.state, self.payload)
+        x = self._memory.x
+        nbytes = self.codec.start(x, self.state, self._there[0])
+        self._pinned[0][:nbytes].copy_(self._there[0][:nbytes], non_blocking=True)
+        if x.is_cuda:
+            torch.cuda.current_stream(x.device).synchronize()
+        return nbytes
+
+    def next(self, r: int, result: Buffer) -> int:
+        return self.codec.next(r, result, self.state, self.payload)
+
+    def decode(self, body: memoryview) -> bool:
+        """Decodes a result into the receive buffer. Returns whether it is finite."""
+        if not self.on_device:
+            return self.codec.decode(body, self.state, self.host_y.numpy())
+        nbytes = body.nbytes
+        if nbytes > self.bound:
+            raise CorruptFrame(f"a result of {nbytes} bytes was received, but at most {self.bound} bytes are possible for "
+                               "this codec and bucket")
+        self._pinned[1][:nbytes].numpy().data[:] = body
+        self._there[1][:nbytes].copy_(self._pinned[1][:nbytes], non_blocking=True)
+        return self.codec.decode(self._there[1][:nbytes], self.state, self._memory.y)
+
+
+def bucket_of(
+    planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
+    on_device: bool = False,
+) -> WorkerBucket:
+    """Allocates a bucket of the kind that its path in the plan needs."""
+    if planned.path != "service":
+        return CollectiveBucket(planned, job, codec, device, order)
+    if planned.owner != local:
+        return ServedBucket(planned, job, codec, device, order)
+    return EncodedBucket(planned, job, codec, device, order, rank=rank, on_device=on_device)
 
 
 # ---- returns freed memory from the allocator to the system

@@ -32,6 +32,7 @@ from commlayer.cluster.messages import named_at
 from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
 from commlayer.engine import buckets
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_handover import inherit_residuals
 from commlayer.engine.replica import Replica, broadcast_bytes
@@ -61,17 +62,18 @@ def worker_state(context: JobContext) -> dict[str, Any]:
     _refuse_under_way(context)
     if worker.error is None:
         worker.drain()
-        worker.undone()
+        worker.roll_back()
     tensors: dict[str, torch.Tensor] = {}
-    for bucket in worker.coded:
-        state = snapshot(bucket.state)
+    for bucket in worker.buckets:
+        state = snapshot(bucket.ledger.state)
         residual = _residual_of(bucket)
         if residual is not None:
             tensors[f"{RESIDUAL}{bucket.id}"] = residual
-            state = {name: t for name, t in state.items() if bucket.staged or not _is_residual(name)}
+            state = {name: t for name, t in state.items() if not isinstance(bucket, EncodedBucket) or not _is_residual(name)}
         tensors |= {f"{bucket.id}.{name}": torch.from_numpy(value) for name, value in state.items()}
-    tensors["total"] = torch.tensor(worker.total, dtype=torch.float64)
-    tensors |= {f"{CARRY}{bucket.id}": bucket.carry.clone() for bucket in worker.buckets if bucket.carry is not None}
+    tensors["total"] = torch.tensor(worker.units.total, dtype=torch.float64)
+    inherited = {bucket.id: bucket.ledger.inherited for bucket in worker.buckets}
+    tensors |= {f"{CARRY}{number}": residual.clone() for number, residual in inherited.items() if residual is not None}
     tensors |= worker.late.snapshot()
     tensors |= buckets.snapshot(worker.shared_buffers)
     tensors |= {} if context.local is None else context.local.snapshot()
@@ -81,7 +83,7 @@ def worker_state(context: JobContext) -> dict[str, Any]:
 def _residual_of(bucket: Any) -> torch.Tensor | None:
     """The residuals of a bucket's elements that this rank keeps, 0 elsewhere; None if its codec keeps none."""
     total = None
-    for (low, high), state in bucket.coders:
+    for (low, high), state in bucket.ledger.encoders:
         if (values := residual_of(state)) is not None:
             total = torch.zeros(bucket.numel) if total is None else total
             total[low:high] = torch.as_tensor(values).cpu()
@@ -101,23 +103,23 @@ def restore_worker(context: JobContext, state: Mapping[str, Any]) -> None:
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
     tensors: Mapping[str, torch.Tensor] = state["tensors"]
     worker.drain()
-    for bucket in worker.coded:
+    for bucket in worker.buckets:
         saved = _of_bucket(tensors, bucket.id)
-        if not bucket.staged and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
+        if isinstance(bucket, EncodedBucket) and (residual := tensors.get(f"{RESIDUAL}{bucket.id}")) is not None:
             at = 0
-            for name, like in snapshot(bucket.state).items():
+            for name, like in snapshot(bucket.ledger.state).items():
                 if _is_residual(name):
                     saved[name], at = residual[at : at + like.size].view(like.shape), at + like.size
-        restore(bucket.state, saved)
+        restore(bucket.ledger.state, saved)
     for bucket in worker.buckets:
         bucket.forget()
-        bucket.carry = tensors.get(f"{CARRY}{bucket.id}")
+        bucket.ledger.inherited = tensors.get(f"{CARRY}{bucket.id}")
     worker.late.restore(tensors)
     buckets.restore(worker.shared_buffers, tensors)
     if context.local is not None:
         context.local.restore(tensors)
-    worker.step = int(state["step"])
-    worker.total = float(tensors.get("total", worker.total))
+    worker.now.number = int(state["step"])
+    worker.units.total = float(tensors.get("total", worker.units.total))
 
 
 # ---- saving
@@ -139,7 +141,7 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
             highest = max(numbers(directory), default=0)
         if worker is not None:
             worker.drain()
-            undone = worker.undone()
+            undone = worker.roll_back()
     contents: _Files = {}
     with all_or_none(groups, WHAT):
         for server in _servers_of(context):
@@ -151,14 +153,14 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
                 tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
             contents[f"server-{server}"] = tensors
     if worker is not None:
-        worker.heard()  # on all ranks, although only one rank reported to each server
+        worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
     # Higher than any rank's number, so that no file of an earlier checkpoint is overwritten.
     rows = gather(groups, [highest, secrets.randbits(62)])
     number, first = 1 + max(row[0] for row in rows), context.rank == 0
     plan = None if worker is None else worker.plan
     mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if worker is None else worker.step, world=context.world,
                 servers=0 if plan is None else plan.servers, plan="" if plan is None else records.digest(plan),
-                rate=1.0 if worker is None else worker.rate)
+                rate=1.0 if worker is None else worker.units.rate)
     folder = folder_of(directory, number)
     own = f"{TRAINING}{context.rank}"
 

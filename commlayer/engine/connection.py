@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,11 +27,14 @@ from commlayer.engine.local_steps import OuterSteps
 from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices
+from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices, WorkerListener
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, cause_of
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
+
+if TYPE_CHECKING:
+    from commlayer.engine.averages import AverageUse
 
 log = logging.getLogger("commlayer")
 
@@ -108,7 +111,7 @@ class JoinedState(NamedTuple):
     """Results of the functions in JobContext.followers, by name, on the rank that sent this state."""
 
 
-class JobContext:
+class JobContext(WorkerListener):
     """State shared by a session's components. `worker` is None if there are no other ranks to average with.
 
     =====================================  ====================================================================
@@ -211,6 +214,10 @@ class JobContext:
         """Functions to call on all remaining ranks in the same step, after members have left."""
         self.after_between: list[Callable[[], None]] = []
         """Functions to call after `after_regroup`, if the members left between two steps. They can use collectives."""
+        self.average_use: AverageUse | None = None
+        """Observes how the script uses averages; None without an optimizer's averages."""
+        self.finish_overlap: Callable[[], object] | None = None
+        """Waits for results that arrive during a forward pass; None if there are none."""
         self.bring_in: list[Callable[[], object]] = []
         """Functions to call on all ranks between the same two steps, before a save, a load and an orderly end. They complete
         pending exchanges."""
@@ -276,7 +283,7 @@ class JobContext:
         codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
         return Worker(
             job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, explain=self.explain,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=self,
         )
 
     def follow(self, worker: Worker) -> None:
@@ -291,21 +298,33 @@ class JobContext:
             worker.latch(error)
 
         def left(peer: str, exchanges: int) -> None:
-            if (error := worker.ended.hear(peer, exchanges)) is not None:
+            if (error := worker.finished_peers.add(peer, exchanges)) is not None:
                 fail(error)
 
-        self.uplink.subscribe(fail, worker.stalled, left, worker.generation)
+        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
         if self._notices is None:
             self._notices = WaitNotices(self._waiting, self.uplink.display_name, self.waits.silent_s, self.log)
             self.on_close.append(self._notices.close)
-        if (members := self.members) is not None:
-            worker.now.check_interrupts = lambda complete: members.check_interrupts(worker, complete)
-            worker.patience = members.patience
 
     def _waiting(self) -> Waiting | None:
         """The step, or the call between two steps, that might be waiting for other ranks now; None if there are none."""
         in_step = self.worker is not None and self.worker.waiting_since
         return self.worker if in_step or self.groups is None else self.groups
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        if self.members is not None and self.worker is not None:
+            self.members.check_interrupts(self.worker, complete)
+
+    def patience(self) -> float:
+        return 0.0 if self.members is None else self.members.patience()
+
+    def settle(self) -> None:
+        if self.average_use is not None:
+            self.average_use.settle()
+
+    def finish_pending(self) -> None:
+        if self.finish_overlap is not None:
+            self.finish_overlap()
 
     def hand_on(self, old: Worker, new: Worker) -> None:
         """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""

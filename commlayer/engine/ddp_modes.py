@@ -147,7 +147,7 @@ class DDPBuffers:
                 or hasattr(ddp, "buffer_hook") or not ddp.will_sync_module_buffers()):
             return
         worker.check()
-        if (peer_error := worker.ended.begin(worker.step)) is not None:
+        if (peer_error := worker.finished_peers.begin(worker.step)) is not None:
             worker.latch(peer_error)
             worker.check()
         try:
@@ -156,7 +156,7 @@ class DDPBuffers:
         except CommError as error:
             worker.latch(error)
             worker.check()
-        worker.ended.over()
+        worker.finished_peers.end()
         ddp.require_forward_param_sync = False  # DDP sets it to True at the end of this forward pass
 
     def _broadcast(self, buffers: list[torch.Tensor], failed: Callable[[], BaseException | None]) -> None:

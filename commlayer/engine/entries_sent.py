@@ -13,7 +13,7 @@ from commlayer.codec_spec import CodecSpec, parse_spec
 from commlayer.compressors.codec import CodecWrapper, State
 from commlayer.compressors.global_budget import BudgetedTopK, ratio_at, share_budget
 from commlayer.compressors.plan_codecs import TwoWay
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket, WorkerBucket
 
 
 class _One(NamedTuple):
@@ -22,16 +22,16 @@ class _One(NamedTuple):
 
 
 class EntriesSent:
-    """Sets the number of entries that one worker's buckets send under one plan. See WorkerBucket.entries."""
+    """Sets the number of entries that one worker's buckets send under one plan. See Coder.entries."""
 
-    def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
+    def __init__(self, buckets: Sequence[EncodedBucket]) -> None:
         self.forget()
         self._alone: list[_One] = []
         self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
         """Groups of codecs that share a total number of entries. The keys (codec without its ratio, whether it sends weight
         updates) separate codecs whose magnitudes cannot be compared, or whose entries differ in bytes."""
         for bucket in buckets:
-            if (one := _budgeted(bucket.codec, bucket.state)) is None:
+            if (one := _budgeted(bucket.codec, bucket.ledger.state)) is None:
                 continue
             if one.codec.shared:
                 self._pools.setdefault((parse_spec(str(one.codec)).without_ratio(), bucket.in_updates), []).append(one)
@@ -55,10 +55,11 @@ class EntriesSent:
 
 def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
     """Creates one EntriesSent for all buckets whose codec needs a number of entries, and stores it in these buckets."""
-    budgeted = [bucket for bucket in buckets if bucket.coded and _budgeted(bucket.codec, bucket.state) is not None]
+    budgeted = [bucket for bucket in buckets
+                if isinstance(bucket, EncodedBucket) and _budgeted(bucket.codec, bucket.ledger.state) is not None]
     entries = EntriesSent(budgeted)
     for bucket in budgeted:
-        bucket.entries = entries
+        bucket.coder.entries = entries
 
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
@@ -76,7 +77,7 @@ def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> No
 
 
 def _divided(bucket: WorkerBucket) -> _One | None:
-    one = _budgeted(bucket.codec, bucket.state) if bucket.coded else None
+    one = _budgeted(bucket.codec, bucket.ledger.state) if isinstance(bucket, EncodedBucket) else None
     return one if one is not None and one.codec.shared else None
 
 

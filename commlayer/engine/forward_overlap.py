@@ -271,9 +271,9 @@ class ForwardOverlap:
         with torch.inference_mode(mode=False):
             out.end()
         self._loop.judged(worker, dropped=self._passed_over)
-        worker.applied(self._stepped - self._gone)
+        worker.mark_applied(self._stepped - self._gone)
         for number in self._gone:
-            worker.cleared(number)
+            worker.mark_discarded(number)
         self._loop.written(self._stepped | self._gone)
         self._forget()
         self._unobserved = True
@@ -388,7 +388,7 @@ class ForwardOverlap:
             self._marks.became(number, average)
             del self._later[number]
         self._stepped.update(numbers)
-        self._out.worker.spent(numbers)
+        self._out.worker.mark_applied_early(numbers)
 
     # ---- failure and end
 

@@ -14,7 +14,7 @@ import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.feedback import residual_of
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket, WorkerBucket
 from commlayer.engine.plan_choice import exchanges_gradients, lossy
 from commlayer.engine.worker import Worker
 from commlayer.observe.fidelity import Dots
@@ -61,7 +61,7 @@ def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
     """This rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
     bucket = of.bucket
     gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
-    if worker.weight == 0.0:
+    if worker.units.weight == 0.0:
         return gradients
     at = 0
     for source, s in zip(bucket.sources, bucket.slices, strict=True):
@@ -81,10 +81,10 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
     """
     if groups.ranks_per_node > 1 and of.bucket.served:
         mine = mine.clone()
-        groups.inside.out.reduce(mine, of.bucket.owner).wait(time.monotonic() + deadline_s)
+        groups.inside.out.reduce(mine, of.bucket.planned.owner).wait(time.monotonic() + deadline_s)
     if of.owing is None:
         return Dots()
-    if of.bucket.carried is not None:
+    if of.bucket.ledger.sent is not None:
         return NOTHING_SAID
     residual = _kept(of.bucket)
     assert residual is not None
@@ -96,7 +96,7 @@ def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s:
     """Compares the received sum with the exact sum, which an all-reduce computes in place in `mine`. All ranks call it
     together."""
     groups.allreduce(mine).wait(time.monotonic() + deadline_s)
-    if of.bucket.carried is not None:
+    if of.bucket.ledger.sent is not None:
         return NOTHING_SAID
     return dots(mine, of.bucket.y[of.start : of.stop])
 
@@ -110,7 +110,7 @@ def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> 
 
 def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
     """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else None."""
-    if not bucket.coded:
+    if not isinstance(bucket, EncodedBucket):
         return None
-    residual = residual_of(bucket.state)
+    residual = residual_of(bucket.ledger.state)
     return None if residual is None else torch.as_tensor(residual)

@@ -14,7 +14,7 @@ import torch
 
 from commlayer.compressors import runs_on
 from commlayer.compressors.codec import Codec
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket, WorkerBucket
 from commlayer.gpu import launch
 from commlayer.records import Plan
 
@@ -29,7 +29,7 @@ class Lane:
 
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []
-        self._there: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._queued: queue.SimpleQueue[None] = queue.SimpleQueue()
         """A queue with one item for each queued job; the thread waits on it."""
         self._numbers = itertools.count()
         self._on_error = on_error
@@ -41,10 +41,10 @@ class Lane:
 
     def _put(self, job: Callable[[], None] | None, urgency: Urgency) -> None:
         heapq.heappush(self._jobs, (urgency, next(self._numbers), job))  # atomic: it compares only integers
-        self._there.put(None)
+        self._queued.put(None)
 
     def _next(self) -> Callable[[], None] | None:
-        self._there.get()
+        self._queued.get()
         return heapq.heappop(self._jobs)[-1]
 
     def _run(self) -> None:
@@ -74,6 +74,10 @@ class Lane:
 # device. Buckets own their buffers for the life of the plan, so these need no record: `join` and the next hook's event order
 # their reuse.
 
+ON_HOST = contextlib.nullcontext()
+"""The context of work that uses no CUDA stream."""
+
+
 class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -93,25 +97,25 @@ class Staging:
             if isinstance(mark, torch.cuda.Event):
                 torch.cuda.current_stream(self._device).wait_event(mark)
 
-    @contextlib.contextmanager
-    def lane(self, bucket: WorkerBucket) -> Iterator[None]:
+    def lane(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
         """Context manager: the body runs on the lane's CUDA stream, after the bucket's source gradients are final."""
-        if self._stream is None:
-            yield
-            return
+        return ON_HOST if self._stream is None else self._on_stream(self._stream, bucket)
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: torch.cuda.Stream, bucket: WorkerBucket) -> Iterator[None]:
         for source in bucket.sources:
             if source is not None:
-                source.record_stream(self._stream)
-        with torch.cuda.stream(self._stream):
+                source.record_stream(stream)
+        with torch.cuda.stream(stream):
             self.catch_up(bucket)
             if bucket.late:
-                self._stream.wait_stream(self._backs[True])  # its last result has not been read yet
+                stream.wait_stream(self._backs[True])  # its last result has not been read yet
             yield
 
-    def to_host(self, bucket: WorkerBucket) -> None:
+    def to_host(self, bucket: EncodedBucket) -> None:
         """Copies the bucket's send buffer to host memory and waits for the copy. Called inside `lane`."""
-        if self._stream is not None and not bucket.on_device:
-            bucket.host.copy_(bucket.x, non_blocking=True)
+        if self._stream is not None and not bucket.coder.on_device:
+            bucket.coder.host.copy_(bucket.x, non_blocking=True)
             self._stream.synchronize()
 
     def settle(self) -> None:
@@ -119,16 +123,16 @@ class Staging:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def to_device(self, bucket: WorkerBucket) -> None:
+    def to_device(self, bucket: EncodedBucket) -> None:
         """Starts to copy a received sum from the host to the GPU. `join` makes the training stream wait for the copy."""
-        if self._backs and not bucket.on_device:
+        if self._backs and not bucket.coder.on_device:
             with self.way_back(bucket):
-                bucket.y.copy_(bucket.host_y, non_blocking=True)
+                bucket.y.copy_(bucket.coder.host_y, non_blocking=True)
 
     def way_back(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
         """Context manager for the CUDA stream that copies the bucket's results to the GPU: one stream for late buckets, one for
         all others."""
-        return torch.cuda.stream(self._backs[bucket.late]) if self._backs else contextlib.nullcontext()
+        return torch.cuda.stream(self._backs[bucket.late]) if self._backs else ON_HOST
 
     def join(self) -> None:
         """Makes the current CUDA stream wait until all results are on the GPU."""

@@ -14,12 +14,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from commlayer.compressors.codec import ranges
 from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import BucketExchange, WorkerBucket
+
+if TYPE_CHECKING:
+    from commlayer.engine.step import Step
 
 NAN = float("nan")
 LOOK_S = 0.1
@@ -44,41 +48,44 @@ class LateResult:
         self._spoilt = self._skipped = False
         self.not_finite = -1
         """First tensor for which this worker's own gradient in the kept result was not finite; -1 if there is none."""
+        self._sums = torch.empty(0)
+        """The sum of each slice's gradients that were sent last: the gradients themselves have changed when the result arrives.
+        """
         self._unread = False
         """Whether the bucket's receive buffer contains a result that `take` has not moved yet."""
         self._lock = threading.Lock()
-        self._here = threading.Event()
-        self._here.set()
-        self._under_way = 0
+        self._idle = threading.Event()
+        self._idle.set()
+        self._running = 0
         self._next: Callable[[], None] | None = None
 
     # ---- the exchange
 
     def push(self, start: Callable[[], None]) -> None:
         """Calls `start`, which starts the bucket's next exchange: now, or when the running exchange has ended."""
-        if self.begun() > 1:
+        if self.begin() > 1:
             with self._lock:
-                if self._under_way > 1:
+                if self._running > 1:
                     self._next = start
                     return
         start()
 
-    def begun(self) -> int:
+    def begin(self) -> int:
         """Counts one more exchange, running or queued, and returns their number. Called directly by paths that keep the order
         themselves."""
         with self._lock:
-            self._under_way += 1
-            self._here.clear()
-            return self._under_way
+            self._running += 1
+            self._idle.clear()
+            return self._running
 
     def arrived(self) -> None:
         """Records that the bucket's receive buffer contains a result, and starts the queued exchange, if there is one."""
         with self._lock:
             self._unread = True
-            self._under_way -= 1
+            self._running -= 1
             start, self._next = self._next, None
-            if not self._under_way:
-                self._here.set()
+            if not self._running:
+                self._idle.set()
         if start is not None:
             start()
 
@@ -89,41 +96,54 @@ class LateResult:
 
     def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> bool:
         """Waits until no exchange is running. Returns False if the deadline passes or an error occurs first."""
-        while not self._here.wait(LOOK_S):
+        while not self._idle.wait(LOOK_S):
             if failed() is not None or time.monotonic() > deadline:
                 return False
         return True
 
+    def refill(self, step: Step) -> float:
+        """Moves the last result into this object and copies the next gradients into the send buffer. Returns the time at which
+        the copy began. Called by the thread that runs the bucket's exchange."""
+        self.take()
+        bucket = self._bucket
+        bucket.exchange = BucketExchange(step.number)
+        begin = time.perf_counter()
+        step.units.gather(bucket)
+        self._sums = torch.stack([view.sum() for view in bucket.memory.views])  # on a GPU nothing waits for these
+        return begin
+
     def take(self) -> None:
         """Moves the result from the bucket's receive buffer into this object, after the step to which the result belongs."""
-        bucket = self._bucket
-        dropped, bucket.unapplied = bucket.unapplied, 0
+        bucket, ledger = self._bucket, self._bucket.ledger
+        dropped, ledger.discarded = ledger.discarded, 0
         self._slices |= dropped & self._written
         self._written &= ~dropped
         if not self._unread:
             return
         self._unread = False
-        if not bucket.finite:
+        if not bucket.exchange.finite:
             self._spoilt = self._spoilt or not self._skipped
-            self.not_finite = bucket.late_not_finite()
-            dropped = bucket.all_slices
-        bucket.unapplied = dropped | bucket.all_slices & ~bucket.used
-        self._add(bucket.used & ~bucket.unapplied)
-        bucket.carry_on(bucket.used & ~bucket.unapplied)
-        bucket.take_back()
+            bad = [s.tensor for s, finite in zip(bucket.slices, self._sums.isfinite().tolist(), strict=True) if not finite]
+            self.not_finite = bad[0] if bad else -1
+            dropped = ledger.all_slices
+        kept = bucket.exchange.used & ~dropped
+        self._add(kept)
+        bucket.finalize(kept)
+        ledger.roll_back()
 
     def _add(self, slices: int) -> None:
         """Stores slices of the received sum, or adds them to slices that were kept from the previous step."""
         bucket = self._bucket
         if not slices:
             return
+        y = bucket.y
         if self._slices and not bucket.in_means:  # means have one unit
-            self.x.mul_(bucket.weight / self.weight)
+            self.x.mul_(bucket.exchange.weight / self.weight)
         for start, stop in ranges(ranges_of(bucket.slices, slices & self._slices), bucket.numel):
-            self.x[start:stop] += bucket.y[start:stop]
+            self.x[start:stop] += y[start:stop]
         for start, stop in ranges(ranges_of(bucket.slices, slices & ~self._slices), bucket.numel):
-            self.x[start:stop] = bucket.y[start:stop]
-        self.weight = bucket.weight
+            self.x[start:stop] = y[start:stop]
+        self.weight = bucket.exchange.weight
         self._slices |= slices
 
     # ---- its use
@@ -136,7 +156,7 @@ class LateResult:
     @property
     def used(self) -> int:
         """Bit mask of slices that will be written; 0 before the first result, so that optimizers skip their tensors."""
-        return self._bucket.all_slices if self._spoilt else self._slices
+        return self._bucket.ledger.all_slices if self._spoilt else self._slices
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
         """Writes the kept result times `factor` into the targets, or zeros if none is kept. Returns False if the targets are
@@ -151,14 +171,17 @@ class LateResult:
 
     def _forget_others(self) -> None:
         """Clears slices that were written in an earlier step and have no new result."""
-        for start, stop in ranges(ranges_of(self._bucket.slices, self._bucket.all_slices & ~self._slices), self._bucket.numel):
+        others = self._bucket.ledger.all_slices & ~self._slices
+        for start, stop in ranges(ranges_of(self._bucket.slices, others), self._bucket.numel):
             self.x[start:stop] = 0.0
 
-    def judge(self, *, finite: bool) -> None:
-        """Finalizes a step while its result is still being exchanged: sets which slices `take` will roll back."""
+    def finalize(self, *, finite: bool) -> None:
+        """Finalizes a step while its own result is still being exchanged: sets which slices `take` will roll back. `finite`:
+        the optimizer applies the result of the step before."""
         if not self._bucket.buffer:
-            self._bucket.sound = False
-            self._bucket.unapplied = 0 if finite else self._bucket.all_slices
+            self._bucket.ledger.finite = False
+            self._bucket.ledger.discarded = 0 if finite else self._bucket.ledger.all_slices
+        self.settle(applied=finite)
 
     def settle(self, *, applied: bool) -> None:
         """Records after a commit whether the optimizer applied the result."""
@@ -166,7 +189,7 @@ class LateResult:
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
-    def debts(self, members: int) -> list[ResidualSlice]:
+    def residuals(self, members: int) -> list[ResidualSlice]:
         """The kept result as equal residuals of all workers, because weights might have changed since its step."""
         if not self._slices or not self.weight:
             return []
@@ -178,7 +201,7 @@ class LateResult:
         tensors = {"spoilt": torch.tensor(self._spoilt)}
         if not self._slices:
             return tensors
-        flags = [bool(self._slices >> i & 1) for i in range(self._bucket.nslices)]
+        flags = [bool(self._slices >> i & 1) for i in range(len(self._bucket.slices))]
         weight = torch.tensor(self.weight, dtype=torch.float64)
         return tensors | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
 
@@ -216,11 +239,10 @@ class LateResults:
             finite = result.commit(by, [into[s.tensor] for s in bucket.slices]) and finite
         return finite
 
-    def judge(self, *, finite: bool) -> None:
+    def finalize(self, *, finite: bool) -> None:
         """Finalizes a step. `finite`: the optimizer applies it."""
         for result in self.of.values():
-            result.judge(finite=finite)
-            result.settle(applied=finite)
+            result.finalize(finite=finite)
 
     def settle(self, *, applied: bool) -> None:
         """Records whether results that were written outside a step count as applied."""
@@ -231,9 +253,13 @@ class LateResults:
         for result in self.of.values():
             result.take()
 
-    def debts(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
+    def residuals(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
         """The kept results of all buckets, as residuals of one of `members` workers."""
-        return [(bucket, debt) for bucket in self._buckets for debt in self.of[bucket.id].debts(members)]
+        return [(bucket, each) for bucket in self._buckets for each in self.of[bucket.id].residuals(members)]
+
+    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> WorkerBucket | None:
+        """Waits until no exchange is running. Returns the first bucket whose exchange still is at the deadline, or None."""
+        return next((b for b in self._buckets if not self.of[b.id].wait(deadline, failed)), None)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """State for a checkpoint; call it when no exchange is running."""

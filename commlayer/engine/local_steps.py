@@ -57,7 +57,7 @@ class StepWeights:
         """Sums over the steps since the last exchange: number of steps, weight, steps with a known total, these totals."""
 
     def weigh(self, weight: float, total: float | None) -> None:
-        """Sets the weight of this worker's batches from now on, and the total of all workers' weights; see Worker.weigh."""
+        """Sets the weight of this worker's batches from now on, and the total of all workers' weights; see Units.weigh."""
         self._now = weight, total
 
     def count(self) -> None:
@@ -291,17 +291,17 @@ class OuterSteps:
 
     def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> None:
         if self._turn == 0:
-            worker.scale = worker.rate = 1.0  # the unit is that of the weights
-            worker.weigh(*self.weights.take())
+            worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
+            worker.units.weigh(*self.weights.take())
             if self._idle != 1 + self._overlap:  # otherwise the other ranks began it before this rank joined
                 self._steps = self._steps[1], 0
         if self._idle:
-            worker.weigh(0.0, None)
+            worker.units.weigh(0.0, None)
             for start, p in zip(self.starts, self._parameters, strict=True):
                 p.detach().copy_(start)
             self._idle -= 1
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        ranges = ranges_of(worker.turns[self._turn])
+        ranges = ranges_of(worker.fragments[self._turn])
         changes, ends = {}, {}
         for n, of_turn in ranges.items():
             values = tensors[n].contiguous()
@@ -362,7 +362,7 @@ class OuterSteps:
     def _tell(self, worker: Worker, sent: _Sent) -> None:
         """Starts the exchange of this rank's norm, while its change is being sent."""
         if self._lengths is not None:
-            self._lengths.start(worker.weight, square_of(sent.weights(len(self.starts))))
+            self._lengths.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
 
     def _merge(self, worker: Worker, buffers: Sequence[torch.Tensor], sent: _Sent, deadline_s: float) -> Worker:
         """Waits for the means of an exchange and applies the outer optimizer. Returns the worker to use from now on: a new one
@@ -397,7 +397,7 @@ class OuterSteps:
             worker.end(finite=all(self._sound))
             for turn, sound in enumerate(self._sound):
                 if sound:
-                    worker.applied(range(len(self.starts)), turn)
+                    worker.mark_applied(range(len(self.starts)), turn)
             self._sound.clear()
             self._rooms.clear()
             self._steps = 0, self._steps[1]
@@ -422,7 +422,7 @@ class OuterSteps:
                 if self._regroup is None:
                     raise
                 worker, again = self._regroup(), True
-                worker.scale = worker.rate = 1.0
+                worker.units.scale = worker.units.rate = 1.0
 
     def _advance(self, sent: _Sent) -> None:
         for n, of_turn in sent.ranges.items():

@@ -83,6 +83,7 @@ class ModuleDriver:
             connection.after_switch.append(self._enter)
             connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
             connection.bring_in.append(self._complete)
+            connection.finish_overlap = self._complete
             connection.on_close.append(self._drop)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
             ordered = [*self._parameters, *self._buffers_now()]
@@ -110,7 +111,6 @@ class ModuleDriver:
         elif not forward and self._overlap is not None:
             self._overlap.detach()
             self._overlap = None
-        worker.eager, worker.bring_in = forward, self._complete
         keep_entries(worker, self._lazy)
         self._reorder()
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})

@@ -278,8 +278,6 @@ class MembershipChange:
         return unfit(plan)
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
-        if worker is not self._made.worker:
-            return
         if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
             # results of collectives are not kept for members that lack them
             served = all(bucket.served for bucket in worker.plan.buckets)
@@ -292,7 +290,7 @@ class MembershipChange:
         old = self._made.worker
         assert old is not None
         if self.pending(0.0):
-            old.undone()
+            old.roll_back()
             with self._made.closed_door():
                 self.go(plan)
                 for act in self._made.after_between:
@@ -348,7 +346,7 @@ class MembershipChange:
         # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
         until = time.monotonic() + self._config.deadline_s * local + self.patience()
-        mine = Vote(worker.step, worker.weight)
+        mine = Vote(worker.step, worker.units.weight)
         while True:
             view = self._newest
             stay = agreement.staying(self._view, view)
@@ -398,7 +396,7 @@ class MembershipChange:
         assert job_context.uplink is not None
         assert agreed is not None
         (view, words), self._agreed = agreed, None
-        if not old.intact:
+        if old.intact is False:
             raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
                             "unknown and this rank cannot continue",
                             step=old.step)
@@ -407,7 +405,7 @@ class MembershipChange:
             ids.index(job_context.id), new_in(view, former), {m.rank: place for place, m in enumerate(former.members)})
         plan = plan_of(under, [old_places[rank] for rank in ids if rank in old_places], len(new))
         generation = wire_generation(view)
-        change = EpochChange(view, old.step, old.unheard(), records.encode(plan))
+        change = EpochChange(view, old.step, old.pending_rollbacks(), records.encode(plan))
         for server in agreement.told_by(job_context.id, former, view):
             self._send(job_context.uplink, server.id, change, generation)
         mine = words[place]

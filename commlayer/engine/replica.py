@@ -371,7 +371,7 @@ def enter(
     context.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
     context.entered = given.carried
     worker = context.worker_for(plan, job, device, wire_generation(view))
-    worker.step, worker.counters.exchanges = given.step, given.counted
+    worker.now.number, worker.counters.exchanges = given.step, given.counted
     worker.units.regroup(sum(word.weight for word in ready))
     context.members = MembershipChange(context, config, home)
     context.follow(worker)

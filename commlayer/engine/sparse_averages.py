@@ -15,6 +15,7 @@ from torch import nn
 
 from commlayer.compressors import kernels
 from commlayer.compressors.plan_codecs import reader_of
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.worker import Worker
 from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
 
@@ -41,6 +42,8 @@ def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
     if not lazily or plan.steps_locally or plan.ranks_per_node > 1:
         return
     for bucket in worker.buckets:
+        if not isinstance(bucket, EncodedBucket):
+            continue
         if getattr(reader_of(bucket.codec), "ratio", 0.0) > 1 / MOST:
             continue  # results would be made dense anyway, at a higher cost than decoding
         numbers = {s.tensor for s in bucket.slices}

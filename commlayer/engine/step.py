@@ -68,23 +68,45 @@ class EpochChanged(Exception):
     """The members of the job are changing: the current step is abandoned, and the remaining members repeat it."""
 
 
-def _nothing(_: Callable[[], bool]) -> None:
-    """Does nothing: the default of `check_interrupts`, when there are no interrupts."""
+class WorkerListener:
+    """What a worker asks the session and reports to it. This class serves a worker without a session; JobContext others."""
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        """Polls for interrupts; the training thread calls it before each wait and after each `wake`. It can raise, for example
+        EpochChanged. `complete` returns whether all results have arrived."""
+
+    def patience(self) -> float:
+        """Seconds to wait beyond a step's deadline because the coordinator has yet to decide which worker is lost."""
+        return 0.0
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Replaces an error by a more precise one, or returns it unchanged."""
+        return error
+
+    def settle(self) -> None:
+        """Reports the averages of the last step that the script has cleared; see Worker.mark_discarded."""
+
+    def finish_pending(self) -> None:
+        """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
 
 
 class Step:
     """State of the step that one worker executes. One object exists for all steps of a Worker."""
 
-    def __init__(self, rank: int, generation: int, units: Units) -> None:
-        self.rank, self.generation, self.units = rank, generation, units
+    def __init__(
+        self, rank: int, generation: int, units: Units, check_interrupts: Callable[[Callable[[], bool]], None], *,
+        eager: bool = False,
+    ) -> None:
+        """`eager`: results are applied one by one, in the order in which the next forward pass needs the parameters."""
+        self.rank, self.generation, self.units, self.eager = rank, generation, units, eager
+        self.check_interrupts = check_interrupts
         self.number = 0
-        self.eager = False
-        """Whether results are applied one by one, in the order in which the next forward pass needs the parameters."""
         self.error: BaseException | None = None
         """The first error of any step; None if there is none. It is never cleared and ends the worker."""
-        self.check_interrupts: Callable[[Callable[[], bool]], None] = _nothing
-        """Polls for interrupts; the training thread calls it before each wait and after each `wake`. It can raise, for example
-        EpochChanged. Its argument returns whether all results have arrived."""
+        self.waiting_since = 0.0
+        """Value of time.monotonic() when the training thread began to wait for results; 0 while it does not wait."""
+        self.deadline_s = 0.0
+        """Limit in seconds of the training thread's current or last wait, without the listener's patience."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
@@ -121,7 +143,7 @@ class Arrivals:
 
     def __init__(self, check_interrupts: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
-        self._heed = check_interrupts
+        self._check_interrupts = check_interrupts
         self._left = 0
         self._ended = False
 
@@ -162,7 +184,7 @@ class Arrivals:
                 if self._left <= 0 or self._ended:
                     return True
                 self._all.clear()
-            self._heed()
+            self._check_interrupts()
             if not self._all.wait(max(0.0, deadline - time.monotonic())):
                 return False
 
@@ -173,7 +195,7 @@ class Arrivals:
             self._next.clear()
             if condition() or self._ended:
                 return True
-            self._heed()
+            self._check_interrupts()
             if not self._next.wait(max(0.0, deadline - time.monotonic())):
                 return condition() or self._ended
 
@@ -218,34 +240,34 @@ class Units:
         Without this division, a change of the loss scale would falsify every residual. The same holds for the learning rate in
         codecs of weight updates.
         """
-        return 1.0 if bucket.buffer else self.scale / self.rate_of(bucket)
+        return 1.0 if bucket.buffer else self.scale / (self.rate if bucket.in_updates else 1.0)
 
     def gather(self, bucket: WorkerBucket) -> None:
-        bucket.total = as_float32(self.total)
+        """Copies a bucket's gradients into its send buffer, in the unit in which they are encoded.
+
+        An inherited residual is scaled so that its sum over all workers is `members` times what the mean lacks. With equal
+        weights, the send buffer then has the scale of gradients.
+        """
+        bucket.exchange.total = total = as_float32(self.total)
         if self.broken:
             bucket.gather(0.0, 0.0, 0.0)
-            bucket.weight = math.nan
+            bucket.exchange.weight = math.nan
         else:
-            bucket.gather(self.factor(bucket), self.weight, self.worth(bucket))
+            worth = 1.0 if bucket.in_means and bucket.served else total / self.members
+            bucket.gather(self.factor(bucket), self.weight, worth)
 
     def factor(self, bucket: WorkerBucket) -> float:
-        """Factor from a gradient to the value that is encoded."""
+        """Factor from a gradient to the value that is encoded. Codecs with residuals encode parts of the mean. Paths over
+        collectives scale them to that when they have learned the total weight, so they need not assume it."""
         part = self.weight / self.scale_of(bucket)
-        return part * (self.members / (bucket.total or self.total)) if _by_total(bucket) else part
-
-    def worth(self, bucket: WorkerBucket) -> float:
-        """Factor from a residual to the send buffer: the value that a residual of 1 adds.
-
-        Residuals are scaled so that their sum over all workers is `members` times what the mean lacks. With equal weights, the
-        send buffer then has the scale of gradients.
-        """
-        return 1.0 if _by_total(bucket) else bucket.total / self.members
+        in_parts = bucket.in_means and bucket.served
+        return part * (self.members / (bucket.exchange.total or self.total)) if in_parts else part
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
         """Factor from the received sum to the average; None if all workers have weight 0."""
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
-            average = scale / weight if bucket.served else bucket.over_weight(scale)
+            average = bucket.over_weight(scale, weight)
             if bucket.means:
                 return 1.0
             return scale / self.members if bucket.in_means else average
@@ -285,12 +307,6 @@ class Units:
                                "this sum, or leave total out")
         if not self.weight_known:
             self.total = total
-
-
-def _by_total(bucket: WorkerBucket) -> bool:
-    """Whether values must be scaled as parts of the mean before encoding. Paths over collectives learn the total weight before
-    they encode, and need not assume it."""
-    return bucket.in_means and bucket.served
 
 
 # ---- measures how long a worker computes in each step, without its waits
@@ -365,14 +381,14 @@ class Stopwatch:
 BROKEN = "its backward pass broke off"
 
 
-def broken_off(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
+def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
     """Returns which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
     `by_this_worker`: whether this worker aborted it."""
-    if reason := next((bucket.abandoned for bucket in buckets if bucket.abandoned), ""):
+    if reason := next((bucket.exchange.abandoned for bucket in buckets if bucket.exchange.abandoned), ""):
         return reason
     # Collectives run in plan order, so the last weight covers all workers that finished the pass.
     last = [bucket for bucket in buckets if not bucket.served][-1:]
-    weights = [bucket.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
+    weights = [bucket.exchange.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
     return f"a worker: {BROKEN}" if by_this_worker or any(map(math.isnan, weights)) else ""
 
 
@@ -423,7 +439,8 @@ thread that logs reads it."""
 class Waiting(Protocol):
     """An object that waits for peers: the current worker, or the process groups of a call between two steps."""
 
-    waiting_since: float
+    @property
+    def waiting_since(self) -> float: ...
 
     @property
     def waits_s(self) -> float: ...

@@ -63,10 +63,10 @@ class StepLoop:
                 self._finite = FiniteSteps(connection, parameters, held)  # its hooks must run first
                 if schedule is not None:
                     schedule.merged = self._finite.exchanged
-            self._use = AverageUse(parameters, optimizer, lambda number: self.worker.cleared(number),
-                                   lambda numbers: self.worker.applied(numbers),
-                                   lambda number: self.worker.anything(number), held)
-            connection.worker.settle = self._use.settle
+            self._use = AverageUse(parameters, optimizer, lambda number: self.worker.mark_discarded(number),
+                                   lambda numbers: self.worker.mark_applied(numbers),
+                                   lambda number: self.worker.any_nonzero(number), held)
+            connection.average_use = self._use
             connection.on_close.append(self._use.detach)
             connection.after_regroup.append(self._look_again)
         self._config = config
@@ -98,7 +98,7 @@ class StepLoop:
 
     def begin(self) -> None:
         """Starts a step. Called before the step's first gradient; later calls in the same step do nothing."""
-        if self.worker.begins():
+        if not self.worker.begun:
             self._open(self.worker)
 
     def _open(self, worker: Worker) -> None:
@@ -107,8 +107,8 @@ class StepLoop:
             self._uneven.send()
 
     def _units(self, worker: Worker) -> None:
-        worker.scale = loss_scale(self._scaler)
-        worker.rate = learning_rate(self._optimizer, worker.rate)
+        worker.units.scale = loss_scale(self._scaler)
+        worker.units.rate = learning_rate(self._optimizer, worker.units.rate)
 
     def ready(self, number: int, gradient: torch.Tensor) -> None:
         """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
@@ -116,7 +116,7 @@ class StepLoop:
         worker = self.connection.worker
         assert worker is not None
         if self._schedule is None or self.connection.local is None:
-            if worker.begins():
+            if not worker.begun:
                 self._open(worker)
             worker.ready(number, gradient)
         else:
@@ -291,7 +291,7 @@ class StepLoop:
             if self._use is not None:
                 self._use.end()
             try:
-                self._through(lambda: self.worker.abandon(self.deadline_s))
+                self._through(lambda: self.worker.abort(self.deadline_s))
             finally:
                 self._passed()
 
@@ -301,7 +301,8 @@ class StepLoop:
         """Sets this worker's weight, as Session.weight describes."""
         worker, local = self.connection.worker, self.connection.local
         if worker is not None:
-            (worker if local is None else local.weights).weigh(n / self._batch, None if total is None else total / self._batch)
+            weights = worker.units if local is None else local.weights
+            weights.weigh(n / self._batch, None if total is None else total / self._batch)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Passes a loss to the controller, as Session.log_loss describes."""

@@ -129,8 +129,8 @@ def _go_over(
         act()
     if context.worker is not old:
         raise EpochChanged  # members were lost in an exchange of these callbacks
-    new = context.worker_for(agreed, old.job, old.device, old.generation + 1)
-    sent, undone = False, old.undone()
+    new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
+    sent, undone = False, old.roll_back()
     try:
         if old.plan.steps_locally:
             groups.barrier()  # the last exchange has ended on all ranks: no message to a server is in flight
@@ -139,7 +139,7 @@ def _go_over(
             for server in range(servers):
                 if server % context.world == context.rank:
                     mine = {b.id: undone[b.id] for b in old.plan.buckets if b.server == server and b.id in undone}
-                    link.send_plan(server, records.encode(agreed), new.generation, mine)
+                    link.send_plan(server, records.encode(agreed), new.now.generation, mine)
     except Exception as error:
         new.close()
         if sent and context.members is not None and isinstance(broken := error.__cause__ or error, CommError):
@@ -175,7 +175,7 @@ def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: 
     local, stepped = context.local, context.stepped
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
-        if not old.begins() and (local is None or not local.under_way):
+        if old.begun and (local is None or not local.under_way):
             raise InvalidInput("E-PLAN-SWITCH",
                                f"step {old.step} is running: switch to another plan between two steps, after backward() and "
                                "before the next backward()")

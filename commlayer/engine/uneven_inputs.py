@@ -128,7 +128,7 @@ class UnevenInputs:
         if self._connection.in_join and self._rows is not None and worker is not None and not self._sent:
             self._read(self._rows)  # rows of a step that was broken off
             self._sent = True
-            bits, slices = worker.unapplied()
+            bits, slices = worker.discarded()
             try:
                 self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
@@ -148,7 +148,7 @@ class UnevenInputs:
         if before and not self._active[rank := self._connection.rank] and (any(self._active) or not all(before)):
             source = (self._active if any(self._active) else before).index(True)
             if source != rank:
-                worker.take_over(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
+                worker.set_discarded(sum(int(part) << BITS * n for n, part in enumerate(flags[source][1:])))
         self._last = self._active if any(self._active) else self._last
 
     # ---- this rank has no more batches
@@ -161,13 +161,13 @@ class UnevenInputs:
             log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
             units, recorder = worker.units, worker.recorder
             weight, total, given = units.weight, units.total, units.weight_known
-            worker.weigh(0.0, None)
-            worker.recorder = Recorder()  # discards the record of the unfinished step
+            units.weigh(0.0, None)
+            worker.now.recorder = Recorder()  # discards the record of the unfinished step
             while self._any_active(rows):
                 step()
-            worker.recorder = recorder
+            worker.now.recorder = recorder
             recorder.restart()
-            worker.weigh(weight, total if given else None)
+            units.weigh(weight, total if given else None)
             if self._last and not all(self._last):
                 self._copy(self._last.index(True))
 

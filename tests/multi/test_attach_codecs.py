@@ -69,7 +69,7 @@ def scheduled(run: Run) -> dict[str, Any]:
         loss_of(run, wrapped, step).backward()
         optimizer.step()
         schedule.step()
-        rates.append(run.sessions[0].inspect.connection.worker.rate)
+        rates.append(run.sessions[0].inspect.connection.worker.units.rate)
     return {"rates": rates}
 
 

@@ -115,11 +115,11 @@ def test_a_checkpoint_does_not_change_the_run(tmp_path: Path) -> None:
 def owed(job: Training, world: int) -> torch.Tensor:
     """What this rank's residuals add to the mean, over all elements of the model."""
     worker = job.connection.worker
-    worker.undone()
+    worker.roll_back()
     total = torch.zeros(sum(t.numel for t in worker.job.tensors), dtype=torch.float64)
     starts = [sum(t.numel for t in worker.job.tensors[:number]) for number in range(len(worker.job.tensors))]
     for bucket in worker.buckets:
-        for debt in bucket.debts():
+        for debt in bucket.ledger.residuals():
             at = starts[debt.tensor] + debt.start
             total[at : at + len(debt.values)] += torch.as_tensor(debt.values).double() / world
     return total

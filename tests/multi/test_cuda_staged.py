@@ -50,7 +50,8 @@ def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[lis
                 put[5][7] = float("nan")
             mine = [None if g is None else g.to(device) for g in put]
             averages.append([None if t is None else t.cpu() for t in step(worker, mine, 60.0, device)])
-        return averages, [torch.as_tensor(debt.values).cpu().clone() for bucket in worker.buckets for debt in bucket.debts()]
+        residuals = [residual for bucket in worker.buckets for residual in bucket.ledger.residuals()]
+        return averages, [torch.as_tensor(residual.values).cpu().clone() for residual in residuals]
     finally:
         worker.close()
         groups.close()

@@ -160,7 +160,7 @@ def with_residuals(rank: int) -> list[bool]:
     rows = []
     for script.number in range(2, 5):
         for bucket in worker.buckets if rank == 0 else ():
-            bucket.carry = torch.zeros(bucket.numel)
+            bucket.ledger.inherited = torch.zeros(bucket.numel)
         script.backward()
         rows.append(worker.tentative)
     script.session.close()

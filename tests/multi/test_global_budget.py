@@ -17,6 +17,11 @@ WORLD, SERVERS, WARMUP, STEPS = 2, 2, 6, 10
 FIELDS = (("ratio_over", "plan"), ("warmup", WARMUP))
 
 
+def encoded(worker: Any) -> list[Any]:
+    """The buckets that this rank encodes."""
+    return [bucket for bucket in worker.buckets if bucket.ledger.encoders]
+
+
 class Training:
     def __init__(self, rank: int, setting: Setting) -> None:
         self.run, self.model = Run(rank, WORLD, setting), mlp(width=64)
@@ -31,13 +36,13 @@ class Training:
             self.optimizer.zero_grad()
             loss_of(self.run, self.wrapped, step).backward()
             self.optimizer.step()
-            coded = self.session.inspect.connection.worker.coded
-            self.sent.append(sum(int.from_bytes(bucket.payload[8:12], "little") for bucket in coded))
+            coded = encoded(self.session.inspect.connection.worker)
+            self.sent.append(sum(int.from_bytes(bucket.coder.payload[8:12], "little") for bucket in coded))
 
     def told(self) -> dict[str, Any]:
         worker = self.session.inspect.connection.worker
-        asked = [bucket.state["inner"]["entries"] for bucket in worker.coded]
-        plain = [-(-bucket.numel // 20) for bucket in worker.coded]
+        asked = [bucket.ledger.state["inner"]["entries"] for bucket in encoded(worker)]
+        plain = [-(-bucket.numel // 20) for bucket in encoded(worker)]
         return weights(self.model) | {"sent": self.sent, "asked": asked, "plain": plain}
 
 
@@ -127,8 +132,8 @@ def locally(rank: int, address: str, how: dict[str, Any]) -> dict[str, Any]:
             loss_of(run, model, step).backward()
             optimizer.step()
         session.flush()
-        coded = session.inspect.connection.worker.coded
-        return weights(model) | {"asked": [bucket.state["inner"]["entries"] for bucket in coded],
+        coded = encoded(session.inspect.connection.worker)
+        return weights(model) | {"asked": [bucket.ledger.state["inner"]["entries"] for bucket in coded],
                                  "plain": [-(-bucket.numel // 20) for bucket in coded]}
 
 

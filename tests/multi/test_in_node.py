@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of
-from commlayer.engine.buckets import WorkerBucket
-from commlayer.engine.paths.node import ShardedInNode, in_node
+from commlayer.engine.buckets import bucket_of
+from commlayer.engine.paths.node import ShardedSum, node_sums
 from commlayer.records import Bucket, Slice
 
 RANKS = 4
@@ -30,29 +30,28 @@ def through(rank: int, numel: int, owners: list[int]) -> dict[str, Any]:
     """Rounds of: ranks 1, 2, 3 and 4 added up, its owner's result the sum times ten, weight and used with it."""
     groups, seen = Groups(RANKS, 30.0, torch.device("cpu")), []
     here, tensors = torch.device("cpu"), job([(numel,)])
-    buckets = [WorkerBucket(b, tensors, codec_of(b, 0), here, 0, local=rank, rank=rank) for b in planned(numel, owners)]
-    ones = in_node(buckets, RANKS, rank)
+    buckets: list[Any] = [bucket_of(b, tensors, codec_of(b, 0), here, 0, local=rank, rank=rank) for b in planned(numel, owners)]
+    ones = node_sums(buckets, RANKS, rank)
     try:
         for _ in range(3):
             for one in ones:
                 for bucket in one.buckets:
                     bucket.x.fill_(rank + 1.0)
-                    bucket.used, bucket.weight = int(rank == 2), 0.5
-                    bucket.write_tail(bucket.tail)
-                one.add_up(groups.inside.out)
-                one.added(time.monotonic() + 20.0, lambda: None)
+                    bucket.exchange.used, bucket.exchange.weight = int(rank == 2), 0.5
+                    bucket.write_tail(bucket.memory.tail)
+                one.reduce(groups.inside.out)
+                one.reduced(time.monotonic() + 20.0, lambda: None)
                 if (mine := one.mine) is not None:
                     mine.y.copy_(mine.x * 10)
-                    mine.weight, mine.used = float(mine.tail[-1]), int(mine.tail[0] > 0)
-                    mine.write_tail(mine.tail_y)
-                one.hand_on(groups.inside.back).wait(time.monotonic() + 20.0)
-                one.handed()
+                    mine.read_sum()
+                    mine.write_tail(mine.memory.tail_y)
+                one.distribute(groups.inside.back).wait(time.monotonic() + 20.0)
                 for bucket in one.buckets:
                     if bucket is not mine:
                         bucket.read_result()
             seen.append(torch.cat([bucket.y for bucket in buckets]).clone())
-        return {"seen": seen, "weights": [b.weight for b in buckets], "used": [b.used for b in buckets],
-                "shards": [isinstance(one, ShardedInNode) for one in ones]}
+        return {"seen": seen, "weights": [b.exchange.weight for b in buckets], "used": [b.exchange.used for b in buckets],
+                "shards": [isinstance(one, ShardedSum) for one in ones]}
     finally:
         groups.close()
 
@@ -70,15 +69,13 @@ def test_every_rank_gets_what_the_owners_made_of_the_sums(numel: int, owners: li
 def told(rank: int, key: str) -> bool:
     """Whether this rank has not heard of a result that its owner does not have, where collectives run on GPUs."""
     groups = Groups(RANKS, 30.0, torch.device("cuda"))
-    bucket = WorkerBucket(planned(8, [1])[0], job([(8,)]), codec_of(planned(8, [1])[0], 0), torch.device("cpu"), 0, local=rank)
-    (one,) = in_node([bucket], RANKS, rank)
     ready = groups.inside.ready
     assert ready is not None
     try:
         store = distributed_c10d._get_default_store()
         if rank == 1:
             store.wait([f"{key} {other}" for other in (0, 2, 3)])
-        pending = one.tell(ready)
+        pending = ready.allreduce(torch.zeros(1))
         early = rank != 1 and pending.is_over()
         store.set(f"{key} {rank}", b"")
         pending.wait(time.monotonic() + 20.0)
@@ -94,23 +91,21 @@ def test_on_gpus_nobody_begins_before_the_owner_has_the_result() -> None:
 def crosswise(rank: int, key: str) -> bool:
     """Whether what the owner told of a late result was not taken for word of one that is in time."""
     groups = Groups(RANKS, 30.0, torch.device("cuda"))
-    bucket = WorkerBucket(planned(8, [1])[0], job([(8,)]), codec_of(planned(8, [1])[0], 0), torch.device("cpu"), 0, local=rank)
-    (one,) = in_node([bucket], RANKS, rank)
     ready, late = groups.inside.ready, groups.inside.late_ready
     assert ready is not None
     assert late is not None
     store, until = distributed_c10d._get_default_store(), time.monotonic() + 20.0
     try:
         if rank == 1:
-            said = one.tell(late)
+            said = late.allreduce(torch.zeros(1))
             time.sleep(0.3)
             store.set(key, b"")
-            one.tell(ready).wait(until)
+            ready.allreduce(torch.zeros(1)).wait(until)
             good = True
         else:
-            one.tell(ready).wait(until)
+            ready.allreduce(torch.zeros(1)).wait(until)
             good = store.check([key])
-            said = one.tell(late)
+            said = late.allreduce(torch.zeros(1))
         said.wait(until)
         return good
     finally:

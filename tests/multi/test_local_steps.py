@@ -210,7 +210,7 @@ def one_fragment_not_finite(rank: int, address: str, codec: str) -> tuple[Any, A
     training.session.flush()
     residuals = np.zeros((TENSORS, SIZE))
     for bucket in training.session.inspect.connection.worker.buckets:
-        for residual in bucket.debts():
+        for residual in bucket.ledger.residuals():
             residuals[residual.tensor, residual.start : residual.stop] += np.asarray(residual.values)
     applied = first - training.weights()
     training.session.close()

@@ -69,7 +69,8 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
         if lazy:
             optimizer.flush()
     worker = run.sessions[0].inspect.connection.worker
-    told: dict[str, Any] = {"layouts": layouts, "kept": sum(bucket.sparse is not None for bucket in worker.buckets)}
+    kept = sum(isinstance(bucket.compact, SparseResult) for bucket in worker.buckets)
+    told: dict[str, Any] = {"layouts": layouts, "kept": kept}
     return told | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -51,7 +51,7 @@ class Outcome:
                 worker, told = job.workers[rank], []
                 for n in range(STEPS):
                     if weighed:
-                        worker.weight = 1.0 + (3 * rank + 2 * n) % 5
+                        worker.units.weight = 1.0 + (3 * rank + 2 * n) % 5
                     told += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
                 worker.drain()  # of what is a step late, nobody has waited for the last
                 return told

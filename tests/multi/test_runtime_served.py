@@ -70,7 +70,7 @@ def run(rank: int, address: str) -> dict[str, Any]:
     try:
         assert made.worker is not None
         applied = [step(made.worker, gradients(rank, number)) for number in range(STEPS)]
-        return {"applied": applied, "owed": spread([d for bucket in made.worker.buckets for d in bucket.debts()])}
+        return {"applied": applied, "owed": spread([d for bucket in made.worker.buckets for d in bucket.ledger.residuals()])}
     finally:
         made.close()
 

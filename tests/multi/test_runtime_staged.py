@@ -108,10 +108,10 @@ def skip(rank: int, text: str, codec: str) -> tuple[list[bool], torch.Tensor]:
             assert got is not None
             finite.append(bool(got.isfinite().all()))
             total += got.double() * WORLD if finite[-1] and rank == 0 else 0
-        worker.undone()
+        worker.roll_back()
         for bucket in worker.buckets[1:3]:
             start, stop = bucket.slices[0].start, bucket.slices[0].stop
-            for coder in bucket.state.values():
+            for coder in bucket.ledger.state.values():
                 total[start:stop] += torch.from_numpy(coder["residual"][: stop - start]).double()
         return finite, total
     finally:

@@ -48,7 +48,7 @@ def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
         results = [step(worker, gradients(rank, number, broken)) for number in range(STEPS)]
         owed = [torch.zeros(shape).view(-1) for shape in SHAPES]
         for bucket in worker.buckets:
-            for debt in bucket.debts():
+            for debt in bucket.ledger.residuals():
                 owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
         return {"results": results, "owed": owed}
     finally:

@@ -89,7 +89,7 @@ def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
     worker = session.inspect.connection.worker
     residuals = [torch.zeros(p.numel()) for p in model.parameters()]
     for bucket in worker.buckets:
-        for residual in bucket.debts():
+        for residual in bucket.ledger.residuals():
             residuals[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
     return {"applied": flat(before) - flat(parameters(model)), "residuals": flat(residuals), "steps": torch.tensor(worker.step)}
 
@@ -201,7 +201,7 @@ def again_and_again(run: Run) -> dict[str, Any]:
         backward(model)
         workers.append(weakref.ref(session.inspect.connection.worker))
         threads.append(threading.active_count())
-        states = [state for bucket in session.inspect.connection.worker.coded for _, state in bucket.coders]
+        states = [state for bucket in session.inspect.connection.worker.buckets for _, state in bucket.ledger.encoders]
         residuals.append([weakref.ref(state["residual"]) for state in states if "residual" in state])
     kept = [any(residual() is not None for residual in of_plan) for of_plan in residuals[:-1]]
     gc.collect()

@@ -158,7 +158,7 @@ def compare(run: Run, codec: str) -> dict[str, Any]:
     def watched_part(worker: Any, of: Any, mine: torch.Tensor, groups: Any, deadline_s: float) -> Any:
         result = own_part(worker, of, mine, groups, deadline_s)
         if run.setting is not None and run.setting.ranks_per_node == 1:
-            state = of.bucket.state
+            state = of.bucket.ledger.state
             payloads.append((result.fidelity(), measure(of.bucket.codec, mine, state["_sent"], state)))
         return result
 

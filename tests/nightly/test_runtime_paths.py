@@ -48,7 +48,7 @@ def run(rank: int, wanted: Plan) -> dict[str, Any]:
         applied = [step(worker, gradients(rank, number)) for number in range(STEPS)]
         owed = [torch.zeros(shape) for shape in SHAPES]
         for bucket in worker.buckets:
-            for debt in bucket.debts():
+            for debt in bucket.ledger.residuals():
                 owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
         return {"applied": applied, "owed": owed}
     finally:

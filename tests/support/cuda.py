@@ -22,7 +22,7 @@ import torch
 from oracle import codec_kernels as reference
 
 from commlayer.compressors.device import kernels as device
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import BucketMemory
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher
 from support.native_builds import bits, core
@@ -146,14 +146,14 @@ def octets(nbytes: int) -> torch.Tensor:
 @contextlib.contextmanager
 def unread() -> Iterator[None]:
     """Within it no host reads what collectives have brought to the memory of buckets, as where that lies on a GPU."""
-    lie_in = WorkerBucket.lie_in
+    place = BucketMemory.place
 
-    def there(bucket: WorkerBucket, every: torch.Tensor, every_y: torch.Tensor) -> None:
-        lie_in(bucket, every, every_y)
-        bucket._facts = bucket._facts_y = None
+    def there(memory: BucketMemory, every: torch.Tensor, every_y: torch.Tensor) -> None:
+        place(memory, every, every_y)
+        memory.facts = memory.facts_y = None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerBucket, "lie_in", there)
+        patch.setattr(BucketMemory, "place", there)
         yield
 
 

@@ -111,14 +111,14 @@ class Held:
     def __init__(self, worker: Any, names: Collection[str] = (), *, until_awaited: bool = False) -> None:
         """Of the tensors of these names, or of all. The result that says whether the step is one comes all the same."""
         numbers = [n for n, info in enumerate(worker.job.tensors) if not names or info.name in names]
-        self.buckets = {b.id for n in numbers for b in worker.holding(n)} - {worker._intake.last.id}
+        self.buckets = {b.id for n in numbers for b in worker.holding(n)} - {worker._assembler.last.id}
         assert self.buckets
         self.count = 0
         """Results that were held."""
         self.awaited: set[int] = set()
         """Buckets whose results were waited for. The test clears it."""
         self._lock, self._waiting = threading.RLock(), []
-        self._exchange = next(iter(worker._routes.of.values()))._exchange
+        self._exchange = next(iter(worker._paths.of.values()))._exchange
         self._answered, self._take = self._exchange._answered, worker.take
         self._exchange._answered = self._arrived
         if until_awaited:

@@ -73,10 +73,10 @@ def applied_to(model: Given) -> list[torch.Tensor]:
 def owed_by(session: Any) -> list[torch.Tensor]:
     """What this rank still owes, by tensor, after all has been taken back that was not applied."""
     worker = session.inspect.connection.worker
-    worker.undone()
+    worker.roll_back()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
     for bucket in worker.buckets:
-        for debt in bucket.debts():
+        for debt in bucket.ledger.residuals():
             owed[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()
     return owed
 

@@ -175,7 +175,8 @@ def expected(steps: Sequence[Sequence[int]], momentum: bool = False) -> tuple[li
 def residuals_of(connection: Any) -> list[torch.Tensor]:
     """Residuals of this worker and, on rank 0, of the servers, per unit of the weights; between two steps."""
     total = [torch.zeros(size, dtype=torch.float64) for size in SIZES]
-    undone, parts = connection.worker.undone(), [part for bucket in connection.worker.buckets for part in bucket.debts()]
+    undone = connection.worker.roll_back()
+    parts = [part for bucket in connection.worker.buckets for part in bucket.ledger.residuals()]
     if connection.rank == 0:
         for bucket in connection.plan.buckets:
             state = load(connection.uplink.fetch_state(bucket.server, bucket.id, undone.get(bucket.id, 0)))
@@ -322,7 +323,7 @@ class Faults:
         """Sends a payload that no codec decodes, or a frame that is not allowed. Then lives on until it is evicted."""
         if how == "payload":
             bucket = next(b.id for b in connection.plan.buckets if b.server == 0)
-            header = Header(Kind.PUSH, connection.worker.generation, connection.worker.step, bucket, codec=99,
+            header = Header(Kind.PUSH, connection.worker.now.generation, connection.worker.step, bucket, codec=99,
                             sender=connection.id, weight=1.0)
             connection.uplink.transport.send(SERVER_BASE, header, b"no payload of this codec")
         else:

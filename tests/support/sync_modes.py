@@ -132,6 +132,6 @@ class Training:
     def residuals(self) -> torch.Tensor:
         tensors = [torch.zeros(p.numel()) for p in self.model.parameters()]
         for bucket in self.connection.worker.buckets:
-            for residual in bucket.debts():
+            for residual in bucket.ledger.residuals():
                 tensors[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
         return torch.cat(tensors)

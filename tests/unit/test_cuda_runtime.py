@@ -45,7 +45,7 @@ class DeviceRig(Rig):
 
 def train(codec: str, *, on_device: bool, **fields: Any) -> list[list[list[torch.Tensor]]]:
     with DeviceRig(codec, on_device=on_device, **fields) as rig:
-        assert all(bucket.on_device == on_device for worker in rig.workers for bucket in worker.coded)
+        assert all(bucket.coder.on_device == on_device for worker in rig.workers for bucket in worker.buckets)
 
         def body(rank: int) -> list[list[torch.Tensor]]:
             averages = []

@@ -12,10 +12,12 @@ import torch
 from msgspec.structs import replace
 from support import codecs
 from support import workers as kit
+from support.loopback import Hub
 
 from commlayer.autotune.controller import Phase, TuningController
 from commlayer.compressors import codec_of, parse, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import StalePlanWatch
 from commlayer.engine.plan_choice import unsuited
@@ -51,7 +53,7 @@ class Run:
     def __init__(self, of: Plan, steps: int, world: int = 2, first: int = 0) -> None:
         with kit.Rig(world, "", shapes=SHAPES, plan=of) as rig:
             for worker in rig.workers:
-                worker.step = first
+                worker.now.number = first
             self.sent: list[list[list[int]]] = [[] for _ in range(world)]
             self.received: list[list[int]] = []
             self.energy: list[float] = []
@@ -60,14 +62,15 @@ class Run:
             def body(rank: int) -> None:
                 worker = rig.workers[rank]
                 for step in range(first, first + steps):
-                    before = {b.id: torch.tensor(b.state["residual"]) for b in worker.buckets if "residual" in b.state}
+                    states = {b.id: b.ledger.state for b in worker.buckets}
+                    before = {n: torch.tensor(state["residual"]) for n, state in states.items() if "residual" in state}
                     self.averages[rank].append(kit.step(worker, list(gradients(rank, step))))
-                    self.sent[rank].append([entries(b.payload) for b in worker.buckets])
+                    self.sent[rank].append([entries(b.coder.payload) for b in worker.buckets])
                     if rank == 0:
                         cells = rig.servers[0]._core.cells
                         self.received.append([entries(cells[b.id].results[(step, 0)][1]) for b in worker.buckets])
-                        owed = [before[b.id] + b.host for b in worker.buckets] if before else []
-                        left = [torch.from_numpy(b.state["residual"]) for b in worker.buckets] if before else []
+                        owed = [before[b.id] + b.coder.host for b in worker.buckets] if before else []
+                        left = [torch.from_numpy(b.ledger.state["residual"]) for b in worker.buckets] if before else []
                         kept = sum(float(v[v != r].square().sum()) for v, r in zip(owed, left, strict=True))
                         self.energy.append(kept / max(sum(float(v.square().sum()) for v in owed), 1e-30))
 
@@ -141,7 +144,7 @@ def test_late_buckets_are_paced_with_the_others() -> None:
             for step in range(8):
                 kit.step(rig.workers[rank], list(gradients(rank, step)))
             rig.workers[rank].drain()
-            return [b.state["inner"]["entries"] for b in rig.workers[rank].buckets]
+            return [b.ledger.state["inner"]["entries"] for b in rig.workers[rank].buckets]
 
         for request in kit.on_ranks(2, body):
             assert sum(request) == sum(math.ceil(0.02 * math.prod(shape)) for shape in SHAPES)
@@ -153,9 +156,9 @@ def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) ->
     copy = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
     copy = replace(copy, buckets=tuple(replace(b, path=path, owner=1) for b in copy.buckets))
     codecs = {b.id: codec_of(b, 0, copy) for b in copy.buckets}
-    before, after = (Worker(kit.job(SHAPES), copy, codecs, torch.device("cpu")) for _ in range(2))
+    before, after = (Worker(kit.job(SHAPES), copy, codecs, torch.device("cpu"), transport=Hub().transport(0)) for _ in range(2))
     hand_over(before, after)
-    assert not any(bucket.entries for bucket in after.buckets)
+    assert not any(isinstance(bucket, EncodedBucket) for bucket in after.buckets)
     before.close()
     after.close()
 
@@ -181,7 +184,7 @@ def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
 def by_tensor(worker: Any) -> list[int]:
     result = [0] * len(SHAPES)
     for bucket in worker.buckets:
-        result[bucket.slices[0].tensor] += bucket.state["inner"]["entries"]
+        result[bucket.slices[0].tensor] += bucket.ledger.state["inner"]["entries"]
     return result
 
 
@@ -266,7 +269,7 @@ def test_automatic_planning_begins_behind_a_warmup() -> None:
                                        prepare_search=lambda: None)
         auto = TuningController(connection, actions, None)
         for step, looked in ((0, False), (3, False), (4, False), (5, False), (6, True)):
-            rig.workers[0].step = step
+            rig.workers[0].now.number = step
             auto.after_step()
             assert (auto.phase is Phase.MEASURING) is looked
 
@@ -276,7 +279,7 @@ def test_a_plan_is_not_stale_for_what_a_warmup_sends() -> None:
     with rig:
         watch = StalePlanWatch(connection)
         for step, stale in ((4, 0), (5, 1)):
-            rig.workers[0].step = step
+            rig.workers[0].now.number = step
             for _ in range(PATIENCE + 3):
                 watch()
             assert len(connection.events) == stale

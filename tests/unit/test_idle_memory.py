@@ -14,8 +14,9 @@ from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
 from commlayer.compressors.kernels import give_back
 from commlayer.engine import worker as worker_module
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import BucketExchange, EncodedBucket
 from commlayer.engine.local_steps import OuterSteps, StepWeights
+from commlayer.engine.step import Units
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError
 from commlayer.optim import OuterSGD
@@ -26,10 +27,10 @@ NUMEL = 1 << 20
 PAGE = 4096
 
 
-def coded() -> WorkerBucket:
-    bucket = WorkerBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
+def coded() -> EncodedBucket:
+    bucket = EncodedBucket(Bucket(0, (Slice(0, 0, NUMEL),), "service", codec="int4()"), job([(NUMEL,)]), wrap(parse("int4()")),
                         torch.device("cpu"), 0)
-    bucket.keep_coded(lambda _: None)
+    bucket.keep_encoded(lambda _: None)
     return bucket
 
 
@@ -63,24 +64,22 @@ def test_a_bucket_keeps_what_can_be_taken_back(unapplied: int) -> None:
     bucket, x = coded(), torch.randn(NUMEL)
     bucket.x.copy_(x)
     bucket.encode()
-    bucket.rewind()
-    bucket.unapplied = unapplied
-    owed = bucket.state["residual"].copy()
+    bucket.exchange = BucketExchange()
+    bucket.ledger.discard(unapplied)
+    owed = bucket.ledger.state["residual"].copy()
     bucket.let_go()
     assert torch.equal(bucket.x, x) == bool(unapplied) or sys.platform != "linux"
-    assert np.array_equal(bucket.state["residual"], owed)
-    bucket.take_back()
-    assert np.array_equal(bucket.state["residual"], owed) != bool(unapplied)
+    assert np.array_equal(bucket.ledger.state["residual"], owed)
+    bucket.ledger.roll_back()
+    assert np.array_equal(bucket.ledger.state["residual"], owed) != bool(unapplied)
 
 
 class Failing:
     """A worker whose servers do not answer."""
 
-    turns = ((WorkerBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
+    fragments = ((EncodedBucket(Bucket(0, (Slice(0, 0, 12),), "service", codec="int4()"), job([(12,)]), wrap(parse("int4()")),
                            torch.device("cpu"), 0),),)
-    scale = rate = weight = 1.0
-
-    def weigh(self, *_: object) -> None: ...
+    units = Units(1, shared=False)
 
     def send(self, *_: object) -> None: ...
 
@@ -140,4 +139,4 @@ def test_a_worker_that_was_left_holds_nothing() -> None:
         worker.close()
         worker.forget_states()
         assert not held(worker)
-        assert not any(state for bucket in worker.buckets for _, state in bucket.coders)
+        assert not any(state for bucket in worker.buckets for _, state in bucket.ledger.encoders)

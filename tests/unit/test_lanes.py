@@ -49,7 +49,7 @@ def test_frames_leave_in_forward_order_whatever_was_ready_first() -> None:
                 return send(peer, header, data)
 
             transport.send = noted
-            exchange: Any = next(iter(worker._routes.of.values()))._exchange  # type: ignore[attr-defined]
+            exchange: Any = next(iter(worker._paths.of.values()))._exchange  # type: ignore[attr-defined]
             exchange._encode.put(lambda: gates[rank].wait(20.0) and None)
             for tensor in reversed(range(4)):
                 worker.ready(tensor, torch.ones(worker.job.tensors[tensor].shape))

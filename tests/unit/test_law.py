@@ -121,7 +121,7 @@ def fed(worker: Any, mine: list[Any], share: float) -> list[torch.Tensor]:
     """What codecs are given to send: the gradient's part in the mean, or the velocity that momentum makes of it."""
     parts = [torch.zeros(shape) if g is None else g * share for shape, g in zip(SHAPES, mine, strict=True)]
     for bucket in worker.buckets:
-        codec, state = bucket.codec, bucket.state
+        codec, state = bucket.codec, bucket.ledger.state
         if "velocity" in state:
             at = 0
             for s in bucket.slices:
@@ -145,14 +145,14 @@ def happen(r: kit.Rig, codec: str, event: Event, first: int, accounts: list[Acco
 
 def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
     """As engine/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
-    words, *_ = [worker.undone() for worker in r.workers]
+    words, *_ = [worker.roll_back() for worker in r.workers]
     servers = []
     for server in r.servers:
         for bucket, cell in server._core.cells.items():
             cell.ops.undo(words.get(bucket, 0))
         servers.append({bucket: cell.ops.snapshot() for bucket, cell in server._core.cells.items()})
     for worker in r.workers:
-        worker.heard()
+        worker.acknowledge_rollbacks()
     return [copy.deepcopy(checkpoint.worker_state(connected(worker))) for worker in r.workers], servers
 
 
@@ -178,11 +178,11 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
         worker, account = r.workers[rank], accounts[rank]
         for step in range(first + steps.start, first + steps.stop):
             n, weights = step - first, event.weights(step - first)
-            scale = worker.scale = event.scale(n)
-            worker.weigh(weights[rank], sum(weights) if event.total_known else None)
+            scale = worker.units.scale = event.scale(n)
+            worker.units.weigh(weights[rank], sum(weights) if event.total_known else None)
             mine: list[Any] = [None if t in event.unused(n, rank) else g for t, g in enumerate(gradients(rank, step))]
             if "momentum" in codec:
-                worker.undone()  # as the next gradients would do, so that velocities are what these meet
+                worker.roll_back()  # as the next gradients would do, so that velocities are what these meet
             parts = fed(worker, mine, weights[rank] * WORLD / sum(weights))
             sent = [None if g is None else g * scale for g in mine]
             if n == event.bad and rank == WORLD - 1:
@@ -195,7 +195,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
                     for t in (4, 3):  # a part of the pass
                         if (gradient := sent[t]) is not None:
                             worker.ready(t, gradient)
-                    worker.abandon(20.0)
+                    worker.abort(20.0)
                 continue
             averages = kit.step(worker, sent)
             for t in range(len(SHAPES)):
@@ -205,7 +205,7 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
                     account.put[t] += parts[t].double()
                     account.applied[t] += averages[t].double() / scale
             for t in event.cleared(n):
-                worker.cleared(t)
+                worker.mark_discarded(t)
 
     for result in kit.on_ranks(WORLD, body):
         if isinstance(result, BaseException):
@@ -214,9 +214,9 @@ def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts:
 
 def owed(r: kit.Rig) -> list[torch.Tensor]:
     """By workers and servers, after all has been taken back that was not applied."""
-    words = [worker.undone() for worker in r.workers]
+    words = [worker.roll_back() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
-    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.debts()]
+    debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
     for server in r.servers:
         for bucket, cell in server._core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
@@ -273,7 +273,7 @@ def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
     with rig("topk(0.3)", late=True) as r:
         def body(rank: int) -> bool:
             for step in range(4):
-                r.workers[rank].weigh(2.0 + step, WORLD * (2.0 + step))
+                r.workers[rank].units.weigh(2.0 + step, WORLD * (2.0 + step))
                 kit.step(r.workers[rank], list(gradients(rank, step)))
             return True
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 from support.learning import learnt
+from support.loopback import Hub
 from support.planner import at
 
 from commlayer.autotune.measuring import _nonzero, filled_of
@@ -126,7 +127,8 @@ WORDS = (TensorInfo("words", (256, 64)), TensorInfo("behind", (4096,)))
 def after_a_step(codec: str, gradients: Sequence[torch.Tensor], weight: float = 1.0) -> Worker:
     """With what a worker has once its gradients have gone; nobody has answered."""
     made = default_plan(Job(WORDS), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
-    worker = Worker(Job(WORDS), made, {b.id: codec_of(b) for b in made.buckets}, torch.device("cpu"))
+    worker = Worker(Job(WORDS), made, {b.id: codec_of(b) for b in made.buckets}, torch.device("cpu"),
+                    transport=Hub().transport(0))
     for each in worker.buckets:
         each.sources = [gradients[s.tensor] for s in each.slices]
         each.gather(1.0, weight)

@@ -75,7 +75,7 @@ def test_results_come_down_while_a_rounds_other_buckets_still_go_up() -> None:
                 local.count()
                 torch._foreach_mul_([p.data for p in parameters], 0.9 - 0.1 * step)
             local.exchange(worker, [], 20.0)
-            assert worker._routes.drain(20.0), "all of it is coded, and waits at the link"
+            assert worker._paths.drain(20.0), "all of it is coded, and waits at the link"
             rounds.append(local)
         while any(hub.waiting.values()):
             hub.turn()

@@ -52,9 +52,9 @@ def run(r: kit.Rig, steps: range, bad: int = -1, rates: tuple[float, float] = (1
 
     def body(rank: int) -> list[list[Any]]:
         worker, results = r.workers[rank], []
-        worker.weight = rank + 0.5
+        worker.units.weight = rank + 0.5
         for step in steps:
-            worker.rate = rates[step >= (steps.start + steps.stop) // 2]
+            worker.units.rate = rates[step >= (steps.start + steps.stop) // 2]
             mine = gradients(rank, step)
             if step == bad and rank == 1:
                 tensor = mine[4]
@@ -78,7 +78,7 @@ def test_every_name_runs_through_the_service() -> None:
 def test_sums_of_unequal_workers_over_a_skipped_step(codec: str) -> None:
     with rig(codec) as r:
         results = run(r, range(7), bad=3)
-        assert all(not w.undone() for w in r.workers), "the last step was whole"
+        assert all(not w.roll_back() for w in r.workers), "the last step was whole"
     for step in range(7):
         for ours, theirs in zip(results[0][step], results[2][step], strict=True):
             assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
@@ -108,8 +108,8 @@ def test_states_of_workers_and_servers_go_on_bit_for_bit(codec: str) -> None:
         run(first, range(4))
         for old, new in zip(first.workers, second.workers, strict=True):
             new.step, new.total = old.step, old.total
-            for a, b in zip(old.coded, new.coded, strict=True):
-                restore(b.state, snapshot(a.state))
+            for a, b in zip(old.buckets, new.buckets, strict=True):
+                restore(b.ledger.state, snapshot(a.ledger.state))
         for old_server, new_server in zip(first.servers, second.servers, strict=True):
             for bucket, cell in old_server._core.cells.items():
                 new_server._core.cells[bucket].ops.restore(cell.ops.snapshot())
@@ -126,7 +126,7 @@ def test_a_changed_learning_rate_rescales_what_is_owed_on_both_sides() -> None:
             results = run(r, range(4), rates=rates)
             cells = [cell for s in r.servers for cell in s._core.cells.values()]
             kept = [torch.from_numpy(state["residual"]) for state in (
-                *(f.state for w in r.workers for f in w.coded), *(c.ops._state for c in cells))]
+                *(f.state for w in r.workers for f in w.buckets), *(c.ops._state for c in cells))]
             owed[rates[0]] = torch.cat([k.clone() for k in kept]), torch.cat([t.view(-1) for t in results[0][3]])
     torch.testing.assert_close(owed[0.25][0], 0.25 * owed[1.0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(owed[0.25][1], owed[1.0][1], rtol=1e-5, atol=1e-6)
@@ -143,7 +143,7 @@ def test_applied_updates_and_what_is_owed_make_all_that_went_in() -> None:
             got += rate * results[0][step][0] * WORLD
             put += rate * weighted(step)[0] * WORLD
         bucket = next(b for b in r.plan.buckets if b.shape == (40, 30))
-        residuals = [b.state["residual"] for w in r.workers for b in w.coded if b.id == bucket.id]
+        residuals = [b.ledger.state["residual"] for w in r.workers for b in w.buckets if b.id == bucket.id]
         server = r.servers[bucket.server]._core.cells[bucket.id].ops._state["residual"]
         kept = torch.from_numpy(np.stack([*residuals, server])).sum(0).view(40, 30)
     torch.testing.assert_close(got + kept, put, rtol=1e-4, atol=1e-4)

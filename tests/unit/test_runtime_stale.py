@@ -38,7 +38,7 @@ def train(rig: Rig) -> list[list[list[torch.Tensor | None]]]:
     def run(rank: int) -> list[list[torch.Tensor | None]]:
         rows = []
         for s in range(STEPS):
-            rig.workers[rank].weight = 1.0 + (rank + s) % 3
+            rig.workers[rank].units.weight = 1.0 + (rank + s) % 3
             rows.append(step(rig.workers[rank], gradients(rank, rig, s)))
         return rows
 
@@ -107,7 +107,7 @@ def test_the_one_who_is_missing_is_named_with_the_step_and_what_was_sent_is_give
         assert (error.peer, error.step) == ("worker 1", 1)
         bucket = rig.workers[0].buckets[0]
         put = gradients(0, rig, 0)[bucket.slices[0].tensor]
-        (debt,) = [d for d in bucket.debts() if d.tensor == bucket.slices[0].tensor]
+        (debt,) = [d for d in bucket.ledger.residuals() if d.tensor == bucket.slices[0].tensor]
         span = slice(debt.start, debt.stop)
         assert put is not None
         sent = put.view(-1)[span] - torch.as_tensor(debt.values)
@@ -140,7 +140,7 @@ def test_a_skipped_step_loses_nothing_of_late_results(codec: str, where: str) ->
             worker.hand_out(last)
             owed = [torch.zeros(info.numel) for info in rig.job.tensors]
             for bucket in worker.buckets:
-                for debt in bucket.debts():
+                for debt in bucket.ledger.residuals():
                     owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
             return [*got, last], owed
 

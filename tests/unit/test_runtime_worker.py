@@ -24,7 +24,7 @@ def gradients(rank: int, rig: Rig, seed: int = 0) -> list[torch.Tensor]:
 def test_identity_gives_the_weighted_mean_on_every_rank(world: int, servers: int) -> None:
     with Rig(world, "identity()", servers=servers) as rig:
         def train(rank: int) -> list[list[torch.Tensor | None]]:
-            rig.workers[rank].weight = float(rank + 1)
+            rig.workers[rank].units.weight = float(rank + 1)
             return [step(rig.workers[rank], list(gradients(rank, rig, s))) for s in range(3)]
 
         results = on_ranks(world, train)
@@ -112,7 +112,7 @@ def test_a_buffer_that_is_not_finite_stays_and_costs_nobody_a_step() -> None:
 def test_gradients_of_no_samples_count_nothing_even_as_nan() -> None:
     with Rig(2, "identity()", shapes=[(5,)]) as rig:
         def train(rank: int) -> torch.Tensor | None:
-            rig.workers[rank].weight = float(rank)
+            rig.workers[rank].units.weight = float(rank)
             return step(rig.workers[rank], [torch.full((5,), 2.0 if rank else float("nan"))])[0]
 
         results = on_ranks(2, train)
@@ -150,7 +150,7 @@ def test_an_error_latches_and_writes_nothing() -> None:
         for tensor, g in enumerate(mine):
             worker.ready(tensor, g)
         deadline = time.monotonic() + 20.0
-        while not any(bucket.started for bucket in worker.buckets) and time.monotonic() < deadline:
+        while not any(bucket.exchange.started for bucket in worker.buckets) and time.monotonic() < deadline:
             time.sleep(0.001)  # for the lane
         worker.latch(error)
         with pytest.raises(PeerLost, match="worker 1: .*E-PEER-LOST"):
@@ -158,9 +158,9 @@ def test_an_error_latches_and_writes_nothing() -> None:
         with pytest.raises(PeerLost, match="worker 1: .*E-PEER-LOST"):
             worker.ready(0, mine[0])
         assert all(torch.equal(a, b) for a, b in zip(mine, before, strict=True))
-        assert any(bucket.started for bucket in worker.buckets)
+        assert any(bucket.exchange.started for bucket in worker.buckets)
         for bucket in worker.buckets:  # the step is abandoned, so the residual is what it was before: zero
-            assert abs(bucket.state["residual"]).max() <= 1e-6
+            assert abs(bucket.ledger.state["residual"]).max() <= 1e-6
 
 
 def test_garbage_drops_its_sender_and_names_it() -> None:

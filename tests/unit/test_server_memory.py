@@ -34,7 +34,7 @@ def train(codec: str) -> tuple[list[torch.Tensor], list[bytes], list[Any]]:
                 generator = torch.Generator().manual_seed(10 * number + rank)
                 made += [a for a in step(worker, [torch.randn(NUMEL, generator=generator) for _ in range(2)]) if a is not None]
                 if number in (1, 3):
-                    worker.cleared(number // 2)
+                    worker.mark_discarded(number // 2)
             return made
 
         averages = on_ranks(2, run)[0]

@@ -10,7 +10,7 @@ from commlayer.compressors import parse, topk, two_way, wrap
 from commlayer.compressors.codec import Codec, State
 from commlayer.compressors.plan_codecs import reader_of
 from commlayer.engine import buckets
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket
 from commlayer.errors import CorruptFrame
 from commlayer.records import Bucket, Job, Slice, Spec, TensorInfo
 
@@ -54,12 +54,12 @@ def test_where_more_than_the_bytes_decides_nobody_reads_entries(text: str) -> No
     assert reader_of(wrap(parse(text))) is None
 
 
-def made(codec: str) -> tuple[WorkerBucket, Job]:
+def made(codec: str) -> tuple[EncodedBucket, Job]:
     tensors = (TensorInfo("weight", (40, 100)), TensorInfo("bias", (40,)), TensorInfo("long", (6000,)))
     slices = (Slice(0, 0, 4000), Slice(1, 0, 40), Slice(2, 1000, 3000))
     job = Job(tensors)
     planned = Bucket(0, slices, "service", codec)
-    return WorkerBucket(planned, job, wrap(parse(codec)), torch.device("cpu"), 0), job
+    return EncodedBucket(planned, job, wrap(parse(codec)), torch.device("cpu"), 0), job
 
 
 @pytest.mark.parametrize("text", ["topk(ratio=0.1)", "randomk(ratio=0.1)"])
@@ -73,16 +73,16 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
         if keep:
             bucket.keep_entries()
         bucket.decode(result)
-        assert bucket.finite
+        assert bucket.exchange.finite
         if keep:
-            assert bucket.sparse is not None
-            assert bucket.host_y.numel() == bucket.all_y.numel() == bucket.tail_y.numel() == 0
+            assert isinstance(bucket.compact, buckets.SparseResult)
+            assert bucket.coder.host_y.numel() == bucket.memory.all_y.numel() == bucket.memory.tail_y.numel() == 0
         targets = [torch.full((40, 100), 9.0), None, torch.full((6000,), 9.0)]
         bucket.commit(0.25, targets)
-        results.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.scaled))])
+        results.append([targets[0], targets[2], bucket.y / (1.0 if keep else float(bucket.exchange.scaled))])
     for plain, kept in zip(results[0], results[1], strict=True):
         assert torch.equal(plain, kept)
-    parts = [bucket.sparse.entries(i) for i in (0, 1, 2)]
+    parts = [bucket.compact.entries(i) for i in (0, 1, 2)]
     full = torch.zeros(6000)
     full[parts[2][0].long()] = parts[2][1] * 0.25
     assert torch.equal(full[1000:3000], results[1][1][1000:3000]), "positions are those in the tensor"
@@ -114,14 +114,14 @@ def test_a_flagged_result_is_dense_and_all_nan_and_the_next_is_entries_again() -
     codec = wrap(parse("topk(ratio=0.1)"))
     state = codec.init(Spec((6040,)))
     bucket.decode(encode(codec, torch.full((6040,), float("inf")), state))
-    assert not bucket.finite
-    assert bucket.sparse is None
+    assert not bucket.exchange.finite
+    assert bucket.compact is None
     target = torch.zeros(40, 100)
     bucket.commit(1.0, [target, None, None])
     assert target.isnan().all()
     bucket.decode(encode(codec, noise(6040), state))
-    assert bucket.finite
-    assert bucket.sparse is not None
+    assert bucket.exchange.finite
+    assert isinstance(bucket.compact, buckets.SparseResult)
     assert not bucket.y.isnan().any()
 
 

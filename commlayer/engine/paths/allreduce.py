@@ -8,78 +8,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from commlayer.cluster.collectives import Groups
 from commlayer.cluster.process_groups import PendingCollective
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import BucketExchange, CollectiveBucket, WorkerBucket
 from commlayer.engine.lanes import Staging
-from commlayer.engine.paths.path import BucketPath, fill, take_back
+from commlayer.engine.paths.path import Path
 from commlayer.engine.step import Step
 
 
-class _Issued(NamedTuple):
-    bucket: WorkerBucket
-    pending: PendingCollective
-    at: float
-
-
-class AllReducePath(BucketPath):
+class AllReducePath(Path[CollectiveBucket]):
     """Sums each bucket with one all-reduce over all workers. With `groups` None this worker is the only one, and its gradients
     are the sum."""
 
     ordered = True
 
-    def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, groups: Groups | None) -> None:
-        self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
-        self._issued: list[_Issued] = []
+    def __init__(
+        self, buckets: Sequence[CollectiveBucket], step: Step, staging: Staging, groups: Groups | None,
+    ) -> None:
+        super().__init__(buckets, step, staging)
+        self._groups = groups
         self._hosts = groups.hosts if groups is not None and not all(bucket.read_here for bucket in buckets) else None
+        self._issued: dict[int, tuple[CollectiveBucket, PendingCollective, float]] = {}
+        """By bucket id: the buckets whose all-reduce is running, with its start time."""
         self._weight: tuple[torch.Tensor, PendingCollective] | None = None
         self._left = 0
 
-    def begin(self, bucket: WorkerBucket) -> None:
-        take_back(self, bucket, self._staging)
-        fill(bucket, self._step, self._staging)
+    def begin(self, bucket: CollectiveBucket) -> None:
+        self._fill(bucket)
         if self._groups is not None:
-            self._step.counters.all_reduced(bucket.all.nbytes, self._groups.world)
-            self._issued.append(_Issued(bucket, self._groups.allreduce(bucket.all), time.perf_counter()))
+            every = bucket.memory.all
+            self._step.counters.all_reduced(every.nbytes, self._groups.world)
+            self._issued[bucket.id] = bucket, self._groups.allreduce(every), time.perf_counter()
         self._left -= 1
         if self._hosts is not None and not self._left:  # the last bucket begins only after the backward pass
-            weight = torch.tensor([bucket.weight], dtype=torch.float64)
+            weight = torch.tensor([bucket.exchange.weight], dtype=torch.float64)
             self._weight = weight, self._hosts.allreduce(weight)
 
-    def _hear(self, deadline: float) -> None:
-        """Waits for the total weight that the hosts exchange, and stores it in the buckets."""
-        if self._weight is not None:
-            weight, pending = self._weight
-            pending.wait(deadline, self._step.failed)
-            for bucket in self._buckets:
-                bucket.received_weight = float(weight)
-
     def finish(self, deadline: float) -> None:
-        self._hear(deadline)
-        for bucket, pending, at in self._issued:
-            pending.wait(deadline, self._step.failed)
-            self._step.recorder.add("all.allreduce", bucket.id, at)
-            bucket.read_used()
+        for bucket, _, _ in [*self._issued.values()]:
+            self.take(bucket, deadline)
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        for issued in self._issued:
-            if issued.bucket is bucket:
-                has_weight = self._weight is None or self._weight[1].is_over()
-                if deadline is None and not (issued.pending.is_over() and has_weight):
-                    return False
-                self._hear(deadline or 0.0)
-                issued.pending.wait(deadline or 0.0, self._step.failed)
-                bucket.read_used()
-                self._issued.remove(issued)
-                break
+        if bucket.id not in self._issued:
+            return True
+        own, pending, begin = self._issued[bucket.id]
+        if deadline is None and not (pending.is_over() and (self._weight is None or self._weight[1].is_over())):
+            return False
+        if self._weight is not None:
+            total, hosts = self._weight
+            hosts.wait(deadline or 0.0, self._step.failed)
+            own.exchange.received_weight = float(total)
+        pending.wait(deadline or 0.0, self._step.failed)
+        self._step.recorder.add("all.allreduce", bucket.id, begin)
+        own.read_used()
+        del self._issued[bucket.id]
         return True
 
     def reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.exchange = BucketExchange()
         self._issued.clear()
-        self._weight, self._left = None, len(self._buckets)
-        for bucket in self._buckets:
-            bucket.rewind()
+        self._weight, self._left = None, len(self.buckets)

@@ -18,137 +18,119 @@ from commlayer.cluster.collectives import Channel, Channels, Groups
 from commlayer.cluster.process_groups import ANY_PEER, PendingCollective
 from commlayer.compressors import place, runs_on, seed
 from commlayer.compressors.codec import Codec, Ranges, State, accumulator
-from commlayer.compressors.feedback import ranges_of
 from commlayer.compressors.kernels import Array
 from commlayer.compressors.payload import Buffer, Out
 from commlayer.compressors.plan_codecs import ReducedAccumulator
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import CollectiveBucket, WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
-from commlayer.engine.paths.path import BucketPath, fill, take_back
+from commlayer.engine.paths.path import Path
 from commlayer.engine.step import Counters, Step
-from commlayer.errors import CorruptFrame, DeadlineExceeded
+from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
-from commlayer.planner import tree as paths
-from commlayer.planner.tree import CODING, Op, Path
+from commlayer.planner import tree
+from commlayer.planner.tree import CODING, Op
 from commlayer.records import Plan, Spec
 
 TINY = 1e-30
 """Smallest total weight by which sums are divided. A total weight of 0 ends the step with an error elsewhere."""
 
 
-class CollectivesPath(BucketPath):
+class CollectivesPath(Path[CollectiveBucket]):
     """Exchanges buckets by sequences of collectives. With `groups` None this worker is the only one, and its gradients are the
     sum."""
 
     ordered = True
 
     def __init__(
-        self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, codecs: Mapping[int, Codec], plan: Plan,
+        self, buckets: Sequence[CollectiveBucket], step: Step, staging: Staging, codecs: Mapping[int, Codec], plan: Plan,
         groups: Groups | None,
     ) -> None:
-        self._buckets, self._step, self._staging, self._groups = buckets, step, staging, groups
-        self._stages: dict[int, CollectivesBucket] = {}
+        super().__init__(buckets, step, staging)
+        self._groups = groups
+        self._programs: dict[int, BucketProgram] = {}
         self._channels: Channels | None = None
         if groups is not None:
-            self._channels, self._stages = _compiled(buckets, codecs, plan, groups)
-        longest = max((len(staged.segments) for staged in self._stages.values()), default=0)
+            self._channels, self._programs = _compiled(buckets, codecs, plan, groups)
+        longest = max((len(program.segments) for program in self._programs.values()), default=0)
         self._lanes = [Lane(f"stage-{j}", step.latch) for j in range(longest)]
-        self._arrivals = step.arrivals()
         self._begun = 0
         self._in_means = any(bucket.in_means for bucket in buckets)
+        self._weights: tuple[int, torch.Tensor, PendingCollective] | None = None
+        """Number of workers, and the sum of all workers' weights, for codecs that encode parts of the mean."""
         self._tails: tuple[torch.Tensor, PendingCollective] | None = None
-        self._weights: tuple[torch.Tensor, PendingCollective] | None = None
+        """Weights and used slices of all buckets, in one small all-reduce; None before it begins and after it was read."""
 
-    def open(self) -> None:
-        """Starts to sum the workers' weights, before any bucket: codecs that encode parts of the mean need the total weight."""
-        if self._groups is not None and self._in_means:
-            total = torch.tensor([self._step.units.weight], device=self._groups.device)
-            self._weights = total, self._groups.allreduce(total)
-
-    def begin(self, bucket: WorkerBucket) -> None:
-        take_back(self, bucket, self._staging)
-        fill(bucket, self._step, self._staging)
+    def begin(self, bucket: CollectiveBucket) -> None:
+        self._fill(bucket)
         if self._groups is None:
-            self._finished(bucket)
+            self._arrived(bucket)
             return
-        bucket.started = True
+        if not self._begun and self._in_means:
+            total = torch.tensor([self._step.units.weight], device=self._groups.device)
+            self._weights = self._groups.world, total, self._groups.allreduce(total)
+        bucket.exchange.started = True
         bucket.marks.append(self._staging.mark())
-        self._put(self._stages[bucket.id], 0)
+        self._put(self._programs[bucket.id], 0)
         self._begun += 1
-        if self._begun == len(self._buckets):
-            self._share_tails(self._groups)
+        if self._begun == len(self.buckets):
+            tails = torch.cat([bucket.memory.tail for bucket in self.buckets])
+            self._tails = tails, self._groups.allreduce(tails)
 
-    def _share_tails(self, groups: Groups) -> None:
-        """Starts one small all-reduce, which distributes weights and used slices of all buckets."""
-        tails = torch.cat([bucket.tail for bucket in self._buckets])
-        self._tails = tails, groups.allreduce(tails)
+    def _put(self, program: BucketProgram, stage: int) -> None:
+        self._lanes[stage].put(lambda: self._run(program, stage))
 
-    def _put(self, staged: CollectivesBucket, stage: int) -> None:
-        self._lanes[stage].put(lambda: self._run(staged, stage))
-
-    def _run(self, staged: CollectivesBucket, stage: int) -> None:
+    def _run(self, program: BucketProgram, stage: int) -> None:
         """Runs one stage of a bucket, on the lane of this stage."""
         if self._step.error is not None:
             return
-        bucket = staged.bucket
+        bucket = program.bucket
+        last = stage + 1 == len(program.segments)
         try:
             with self._staging.lane(bucket):
-                if stage == 0 and bucket.in_means:
-                    self._to_means(bucket)
-                staged.advance(stage, self._step)
-                if stage + 1 == len(staged.segments):
+                if stage == 0 and bucket.in_means and self._weights is not None:
+                    self._to_means(bucket, *self._weights)
+                program.advance(stage, self._step)
+                if last:
                     self._staging.settle()
         except CorruptFrame as error:
             raise error.located(peer=ANY_PEER, bucket=bucket.id) from None
-        if stage + 1 < len(staged.segments):
-            self._put(staged, stage + 1)
+        if last:
+            self._arrived(bucket)
         else:
-            self._finished(bucket)
+            self._put(program, stage + 1)
 
-    def _to_means(self, bucket: WorkerBucket) -> None:
-        """Scales a bucket's send buffer from a part of the sum to a part of the mean. Runs on the lane of stage 0, after the
-        total weight has arrived."""
-        assert self._groups is not None
-        assert self._weights is not None
-        total, pending = self._weights
+    def _to_means(self, bucket: CollectiveBucket, world: int, total: torch.Tensor, pending: PendingCollective) -> None:
+        """Scales a bucket's send buffer from a part of the sum to a part of the mean, when the total weight has arrived."""
         pending.wait(FOREVER_S, self._step.failed)
-        if (part := self._groups.world / max(float(total), TINY)) != 1.0:
+        if (part := world / max(float(total), TINY)) != 1.0:
             bucket.x.mul_(part)
 
-    def _finished(self, bucket: WorkerBucket) -> None:
-        bucket.done = True
-        self._arrivals.arrived()
-
     def finish(self, deadline: float) -> None:
-        if not self._arrivals.wait(deadline):
-            late = next(bucket for bucket in self._buckets if not bucket.done)
-            raise DeadlineExceeded("the bucket was not exchanged "
-                                   "before the deadline", peer=ANY_PEER, step=self._step.number, bucket=late.id)
+        super().finish(deadline)
         if self._step.error is not None or self._tails is None:
             return
-        tails, pending = self._tails
+        (tails, pending), self._tails = self._tails, None
         pending.wait(deadline, self._step.failed)
         # All exchanges have ended, so also on a GPU this does not wait.
-        weight, at = None if self._buckets[-1].read_here else float(tails[-1]), 0
-        for bucket in self._buckets:
-            bucket.tail.copy_(tails[at : at + bucket.tail.numel()])
-            at += bucket.tail.numel()
-            bucket.received_weight = weight
+        weight, at = None if self.buckets[-1].read_here else float(tails[-1]), 0
+        for bucket in self.buckets:
+            tail = bucket.memory.tail
+            tail.copy_(tails[at : at + tail.numel()])
+            at += tail.numel()
+            bucket.exchange.received_weight = weight
             bucket.read_used()
 
-    def undo(self, bucket: WorkerBucket) -> bool:
-        back = bucket.take_back()
-        if back and bucket.id in self._stages:
-            self._stages[bucket.id].undo(back)
-        return back != 0
+    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
+        """Results arrive only together, because of their weights."""
+        if self._tails is not None and deadline is not None:
+            self.finish(deadline)
+        return self._tails is None and super().take(bucket, deadline)
 
     def reset(self) -> None:
-        self._begun, self._tails = 0, None
-        self._arrivals.expect(len(self._buckets))
-        for bucket in self._buckets:
-            bucket.rewind()
-        for staged in self._stages.values():
-            staged.reset()
+        super().reset()
+        self._begun, self._weights, self._tails = 0, None, None
+        for program in self._programs.values():
+            program.reset()
 
     def drain(self, timeout_s: float) -> bool:
         return all(lane.drain(timeout_s) for lane in self._lanes)
@@ -161,19 +143,20 @@ class CollectivesPath(BucketPath):
 
 
 def _compiled(
-    buckets: Sequence[WorkerBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
-) -> tuple[Channels, dict[int, CollectivesBucket]]:
+    buckets: Sequence[CollectiveBucket], codecs: Mapping[int, Codec], plan: Plan, groups: Groups,
+) -> tuple[Channels, dict[int, BucketProgram]]:
     """Compiles every bucket's path for this rank. Returns the process groups for all paths, and the buckets by id."""
     place = ProgramPlace(groups.world // groups.ranks_per_node, groups.ranks_per_node, groups.node, groups.local)
     segments = {}
     wanted = set()
     for bucket in buckets:
-        path, rounds = paths.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
-        segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.owner, rounds=rounds, bucket=bucket.id)
+        path, rounds = tree.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
+        segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.planned.owner, rounds=rounds,
+                                           bucket=bucket.id)
         # Includes exchanges without this rank: all ranks must make all groups.
         wanted |= set(enumerate(stages_of(path, rounds)))
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
-    return channels, {b.id: CollectivesBucket(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
+    return channels, {b.id: BucketProgram(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
 
 
 # ---- runs one bucket's path: a sequence of collectives with encodes and decodes between them
@@ -223,9 +206,9 @@ class _Under(NamedTuple):
     then: Callable[[], None]
 
 
-class CollectivesBucket:
+class BucketProgram:
     def __init__(
-        self, bucket: WorkerBucket, segments: Sequence[ProgramSegment], codec: Codec, channels: Channels, *, job: str,
+        self, bucket: CollectiveBucket, segments: Sequence[ProgramSegment], codec: Codec, channels: Channels, *, job: str,
     ) -> None:
         self.bucket, self.segments, self._codec, self._channels = bucket, segments, codec, channels
         x = bucket.x
@@ -251,9 +234,9 @@ class CollectivesBucket:
                 if isinstance(step, EncodeStage):
                     self._prepare(step, job)
         paid = {step.number for s in segments for step in s.local if isinstance(step, EncodeStage) and step.pays}
-        bucket.coders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
+        bucket.ledger.encoders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
         # Checkpoints iterate over the states of buckets.
-        bucket.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
+        bucket.ledger.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _on_device(self, step: EncodeStage | DecodeStage) -> bool:
         """Whether the codec runs on the GPU for this step: the plan requests it and the codec supports it."""
@@ -265,7 +248,7 @@ class CollectivesBucket:
         where = self.bucket.x.device if on_device else torch.device("cpu")
         for span in step.units:
             numel = span[1] - span[0]
-            spec = self.bucket.spec if numel == self.bucket.numel else Spec((numel,))
+            spec = self.bucket.planned.spec if numel == self.bucket.numel else Spec((numel,))
             state = self._codec.init(spec) if step.first else self._codec.init_server(spec)
             seed(state, f"{job} {step.number} {span[0]}", self.bucket.id, step.sender)
             if on_device:
@@ -279,7 +262,7 @@ class CollectivesBucket:
         self._slots[step.number] = torch.zeros(shape, dtype=torch.uint8, device=where)
 
     def _slot_nbytes(self, widest: int) -> int:
-        spec = self.bucket.spec if widest == self.bucket.numel else Spec((widest,))
+        spec = self.bucket.planned.spec if widest == self.bucket.numel else Spec((widest,))
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
     def advance(self, stage: int, now: Step) -> None:
@@ -287,6 +270,7 @@ class CollectivesBucket:
         bucket, recorder = self.bucket.id, now.recorder
         if stage == 0:
             self._started.clear()
+            self.bucket.ledger.record(self._undo)
         if self._under is not None:
             self._under.pending.over(FOREVER_S, now.failed)
             self._under.then()
@@ -311,9 +295,8 @@ class CollectivesBucket:
         self._round = 0
         self._under = None
 
-    def undo(self, slices: int) -> None:
-        """Rolls back the last step's encodes for slices (a bit mask) that were not applied. Called before the next step."""
-        cut = ranges_of(self.bucket.slices, slices)
+    def _undo(self, cut: Ranges) -> None:
+        """Rolls back the last step's encodes for the elements `cut`. Called before the next step."""
         for step in self._started:
             for coder in self._coders[step.number]:
                 mine = within(cut, coder.span)
@@ -345,7 +328,7 @@ class CollectivesBucket:
     def _decode(self, step: DecodeStage) -> None:
         if self._round:
             coder, _ = self._reduced()
-            self.bucket.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
+            self.bucket.exchange.finite = self._codec.decode(self._result, coder.state, self._x(coder.span))
             return
         on_device = self._on_device(step)
         for span, pieces in zip(step.units, self._payloads.to(self.bucket.x.device if on_device else "cpu"), strict=True):
@@ -355,7 +338,7 @@ class CollectivesBucket:
                 self._codec.add(0, _payload(piece, as_tensor=on_device), acc, first=number == 0)
             if acc["flagged"][0]:
                 sums.fill_(float("nan"))
-                self.bucket.finite = False
+                self.bucket.exchange.finite = False
             if not on_device and self._host is not self.bucket.x:
                 self.bucket.x[span[0] : span[1]] = sums
 
@@ -589,7 +572,7 @@ class ProgramSegment(NamedTuple):
 
 
 def compile_path(
-    path: Path, numel: int, place: ProgramPlace, *, owner: int = 0, rounds: int = 1, bucket: int = 0
+    path: tree.Path, numel: int, place: ProgramPlace, *, owner: int = 0, rounds: int = 1, bucket: int = 0
 ) -> tuple[ProgramSegment, ...]:
     """Compiles a path into the segments that this rank executes. `owner`: the local rank that is root inside a node. Between
     nodes, the root rotates with the bucket's id.
@@ -619,7 +602,7 @@ class _Walk:
     """What one rank holds at the current position of the path, while it is compiled. Ranks that are not root of a group follow
     the root's state; `active` tells whether this rank takes part itself."""
 
-    def __init__(self, path: Path, numel: int, place: ProgramPlace, owner: int, bucket: int) -> None:
+    def __init__(self, path: tree.Path, numel: int, place: ProgramPlace, owner: int, bucket: int) -> None:
         self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
         sizes = {op.where: place.group(op.where)[0] for op in path if op.name in SPLITS}
         self.atoms = math.prod(sizes.values())
@@ -719,7 +702,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
     return [(low + i * each, low + (i + 1) * each) for i in range(parts)]
 
 
-def stages_of(path: Path, rounds: int = 1) -> list[str]:
+def stages_of(path: tree.Path, rounds: int = 1) -> list[str]:
     """The scope ("node", "net" or "all") of every exchange of a path in order, also of those without this rank."""
     scopes: list[str] = []
     coded = False

@@ -1,64 +1,88 @@
-"""Path for buckets that a worker, the only one on its node, exchanges with servers. Each result belongs to its own step."""
+"""Path for buckets that a worker, the only one on its node, exchanges with servers, and the exchange itself.
+
+A bucket's exchange has four parts on two lanes: encode, send, receive, decode. With results that are one step late, the
+exchange continues after its step. The step then waits only until its gradients are copied, and the copy waits for the bucket's
+result of the previous step.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import EncodedBucket, WorkerBucket
 from commlayer.engine.lanes import Lane, Staging, Urgency
-from commlayer.engine.paths.path import BucketPath, take_back
+from commlayer.engine.late_results import LateResult
+from commlayer.engine.paths.path import Path
 from commlayer.engine.step import BROKEN, Step
-from commlayer.errors import CorruptFrame, DeadlineExceeded
+from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
 from commlayer.observe.step_trace import EXCHANGE
 from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind, Transport, key, peer_name
 
 
-class ServerPath(BucketPath):
-    def __init__(self, buckets: Sequence[WorkerBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
-        self._buckets, self._step, self._staging, self._exchange = buckets, step, staging, exchange
-        self._arrivals = step.arrivals()
+class ServerPath(Path[EncodedBucket]):
+    """Exchanges buckets whose results belong to their own step."""
 
-    def begin(self, bucket: WorkerBucket) -> None:
-        take_back(self, bucket, self._staging)
-        bucket.step = self._step.number
+    def __init__(self, buckets: Sequence[EncodedBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
+        super().__init__(buckets, step, staging)
+        self._exchange = exchange
+
+    def begin(self, bucket: EncodedBucket) -> None:
+        self._roll_back(bucket)
+        bucket.exchange.step = self._step.number
         self._exchange.put(bucket, self._gather, self._arrived)
 
-    def _gather(self, bucket: WorkerBucket) -> float:
+    def _gather(self, bucket: EncodedBucket) -> float:
         """Copies a bucket's gradients into its send buffer. Runs on the encode lane; returns the start time."""
         begin = time.perf_counter()
         self._step.units.gather(bucket)
         return begin
 
-    def _arrived(self, _bucket: WorkerBucket) -> None:
-        """Counts a bucket whose result has been decoded. Runs on the decode lane."""
+    def overdue(self, bucket: WorkerBucket) -> CommError:
+        return self._exchange.overdue(bucket)
+
+
+class LateServerPath(Path[EncodedBucket]):
+    """Exchanges buckets whose results the next step applies."""
+
+    def __init__(
+        self, buckets: Sequence[EncodedBucket], step: Step, staging: Staging, exchange: ServerExchange,
+        results: Mapping[int, LateResult],
+    ) -> None:
+        """`results` maps a bucket's id to its late result."""
+        super().__init__(buckets, step, staging)
+        self._exchange, self._results = exchange, results
+
+    def begin(self, bucket: EncodedBucket) -> None:
+        result = self._results[bucket.id]
+        result.push(lambda: self._exchange.put(bucket, self._copy, lambda _: result.arrived()))
+
+    def _copy(self, bucket: EncodedBucket) -> float:
+        """Copies a bucket's gradients into its send buffer, on the encode lane, after the previous result has arrived. Returns
+        the start time."""
+        begin = self._results[bucket.id].refill(self._step)
+        self._staging.settle()
         self._arrivals.arrived()
+        return begin
 
-    def finish(self, deadline: float) -> None:
-        if not self._arrivals.wait(deadline):
-            raise self._exchange.overdue(next((b for b in self._buckets if not b.done), self._buckets[0]))
-        self._staging.join()
-
-    def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        if deadline is not None and not self._arrivals.wait_for(lambda: bucket.done, deadline):
-            raise self._exchange.overdue(bucket)
-        if bucket.done:
-            self._staging.join()
-        return bucket.done
+    def overdue(self, bucket: WorkerBucket) -> CommError:
+        """Names first the peers of an exchange whose result a queued exchange needs."""
+        waiting = [b for b in self.buckets if not b.exchange.answered]
+        blocked = next((b for b in waiting if self._results[b.id].blocked), None)
+        return self._exchange.overdue(blocked or next(iter(waiting), bucket))
 
     def reset(self) -> None:
-        self._arrivals.expect(len(self._buckets))
-        for bucket in self._buckets:
-            bucket.rewind()
+        """Starts to count copied buckets for the next step. Running exchanges continue."""
+        self._arrivals.expect(len(self.buckets))
 
 
 # ---- A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes
 #
-# Routes pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
+# Paths pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
 
 log = logging.getLogger("commlayer")
 
@@ -68,16 +92,16 @@ FOREVER_S = 86400.0
 """Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
 them."""
 
-Fill = Callable[[WorkerBucket], float]
+Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
 time.perf_counter() when its own work began."""
 
 
-class _Way(NamedTuple):
+class _Running(NamedTuple):
     """A bucket whose exchange is running, and the function to call when its sum is in the receive buffer."""
 
-    bucket: WorkerBucket
-    done: Callable[[WorkerBucket], None]
+    bucket: EncodedBucket
+    done: Callable[[EncodedBucket], None]
     urgency: Urgency
     """Priority on both lanes and on the network; smaller tuples come first."""
 
@@ -86,7 +110,7 @@ class ServerExchange:
     """Exchanges of one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
 
     def __init__(
-        self, step: Step, transport: Transport | None, recycle: Callable[[memoryview], None], staging: Staging
+        self, step: Step, transport: Transport, recycle: Callable[[memoryview], None], staging: Staging
     ) -> None:
         """`recycle` receives the buffers of decoded results for reuse."""
         self._step, self._transport, self._recycle, self._staging = step, transport, recycle, staging
@@ -95,57 +119,57 @@ class ServerExchange:
         self._stalled: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def put(
-        self, bucket: WorkerBucket, fill: Fill, done: Callable[[WorkerBucket], None], *, in_turn: bool = False,
+        self, bucket: EncodedBucket, fill: Fill, done: Callable[[EncodedBucket], None], *, in_order: bool = False,
     ) -> None:
         """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
         on the decode lane.
 
-        `in_turn`: encodes in the order of the calls of `put`. This order is the same on all ranks of a node, because `fill`
+        `in_order`: encodes in the order of the calls of `put`. This order is the same on all ranks of a node, because `fill`
         calls collectives of the node.
         """
-        way = _Way(bucket, done, () if in_turn else (self._step.number, bucket.order))
-        self._encode.put(lambda: self._push(way, fill), way.urgency)
+        run = _Running(bucket, done, () if in_order else (self._step.number, bucket.order))
+        self._encode.put(lambda: self._push(run, fill), run.urgency)
 
-    def _push(self, way: _Way, fill: Fill) -> None:
+    def _push(self, run: _Running, fill: Fill) -> None:
         """Fills and encodes a bucket and sends its payload. Runs on the encode lane."""
-        step, bucket = self._step, way.bucket
+        step, bucket = self._step, run.bucket
         if step.error is not None:
             return
         with self._staging.lane(bucket):
             begin = fill(bucket)
-            broken = math.isnan(bucket.weight)
-            if not broken:
+            broken = math.isnan(bucket.exchange.weight)
+            if bucket.means and not broken:
                 bucket.to_mean()
             self._staging.to_host(bucket)
             nbytes = bucket.encode()
         if broken:
-            self._give_up(way)
+            self._give_up(run)
             return
         step.counters.coded(encode_s=time.perf_counter() - begin)
-        step.recorder.add(bucket.op("encode"), bucket.id, begin, nbytes)
-        self._send(way, 0, bucket.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
+        if step.recorder.on:
+            step.recorder.add(f"encode@{bucket.coder.place}", bucket.id, begin, nbytes)
+        self._send(run, 0, bucket.coder.payload[:nbytes], Flag.MEAN if bucket.means else Flag.NONE)
 
-    def _give_up(self, way: _Way) -> None:
+    def _give_up(self, run: _Running) -> None:
         """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
         rolled back all the same, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
         stay equal on all ranks."""
-        way.bucket.weight = 0.0
-        self._send(way, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
+        run.bucket.exchange.weight = 0.0
+        self._send(run, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
 
-    def _send(self, way: _Way, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
-        step, bucket = self._step, way.bucket
-        assert self._transport is not None
-        server = SERVER_BASE + bucket.server
-        undone, bucket.undone = bucket.undone, 0
-        bucket.reported |= undone
+    def _send(self, run: _Running, r: int, body: memoryview | bytes, flags: int = Flag.NONE) -> None:
+        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
+        server = SERVER_BASE + bucket.planned.server
+        undone = bucket.ledger.report()
+        exchange.reported |= undone
         header = Header(
-            Kind.PUSH, step.generation, bucket.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
-            order=bucket.order, flags=flags, weight=bucket.weight, used=bucket.used,
-            total=bucket.total if bucket.in_means else 0.0, undone=undone,
+            Kind.PUSH, step.generation, exchange.step, bucket.id, round=r, codec=bucket.codec.id, sender=step.rank,
+            order=bucket.order, flags=flags, weight=exchange.weight, used=exchange.used,
+            total=exchange.total if bucket.in_means else 0.0, undone=undone,
         )
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
-        answer.on_done(lambda handle: self._answered(way, r, handle, begin))
+        answer.on_done(lambda handle: self._answered(run, r, handle, begin))
         step.counters.carried(len(body), 0)  # counted before sending: the step may end right after it
         self._transport.send(server, header, body).on_done(self._sent)
 
@@ -153,68 +177,68 @@ class ServerExchange:
         if (error := handle.error()) is not None:
             self._step.latch(error)
 
-    def _answered(self, way: _Way, r: int, handle: Handle, begin: float) -> None:
+    def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
         """Queues the decoding of a server's answer, or another encoding. Runs on a receiver thread, so it does no other work.
         """
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
-        self._step.recorder.add(EXCHANGE, way.bucket.id, begin)
+        self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
             # After all buckets that are not coded yet. Otherwise network timing would decide which of them get the new weight
             # in time.
-            urgency = way.urgency and (way.urgency[0], AGAIN + way.urgency[1])
-            self._encode.put(lambda: self._code_again(way, handle.message().header.weight), urgency)
+            urgency = run.urgency and (run.urgency[0], AGAIN + run.urgency[1])
+            self._encode.put(lambda: self._code_again(run, handle.message().header.weight), urgency)
         else:
-            self._decode.put(lambda: self._take(way, r, handle), way.urgency)
+            self._decode.put(lambda: self._take(run, r, handle), run.urgency)
 
-    def _code_again(self, way: _Way, total: float) -> None:
+    def _code_again(self, run: _Running, total: float) -> None:
         """Encodes a bucket again, because the total weight of all workers differs from this worker's assumption. Runs on the
         encode lane."""
         if self._step.error is not None:
             return
         self._step.units.hear(total)
-        with self._staging.lane(way.bucket):
-            nbytes = way.bucket.restart(total)
-        self._send(way, 0, way.bucket.payload[:nbytes], Flag.AGAIN)
+        with self._staging.lane(run.bucket):
+            nbytes = run.bucket.restart(total)
+        self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
 
-    def _take(self, way: _Way, r: int, handle: Handle) -> None:
+    def _take(self, run: _Running, r: int, handle: Handle) -> None:
         """Decodes a server's answer, and sends the codec's next round if there is one. Runs on the decode lane."""
-        step, bucket = self._step, way.bucket
+        step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
         if step.error is not None:
             return
         begin = time.perf_counter()
         message = handle.message()
         nbytes = len(message.body)
         step.counters.carried(0, nbytes)
-        last = r + 1 == len(bucket.codec.rounds)
+        last, kept = r + 1 == len(bucket.codec.rounds), False
         if message.header.flags & Flag.ABANDON:
-            bucket.abandoned, bucket.weight, bucket.finite = str(message.body, "utf-8", "replace"), math.nan, False
-            self._finished(way)
+            exchange.abandoned, exchange.weight, exchange.finite = str(message.body, "utf-8", "replace"), math.nan, False
+            self._finished(run)
             return
         try:
             if last:
                 with self._staging.way_back(bucket):
-                    bucket.decode(message.body)
-                bucket.weight, bucket.used = message.header.weight, message.header.used
+                    kept = bucket.decode(message.body)
+                exchange.weight, exchange.used = message.header.weight, message.header.used
             else:
-                next_nbytes = bucket.encode_next(r, message.body)
+                next_nbytes = bucket.coder.next(r, message.body)
         except CorruptFrame as error:
-            peer = peer_name(message.peer)
-            raise error.located(peer=peer, step=bucket.step, bucket=bucket.id) from None
-        if not (last and bucket.keeps_body):
+            raise error.located(peer=peer_name(message.peer), step=exchange.step, bucket=bucket.id) from None
+        if not kept:
             self._recycle(message.body)
         step.counters.coded(decode_s=time.perf_counter() - begin)
-        step.recorder.add(bucket.op("decode"), bucket.id, begin, nbytes)
+        if step.recorder.on:
+            step.recorder.add(f"decode@{bucket.coder.place}", bucket.id, begin, nbytes)
         if last:
             self._staging.to_device(bucket)
-            self._finished(way)
+            self._finished(run)
         else:
-            self._send(way, r + 1, bucket.payload[:next_nbytes])
+            self._send(run, r + 1, bucket.coder.payload[:next_nbytes])
 
-    def _finished(self, way: _Way) -> None:
-        way.bucket.done = True
-        way.done(way.bucket)
+    def _finished(self, run: _Running) -> None:
+        run.bucket.exchange.answered = True
+        run.done(run.bucket)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report of the workers for which it waits, for one bucket and step."""
@@ -222,10 +246,10 @@ class ServerExchange:
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
         """Creates the deadline error of a bucket. It names the peer that caused the delay."""
-        step = bucket.step if bucket.started else self._step.number
-        error = partial(DeadlineExceeded, step=step, bucket=bucket.id)
-        server = peer_name(SERVER_BASE + bucket.server)
-        if not bucket.started:
+        begun = bucket.exchange.started
+        error = partial(DeadlineExceeded, step=bucket.exchange.step if begun else self._step.number, bucket=bucket.id)
+        server = peer_name(SERVER_BASE + bucket.planned.server)
+        if not begun:
             return error("the bucket was not summed inside the node before the deadline", peer="a rank of this node")
         if (names := self.awaited(bucket)) != (server,):
             return error(f"sent no contribution to the bucket before the deadline ({server} waits "
@@ -235,10 +259,10 @@ class ServerExchange:
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
         """Names of the workers that have not contributed to a bucket, if its server has reported any; else the server's name.
         """
-        stalled_step, missing = self._stalled.get(bucket.id, (bucket.step, ()))
-        if stalled_step == bucket.step and missing:
+        stalled_step, missing = self._stalled.get(bucket.id, (bucket.exchange.step, ()))
+        if stalled_step == bucket.exchange.step and missing:
             return tuple(map(peer_name, missing))
-        return (peer_name(SERVER_BASE + bucket.server),)
+        return (peer_name(SERVER_BASE + bucket.planned.server),)
 
     def drain(self, timeout_s: float) -> bool:
         """Whether both lanes finished their work within `timeout_s` seconds each."""

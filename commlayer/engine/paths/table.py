@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
-from commlayer.engine.buckets import WorkerBucket
+from commlayer.engine.buckets import CollectiveBucket, EncodedBucket, ServedBucket, WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
 from commlayer.engine.late_results import LateResult
 from commlayer.engine.paths.allreduce import AllReducePath
 from commlayer.engine.paths.collectives import CollectivesPath
-from commlayer.engine.paths.late import LateNodePath, LatePath
-from commlayer.engine.paths.node import NodeReduce
-from commlayer.engine.paths.path import BucketPath
-from commlayer.engine.paths.server import ServerExchange, ServerPath
+from commlayer.engine.paths.node import LateNodeReduce, NodeReduce
+from commlayer.engine.paths.path import Path
+from commlayer.engine.paths.server import LateServerPath, ServerExchange, ServerPath
 from commlayer.engine.step import Step
 from commlayer.records import Plan
 from commlayer.transport.protocol import Transport
 
+AnyPath = Path[Any]
 
-class Paths(NamedTuple):
+
+class PathTable(NamedTuple):
     """The paths of one worker under one plan, and the threads that they share. `of` maps a bucket id to its path."""
 
-    of: Mapping[int, BucketPath]
-    turns: tuple[tuple[BucketPath, ...], ...]
-    """Paths for each group of buckets that is exchanged together, in the order of waiting. Paths over servers come first,
-    because a server can name missing workers."""
-    late: LatePath | LateNodePath | None
+    of: Mapping[int, AnyPath]
+    fragments: tuple[tuple[AnyPath, ...], ...]
+    """Paths for each fragment, in the order of waiting. Paths over servers come first, because a server can name missing
+    workers."""
     exchange: ServerExchange | None
     """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
-    handing: Lane | None
+    distribution: Lane | None
     """Thread that distributes results inside the node, shared by several paths; None if nodes have one rank."""
 
     @property
-    def all(self) -> tuple[BucketPath, ...]:
-        return tuple(route for turn in self.turns for route in turn)
+    def all(self) -> list[AnyPath]:
+        return [path for paths in self.fragments for path in paths]
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
         """Stores a server's report that it waits for the workers `missing` in one bucket and step."""
@@ -49,52 +49,52 @@ class Paths(NamedTuple):
 
     def drain(self, timeout_s: float) -> bool:
         """Whether all threads finished their work, each within `timeout_s` seconds."""
-        shared = [each.drain(timeout_s) for each in (self.exchange, self.handing) if each is not None]
-        return all([route.drain(timeout_s) for route in self.all] + shared)
+        drained = [each.drain(timeout_s) for each in (self.exchange, self.distribution, *self.all) if each is not None]
+        return all(drained)
 
     def close(self, timeout_s: float) -> None:
-        for shared in (self.exchange, self.handing):
-            if shared is not None:
-                shared.close(timeout_s)
-        for route in self.all:
-            route.close(timeout_s)
+        for each in (self.exchange, self.distribution, *self.all):
+            if each is not None:
+                each.close(timeout_s)
 
 
-def routes_of(
-    turns: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
+def make_paths(
+    fragments: Sequence[Sequence[WorkerBucket]], plan: Plan, codecs: Mapping[int, Codec], step: Step, staging: Staging,
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
-) -> Paths:
-    """Creates the paths. `turns`: lists of buckets that are exchanged together, in the order of waiting. Buckets with late
-    results are in these lists, but all of them share one path."""
-    flat = [bucket for buckets in turns for bucket in buckets]
-    late = [bucket for bucket in flat if bucket.late]
-    exchange = ServerExchange(step, transport, recycle, staging) if any(bucket.served for bucket in flat) else None
+) -> PathTable:
+    """Creates the paths. `fragments`: lists of buckets that are exchanged together, in the order of waiting."""
+    of: dict[int, AnyPath] = {}
+    exchange: ServerExchange | None = None
+    distribution: Lane | None = None
 
-    several = groups if plan.ranks_per_node > 1 else None
-    handing = Lane("handing", step.latch) if several is not None and any(b.served and not b.late for b in flat) else None
+    def over_server(buckets: list[ServedBucket], late: bool) -> AnyPath | None:
+        nonlocal exchange, distribution
+        if not buckets or transport is None:
+            return None
+        exchange = exchange or ServerExchange(step, transport, recycle, staging)
+        if plan.ranks_per_node == 1 or groups is None:
+            encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
+            return (LateServerPath(encoded, step, staging, exchange, late_results) if late else
+                    ServerPath(encoded, step, staging, exchange))
+        if late:
+            return LateNodeReduce(buckets, step, staging, exchange, groups, late_results)
+        distribution = distribution or Lane("distribution", step.latch)
+        return NodeReduce(buckets, step, staging, exchange, groups, distribution)
 
-    def of_turn(buckets: Sequence[WorkerBucket]) -> list[tuple[BucketPath, list[WorkerBucket]]]:
-        served = [bucket for bucket in buckets if bucket.served and not bucket.late]
-        staged = [bucket for bucket in buckets if bucket.staged]
-        dense = [bucket for bucket in buckets if bucket.dense]
-        pairs: list[tuple[BucketPath, list[WorkerBucket]]] = []
-        if served and exchange is not None:
-            if several is not None and handing is not None:
-                pairs.append((NodeReduce(served, step, staging, exchange, several, handing), served))
-            else:
-                pairs.append((ServerPath([bucket for bucket in served if bucket.coded], step, staging, exchange), served))
-        if staged:
-            pairs.append((CollectivesPath(staged, step, staging, codecs, plan, groups), staged))
-        if dense:
-            pairs.append((AllReducePath(dense, step, staging, groups), dense))
-        return pairs
+    def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
+        served = [bucket for bucket in buckets if isinstance(bucket, ServedBucket)]
+        collective = [bucket for bucket in buckets if isinstance(bucket, CollectiveBucket)]
+        timely, late = ([bucket for bucket in served if bucket.late == is_late] for is_late in (False, True))
+        others, dense = ([bucket for bucket in collective if bucket.dense == is_dense] for is_dense in (False, True))
+        pairs: list[tuple[AnyPath | None, Sequence[WorkerBucket]]] = [
+            (over_server(timely, late=False), timely),
+            (over_server(late, late=True), late),
+            (CollectivesPath(others, step, staging, codecs, plan, groups) if others else None, others),
+            (AllReducePath(dense, step, staging, groups) if dense else None, dense),
+        ]
+        of.update((bucket.id, path) for path, its in pairs if path is not None for bucket in its)
+        return tuple(path for path, _ in pairs if path is not None)
 
-    pairs = [of_turn(buckets) for buckets in turns]
-    late_route: LatePath | LateNodePath | None = None
-    if late and exchange is not None:
-        late_route = (LateNodePath(late_results, late, step, staging, exchange, several) if several is not None else
-                  LatePath(late_results, late, step, staging, exchange))
-        pairs[0].insert(int(any(b.served and not b.late for b in turns[0])), (late_route, late))
-    of = {bucket.id: route for turn in pairs for route, its in turn for bucket in its}
-    return Paths(of, tuple(tuple(route for route, _ in turn) for turn in pairs), late_route, exchange, handing)
+    made = tuple(paths_of(buckets) for buckets in fragments)
+    return PathTable(of, made, exchange, distribution)

@@ -1,0 +1,106 @@
+"""The ledger of one bucket: what this worker still has to send, and which averages of the last exchange were not applied.
+
+A residual is the part of a codec's input that was not sent; the codec keeps it in its state. An inherited residual comes from
+an earlier plan and is sent with the next gradients. An average that no optimizer applies is rolled back before the next
+exchange: its content returns to the residuals. So for every element, applied averages + residuals = the gradients put in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from commlayer.compressors.codec import Ranges, State
+from commlayer.compressors.feedback import ResidualSlice, add_ranges, ranges_of, residual_of, residual_on, split_by_tensor
+from commlayer.records import Slice
+
+Undo = Callable[[Ranges], None]
+"""Rolls back the last encode of some elements in the state of their codec."""
+
+
+class Ledger:
+    """Residuals and rollback of one bucket. Masks have one bit for each slice."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self._slices = slices
+        self.all_slices = (1 << len(slices)) - 1
+        self.state: State = {}
+        """State of the codec; with several encoders, the state of each by name."""
+        self.encoders: list[tuple[tuple[int, int], State]] = []
+        """Element range and codec state of each encoder whose residuals belong to this worker."""
+        self.inherited: torch.Tensor | None = None
+        """The residual of an earlier plan that will be sent with the next gradients."""
+        self.sent: torch.Tensor | None = None
+        """The inherited residual that was sent with the last gradients."""
+        self._undo: Undo | None = None
+        self.discarded = 0
+        """Slices whose average in the last exchange was not applied and is not rolled back yet."""
+        self.unreported = 0
+        """Slices that were rolled back on this worker, but not yet reported to the server."""
+        self.finite = True
+        """Whether the last average was finite."""
+
+    def open(self, x: torch.Tensor, worth: float) -> None:
+        """Begins an exchange: adds the inherited residual to the gradients `x`. `worth`: what a residual of 1 adds."""
+        self._undo = None
+        self.sent, self.inherited = self.inherited, None
+        if self.sent is not None:
+            x += self.sent.to(x.device) * worth
+
+    def record(self, undo: Undo) -> None:
+        """Records that a codec has encoded the gradients of this exchange. `undo` rolls that back."""
+        self._undo = undo
+
+    def applied(self, slices: int, share: float) -> None:
+        """Finalizes slices whose average was applied. `share`: the fraction of the sent inherited residual that reached the
+        mean. The rest is sent again."""
+        if self.sent is not None and share != 1.0:
+            rest = torch.zeros_like(self.sent)
+            add_ranges(rest, self.sent * (1.0 - share), ranges_of(self._slices, slices))
+            self.sent = self.sent - rest  # so that `roll_back` undoes only the part that was sent
+            self.inherited = rest if self.inherited is None else self.inherited + rest
+
+    def discard(self, slices: int) -> None:
+        self.discarded |= slices
+
+    def roll_back(self) -> int:
+        """Returns the discarded slices of the last exchange to the residuals, before the next exchange."""
+        slices, self.discarded = self.discarded, 0
+        if slices:
+            cut = ranges_of(self._slices, slices)
+            if self._undo is not None:
+                self._undo(cut)
+            if self.sent is not None:
+                self.inherited = torch.zeros_like(self.sent) if self.inherited is None else self.inherited
+                add_ranges(self.inherited, self.sent, cut)
+            self.unreported |= slices
+        return slices
+
+    def report(self) -> int:
+        """Returns the rolled-back slices that the server does not know yet, for a message to it."""
+        slices, self.unreported = self.unreported, 0
+        return slices
+
+    def keep(self) -> None:
+        """Makes the last exchange final: its codec memory is about to be reused."""
+        self._undo = None
+
+    def forget(self) -> None:
+        """Drops all records of the last exchange, because codec states were replaced."""
+        self._undo, self.sent, self.discarded, self.unreported = None, None, 0, 0
+
+    def residuals(self) -> list[ResidualSlice]:
+        """All unsent residuals of this worker, as slices of tensors. Units.worth defines their unit."""
+        found = [] if self.inherited is None else list(split_by_tensor(self._slices, 0, self.inherited))
+        for (low, _), state in self.encoders:
+            if (values := residual_of(state)) is not None:
+                found += split_by_tensor(self._slices, low, values)
+        return found
+
+    def carry(self, residuals: Sequence[ResidualSlice], factor: float) -> None:
+        """Inherits the residuals of this bucket's elements, times `factor`, from an earlier plan or from this worker's
+        gradients."""
+        if (values := residual_on(residuals, self._slices)) is not None:
+            more = torch.from_numpy(values).mul_(factor)
+            self.inherited = more if self.inherited is None else self.inherited + more
