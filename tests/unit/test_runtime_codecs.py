@@ -126,7 +126,7 @@ def test_a_changed_learning_rate_rescales_what_is_owed_on_both_sides() -> None:
             results = run(r, range(4), rates=rates)
             cells = [cell for s in r.servers for cell in s._core.cells.values()]
             kept = [torch.from_numpy(state["residual"]) for state in (
-                *(f.state for w in r.workers for f in w.buckets), *(c.ops._state for c in cells))]
+                *(f.ledger.state for w in r.workers for f in w.buckets), *(c.ops._state for c in cells))]
             owed[rates[0]] = torch.cat([k.clone() for k in kept]), torch.cat([t.view(-1) for t in results[0][3]])
     torch.testing.assert_close(owed[0.25][0], 0.25 * owed[1.0][0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(owed[0.25][1], owed[1.0][1], rtol=1e-5, atol=1e-6)
