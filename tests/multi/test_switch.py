@@ -284,7 +284,7 @@ def fragmented(rank: int, address: str) -> list[dict[str, Any]]:
         made = sync_modes.plan(training.connection.worker.job, mode, **({"fragments": count} if mode == "round" else {}))
         automatic.switch(training.connection, made if rank == 0 else None, by_itself=True)
         worker = training.connection.worker
-        rows.append({"fragments": [[b.id for b in turn] for turn in worker.turns], "plan": worker.plan,
+        rows.append({"fragments": [[b.id for b in fragment] for fragment in worker.fragments], "plan": worker.plan,
                      "weights": training.tensors()})
     training.train(5)
     training.session.flush()
