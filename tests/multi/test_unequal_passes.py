@@ -102,15 +102,15 @@ def test_equal_numbers_end_without_an_error(how: str) -> None:
 def test_only_a_rank_in_an_exchange_that_another_does_not_make_waits_in_vain() -> None:
     ended = FinishedPeers()
     assert ended.begin(11) is None
-    assert ended.hear("worker 2", 12) is None, "it has done its part of this one"
-    ended.over()
-    assert ended.hear("worker 1", 13) is None, "nothing is waited for"
+    assert ended.add("worker 2", 12) is None, "it has done its part of this one"
+    ended.end()
+    assert ended.add("worker 1", 13) is None, "nothing is waited for"
     error = ended.begin(12)
     assert error is not None
     assert_refused(str(error), "E-UNEQUAL-PASSES", "worker 2", "after 12 ", "exchange 13")
     late = FinishedPeers()
     assert late.begin(12) is None
-    assert str(late.hear("worker 2", 12)) == str(error), "in either order"
+    assert str(late.add("worker 2", 12)) == str(error), "in either order"
 
 
 def with_lbfgs(rank: int, line_search: str | None, steps: int, address: str) -> list[str]:
