@@ -158,6 +158,16 @@ class Config(Record, frozen=True):
     """Link shaping inside the process, for the demo only. Empty: none."""
 
 
+GROUPS = {
+    "Network": ("join", "bind", "advertise", "port"),
+    "Security": ("keys", "insecure", "token", "token_file", "audit"),
+    "Fault tolerance": ("min_workers", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
+    "Training": ("max_loss", "servers", "drift", "trace"),
+    "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",
+               "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",
+               "drift_steps", "shape"),
+}
+"""Settings by subject; few users need those of the last group."""
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
 """Names of settings that must be equal on all ranks: they decide what ranks do together, or what a sum means."""

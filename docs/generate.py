@@ -29,32 +29,20 @@ MADE = "Generated from the code by `make docs`; do not edit."
 
 # ---- settings
 
-GROUPS = {
-    "Addresses": ("join", "bind", "advertise", "port", "carrier"),
-    "Encryption": ("keys", "insecure", "token", "token_file", "audit"),
-    "Workers, nodes and servers": ("min_workers", "servers", "ranks_per_node", "node", "home", "batch"),
-    "Waiting and failures": ("deadline_s", "join_deadline_s", "reconnect_s", "heartbeat_s", "dead_after_s", "journal",
-                             "journal_required"),
-    "Plans and codecs": ("fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss"),
-    "Quality": ("max_loss", "guard", "drift", "drift_steps"),
-    "Diagnostics": ("trace", "shape"),
-}
-
-
 def settings() -> str:
     fields = config.Config.__struct_fields__
-    if sorted(fields) != sorted(name for names in GROUPS.values() for name in names):
-        raise ValueError(f"docs/generate.py: GROUPS names other settings than config.py has: {sorted(fields)}")
+    if sorted(fields) != sorted(name for names in config.GROUPS.values() for name in names):
+        raise ValueError(f"config.py: GROUPS names other settings than config.py has: {sorted(fields)}")
     hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _setting_texts(), config.Config()
     lines = [
         "# Settings", "", MADE, "",
         *_wrap("Sources, the first one that has the setting wins: `attach(..., config={...})`, the environment "
                "(`COMMLAYER_` and the name in capitals, such as `COMMLAYER_BIND`), `commlayer.toml` in the current directory "
                "or the file that `COMMLAYER_CONFIG` names, and the default. Commands have options for some settings; see "
-               "[cli.md](cli.md)."), "",
+               "[cli.md](cli.md). Few users need the settings under Expert."), "",
         *_wrap("**Same**: the value must be equal on all ranks. **All**: set it on all ranks or on none."),
     ]
-    for group, names in GROUPS.items():
+    for group, names in config.GROUPS.items():
         lines += ["", f"## {group}", "", "| setting | default | allowed | ranks | meaning |", "| --- | --- | --- | --- | --- |"]
         for name in names:
             allowed = next(m.description for m in hints[name].__metadata__ if getattr(m, "description", None))

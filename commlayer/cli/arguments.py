@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -101,12 +101,6 @@ def optimizer_named(name: str) -> str:
                            f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
                            "counts)")
     return OPTIMIZERS[name.lower()]
-
-
-def objective_named(name: str) -> Literal["loss", "step"]:
-    if name not in ("loss", "step"):
-        raise InvalidInput("E-CLI-OPTION", f"--objective {name}: allowed are loss and step")
-    return "loss" if name == "loss" else "step"
 
 
 def loss_named(file: str) -> LossModel | None:
@@ -296,7 +290,6 @@ def of_user(what: str, call: Callable[[], T]) -> T:
         return call()
     except (Exception, SystemExit) as error:
         raise InvalidInput("E-USER-CODE", f"{what}: {type(error).__name__}: {error}".splitlines()[0]) from None
-
 
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:

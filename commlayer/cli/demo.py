@@ -29,14 +29,14 @@ PIPE_WIDTH = 100
 
 def demo(
     workers: Annotated[int, typer.Option(help="Worker processes, each with its own link.")] = 4,
-    link: Annotated[str, typer.Option(help="Each host's link, up and down, such as 100mbit.", metavar="RATE")] = "100mbit",
-    rtt: Annotated[str, typer.Option(help="Round trip between hosts, such as 30ms.", metavar="TIME")] = "30ms",
+    link: Annotated[str, typer.Option(help="Each host's link, up and down.", metavar="RATE")] = "100Mb",
+    rtt: Annotated[float, typer.Option(help="Round trip between hosts, in milliseconds.", metavar="MS")] = 30.0,
     codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
     json: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use a small model and at most 100 steps.")] = False,
 ) -> None:
     """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
-    settings = read_settings(workers=workers, link=link, rtt=rtt, codec=codec, quick=quick)
+    settings = read_settings(workers=workers, link=link, rtt_ms=rtt, codec=codec, quick=quick)
     check_json(json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -71,7 +71,7 @@ def _run(settings: DemoSettings, path: Path | None) -> None:
         console.print(report.table(settings, figures))
         console.print(report.notes(settings, figures, native=native), markup=False)
         if path is not None:
-            write_json(path, dumps(report.record(figures, native=native), indent=1))
+            write_json(path, dumps(figures, indent=1))
         for _ in stream:
             pass  # until all workers have ended normally
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")

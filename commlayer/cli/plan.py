@@ -184,7 +184,6 @@ def whatif(
     bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
     count: Annotated[str, typer.Option(help='This many nodes like the last one: "2,4,8".', metavar="COUNTS")] = "",
     gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Also draw the curve to this file.", metavar="PNG")] = None,
     json: Json = None,
 ) -> None:
     """Plan the same job on other machines: gains, and the link rate below which compression pays."""
@@ -200,8 +199,6 @@ def whatif(
     if len(options) != 1:
         raise InvalidInput("E-CLI-OPTION", "vary one thing: --add LINE, --bandwidth RATES, --count COUNTS or --gpu NAMES; got "
                            f"{' and '.join(options) or 'none'}")
-    if plot is not None:
-        plan_output.check_plot(plot)
     inputs = plan_file.inputs_of(plan)
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     # New nodes resemble the last one: behind NAT if that one is.
@@ -214,8 +211,6 @@ def whatif(
         bandwidths=[rate_of(text) for text in _listed(bandwidth)], counts=[_whole(text) for text in _listed(count)],
         gpus=_listed(gpu),
     )
-    if plot is not None:
-        plan_output.draw(curve, plot)
     arguments.write_json(json, records.encode(curve).decode())
     _print(lambda width: plan_output.curve(curve, width))
 

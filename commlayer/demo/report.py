@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -63,15 +60,6 @@ def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -
     if not native:
         text.append("The native core is missing: codecs ran on the slow fallback in numpy.")
     return "\n".join(text)
-
-
-def record(results: Mapping[str, Any], *, native: bool) -> dict[str, Any]:
-    """The result for --json: {"name", "machine", "rows", "summary"}."""
-    machine = {
-        "system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version(), "torch": version("torch"),
-        "backend": "native" if native else "fallback",
-    }
-    return {"name": "demo", "machine": machine, **results}
 
 
 # ---- figures

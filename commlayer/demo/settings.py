@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 DENSE = "fp16()"
 CODEC = "int4()"
-BPS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SLOWEST_BPS, FASTEST_BPS = 1e6, 1e11
-LONGEST_RTT_S = 10.0
+LONGEST_RTT_MS = 10000
 MAX_WORKERS = 16
 
 
@@ -54,55 +50,26 @@ class DemoSettings(Record, frozen=True):
         return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
 
 
-def read_settings(*, workers: int, link: str, rtt: str, codec: str, quick: bool) -> DemoSettings:
+def read_settings(*, workers: int, link: str, rtt_ms: float, codec: str, quick: bool) -> DemoSettings:
     """The checked settings. An error states in one line what was given and what is allowed."""
+    # Imported late: they load numpy, which --help does not need.
+    from commlayer.compressors import parse
+    from commlayer.planner.inputs import rate_of
+
     if not 2 <= workers <= MAX_WORKERS:
         raise InvalidInput("E-CLI-OPTION",
                            f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
-    if codec != CODEC:
-        check_codec(codec)
-    return DemoSettings(workers, parse_link(link), parse_rtt(rtt), codec, target=0.9 if quick else 0.97,
-                        width=256 if quick else 1024, max_steps=100 if quick else 600)
-
-
-def check_codec(text: str) -> None:
-    # Imported late: it loads numpy, which --help does not need.
-    from commlayer.compressors import parse
-
     try:
-        parse(text)
+        bps = rate_of(link)
+    except ValueError:
+        bps = 0.0
+    if not SLOWEST_BPS <= bps <= FASTEST_BPS:
+        raise InvalidInput("E-CLI-OPTION", f"--link {link!r}: allowed is a rate from 1Mb to 100Gb, such as 100Mb")
+    if not 0 <= rtt_ms <= LONGEST_RTT_MS:
+        raise InvalidInput("E-CLI-OPTION", f"--rtt {rtt_ms:g}: allowed are milliseconds from 0 to {LONGEST_RTT_MS}")
+    try:
+        parse(codec)
     except (TypeError, ValueError) as error:
         raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
-
-
-def parse_link(text: str) -> float:
-    """Parses a rate to bits per second.
-
-    >>> parse_link("100mbit"), parse_link("2.5 Gbit")
-    (100000000.0, 2500000000.0)
-    """
-    bps = _quantity(text, BPS)
-    if bps is None or not SLOWEST_BPS <= bps <= FASTEST_BPS:
-        raise InvalidInput("E-CLI-OPTION",
-                           f"--link {text!r}: allowed is a number of kbit, mbit or gbit, 1mbit to 100gbit, such as 100mbit")
-    return bps
-
-
-def parse_rtt(text: str) -> float:
-    """Parses a time to seconds.
-
-    >>> parse_rtt("30ms")
-    0.03
-    """
-    rtt_s = _quantity(text, SECONDS)
-    if rtt_s is None or rtt_s > LONGEST_RTT_S:
-        raise InvalidInput("E-CLI-OPTION", f"--rtt {text!r}: allowed is a number of us, ms or s, 0ms to 10s, such as 30ms")
-    return rtt_s
-
-
-def _quantity(text: str, units: dict[str, float]) -> float | None:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, re.IGNORECASE | re.ASCII)
-    if match is None or match[2].lower() not in units:
-        return None
-    # Rounded, since 30 * 1e-3 is not 0.03.
-    return round(float(match[1]) * units[match[2].lower()], 9)
+    return DemoSettings(workers, bps, rtt_ms / 1e3, codec, target=0.9 if quick else 0.97, width=256 if quick else 1024,
+                        max_steps=100 if quick else 600)
