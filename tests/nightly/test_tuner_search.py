@@ -270,7 +270,7 @@ def test_the_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
     (["digits", "--budget", "0%"], "--budget 0%: .*E-CLI-OPTION"),
     (["digits", "--ratio", "5"], "--ratio '5': .*E-CLI-OPTION"),
     (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01.*E-TUNE-ARGUMENT"),
-    (["digits", "--batch", "64,x"], "--batch '64,x': .*E-CLI-OPTION"),
+    (["digits", "--batches", "64,x"], "--batches '64,x': .*E-CLI-OPTION"),
     (["digits", "--local-steps", "1,0"], "--local-steps '1,0': .*E-CLI-OPTION"),
     (["digits", "--codec", "best()"], "--codec: .*'best'.*E-CODEC-NAME"),
     (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: .*/nowhere .*E-CLI-OPTION"),

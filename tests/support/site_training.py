@@ -62,6 +62,7 @@ def main(how: str, *arguments: str) -> None:
                   "decisions": session.inspect.decisions()}
     if how == "evaluation":
         time.sleep(2.0 * rank)  # the last rank leaves the job after all others
+        total = torch.tensor([float(rank)])
         dist.all_reduce(total)
         dist.barrier()
         report["sum"] = 10.0 * total.item()
