@@ -35,12 +35,11 @@ from commlayer.engine import buckets
 from commlayer.engine.buckets import EncodedBucket
 from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_handover import inherit_residuals
-from commlayer.engine.replica import Replica, broadcast_bytes
+from commlayer.engine.replica import Replica, broadcast_bytes, on_host
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
-from commlayer.errors import CommError, InvalidInput, PeerLost, RecordError, coded
+from commlayer.errors import CommError, InvalidInput, PeerLost, coded
 from commlayer.records import Bucket, Plan, Record
-from commlayer.transport.crc import crc32c
 
 log = logging.getLogger("commlayer")
 
@@ -162,10 +161,9 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
                 servers=0 if plan is None else plan.servers, plan="" if plan is None else records.digest(plan),
                 rate=1.0 if worker is None else worker.units.rate)
     folder = folder_of(directory, number)
-    own = f"{TRAINING}{context.rank}"
 
-    def training() -> bytes:
-        return replica.encoded(context, plan, extra, model=model)
+    def training() -> _Files:
+        return {f"{TRAINING}{context.rank}": replica.state(context, plan, extra, model=model)}
 
     try:
         # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
@@ -173,12 +171,11 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
             state = worker_state(context)
             contents[f"rank-{context.rank}"] = state.get("tensors", {}) | replica.own_state(extra)
             with writing(directory):
-                write(folder, contents, mark, records.encode(plan) if first and plan is not None else b"")
-                if first or (plan is not None and plan.steps_locally):
-                    write_training(folder, own, training(), mark)
+                own = first or (plan is not None and plan.steps_locally)
+                write(folder, contents | (training() if own else {}), mark, plan if first else None)
         with all_or_none(groups, WHAT), writing(directory):
-            if context.logs and not (folder / f"{TRAINING}0").exists():
-                write_training(folder, own, training(), mark)
+            if context.logs and not _path(folder, f"{TRAINING}0").exists():
+                write(folder, training(), mark, plan)
             if first:
                 seal(folder, mark)
         with all_or_none(groups, WHAT), writing(directory):
@@ -240,18 +237,20 @@ def load_training(
     with all_or_none(groups, LOADING), reading(found.folder):
         held = sorted((name for name in _on_disk(found.folder) if name.startswith(TRAINING)), key=lambda name: (
             name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
-        data = read_training(found.folder, held[0], found.mark) if held else b""
-    lengths = gather(groups, [len(data)])
-    if groups is not None and not all(row[0] for row in lengths):
-        source = next(r for r, row in enumerate(lengths) if row[0])
+        state = read(found.folder, held[0], found.mark) if held else {}
+    having = [row[0] for row in gather(groups, [bool(state)])]
+    if groups is not None and not all(having):
+        source = having.index(1)
         if rank == 0:
-            log.warning("resume(): %d ranks do not have the checkpoint's model; rank %d sends it to them",
-                        sum(not row[0] for row in lengths), source)
-        sent = broadcast_bytes(data, lengths[source][0], groups, source)
-        data = data or sent
+            log.warning("resume(): %d ranks do not have the checkpoint's model; rank %d sends it to them", having.count(0),
+                        source)
+        data = safetensors.torch.save(state) if rank == source else b""
+        nbytes = gather(groups, [len(data)])[source][0]
+        data = broadcast_bytes(data, nbytes, groups, source)
+        state = state or safetensors.torch.load(data)
     with all_or_none(groups, LOADING), reading(found.folder):
         own = read(found.folder, f"rank-{rank}", found.mark) if found.exact else None
-        return replica.load(data, extra, own)
+        return replica.load(state, extra, own)
 
 
 def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
@@ -399,8 +398,6 @@ def _same(name: str, what: str, saved: object, here: object) -> None:
 FORMAT = "commlayer-checkpoint-1"
 MANIFEST, PLAN, TRAINING = "manifest.json", "plan.json", "training-"
 FOLDER = "save-"
-MAGIC = b"CMLT0001"
-"""First bytes of a file with model and optimizer, before the length and the bytes of its header."""
 
 
 class Mark(Record, frozen=True):
@@ -473,53 +470,21 @@ def own_files(rank: int, world: int, servers: int) -> list[str]:
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
-def write(folder: Path, states: _Files, mark: Mark, plan: bytes) -> None:
-    """Writes one rank's codec files, and returns when they are safely on disk. `plan`: the encoded plan on rank 0; empty on
-    other ranks."""
+def write(folder: Path, states: _Files, mark: Mark, plan: Plan | None) -> None:
+    """Writes one rank's files and the plan, and returns when they are safely on disk."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {"format": FORMAT} | {name: str(value) for name, value in msgspec.structs.asdict(mark).items()}
     for name, tensors in states.items():
         path = _path(folder, name)
         try:
-            safetensors.torch.save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata=meta)
+            safetensors.torch.save_file({n: on_host(t) for n, t in tensors.items()}, path, metadata=meta)
         except SafetensorError as error:
             raise OSError(coded("E-FILE", f"{path}: the file cannot be written: {error}")) from None
         files.sync(path)
-    if plan:
-        files.write_whole({folder / PLAN: plan}, durable=True)
+    if plan is not None:
+        files.write_whole({folder / PLAN: records.encode(plan)}, durable=True)
     files.sync(folder)
     files.sync(folder.parent)
-
-
-def write_training(folder: Path, name: str, data: bytes, mark: Mark) -> None:
-    head = records.encode(mark)
-    lead = MAGIC + len(head).to_bytes(4, "little") + head + crc32c(data).to_bytes(4, "little")
-    files.write_whole({folder / name: lead + data}, durable=True)
-
-
-def read_training(folder: Path, name: str, mark: Mark) -> bytes:
-    """Returns the state in a file with model and optimizer. Raises InvalidInput if it is damaged or of another checkpoint."""
-    path = folder / name
-    raw = path.read_bytes()
-    head = _training_mark(path, raw)
-    if head.save != mark.save:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {head.step}, but the "
-                                           f"manifest is of step {mark.step}")
-    size = int.from_bytes(raw[8:12], "little")
-    data = raw[16 + size :]
-    if crc32c(data) != int.from_bytes(raw[12 + size : 16 + size], "little"):
-        raise InvalidInput("E-CHECKPOINT", f"{path}: the file is damaged: its checksum is wrong")
-    return data
-
-
-def _training_mark(path: Path, raw: bytes) -> Mark:
-    size = int.from_bytes(raw[8:12], "little")
-    if raw[:8] != MAGIC or len(raw) < 16 + size:
-        raise InvalidInput("E-CHECKPOINT", f"{path}: not a complete file of a checkpoint")
-    try:
-        return records.decode(raw[12 : 12 + size], Mark, str(path))
-    except RecordError as error:
-        raise InvalidInput("E-CHECKPOINT", f"{error}: the file is damaged") from None
 
 
 def seal(folder: Path, mark: Mark) -> None:
@@ -560,10 +525,7 @@ def _look(directory: Path, number: int) -> SaveOnDisk:
     fault = ""
     for name in _on_disk(folder):
         try:
-            if name.startswith(TRAINING):
-                with (folder / name).open("rb") as file:
-                    marks[name] = _training_mark(folder / name, file.read(1 << 16))
-            elif name.startswith(("rank-", "server-")):
+            if name.startswith((TRAINING, "rank-", "server-")):
                 marks[name] = mark_of(_path(folder, name))
             elif name == MANIFEST:
                 marks[name] = records.decode((folder / MANIFEST).read_bytes(), Mark, str(folder / MANIFEST))
@@ -580,7 +542,7 @@ def _look(directory: Path, number: int) -> SaveOnDisk:
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
-    """The tensors in one codec file of the checkpoint whose header is `mark`."""
+    """The tensors in one file of the checkpoint whose header is `mark`."""
     path = _path(folder, name)
     if (other := mark_of(path)) != mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {other.step}, but the "
@@ -590,7 +552,7 @@ def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
 
 
 def mark_of(path: Path) -> Mark:
-    """Reads the header of a codec file. Raises InvalidInput if the file is truncated or of another format."""
+    """Reads the header of a file. Raises InvalidInput if the file is truncated or of another format."""
     try:
         with safe_open(path, framework="pt") as file:
             meta = dict(file.metadata() or {})

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from commlayer import records
@@ -37,13 +38,13 @@ from commlayer.transport.crc import crc32c
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
 """Keys that mark values for which msgpack has no type, in the encoded optimizer state."""
-LOCAL, OWN = "local.", "own."
+LOCAL, OWN, HEAD = "local.", "own.", "head"
 PIECE_NBYTES = 16 << 20
 """Number of bytes per broadcast of an optimizer's state; each broadcast has its own deadline."""
 
 
 class GivenState(Record, frozen=True):
-    """Header of the encoded state, before the bytes of the tensors."""
+    """The values of a state that are not tensors."""
 
     error: str = ""
     """The reason why the sender could not read its state; empty if it could."""
@@ -95,15 +96,16 @@ class Replica:
     def given(self, context: JobContext, plan: Plan) -> bytes:
         """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
         try:
-            return self.encoded(context, plan)
+            tensors = self.state(context, plan)
         except Exception as error:  # the optimizer's code may raise anything; the others continue to train
-            return _packed(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]), {})
+            tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
+        return safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
 
-    def encoded(
+    def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
-    ) -> bytes:
-        """Encodes this rank's state. `model`: includes model, optimizer and GradScaler. `plan`: None if the job has one worker.
-        """
+    ) -> dict[str, torch.Tensor]:
+        """This rank's state as named tensors, of which one has all values that are not tensors. `model`: includes model,
+        optimizer and GradScaler. `plan`: None if the job has one worker. `extra`: further objects, by name."""
         tensors: dict[str, torch.Tensor] = {}
         worker, local = context.worker, context.local
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
@@ -124,8 +126,7 @@ class Replica:
             starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
             for name, p in self._model.named_parameters():
                 tensors[f"parameter.{name}"] = starts.get(id(p), p.data).detach()
-        tensors |= {} if local is None else local.snapshot()
-        return _packed(head, tensors)
+        return tensors | ({} if local is None else local.snapshot()) | {HEAD: _head(head)}
 
     @contextlib.contextmanager
     def averaged(self, context: JobContext) -> Iterator[None]:
@@ -150,18 +151,21 @@ class Replica:
     def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What a checkpoint keeps for each rank: its current buffers, and the states of the script's own objects `extra`."""
         tensors: dict[str, torch.Tensor] = {}
-        head = msgspec.msgpack.encode(_states_of(extra, tensors))
+        head = _head(_states_of(extra, tensors))
         buffers = dict(self._model.named_buffers())
-        tensors |= {f"buffer.{name}": buffers[name] for name in self._averaged}
-        tensors["head"] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        return {f"{OWN}{name}": t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        tensors |= {f"buffer.{name}": buffers[name].detach() for name in self._averaged}
+        return {f"{OWN}{name}": t for name, t in (tensors | {HEAD: head}).items()}
 
     # ---- receiver
 
     def take(self, data: bytes, check: Callable[[Plan], None]) -> TakenState:
         """Installs the state of a running job that this rank joins. `check` receives the plan. Raises ValueError if the state
         does not fit."""
-        transfer, tensors = _unpacked(data, "the state received from the job")
+        try:
+            tensors = safetensors.torch.load(data)
+            transfer = msgspec.msgpack.decode(tensors.pop(HEAD).numpy().tobytes(), type=GivenState)
+        except (*MALFORMED, ValueError, KeyError, SafetensorError) as error:
+            raise CorruptFrame(f"the state received from the job is malformed: {error}".splitlines()[0]) from None
         if transfer.error:
             raise InvalidInput("E-JOIN-STATE", "joining a running job: its workers cannot send their state: "
                                                f"{transfer.error}")
@@ -171,15 +175,15 @@ class Replica:
         return TakenState(transfer, plan, {name: t for name, t in tensors.items() if name.startswith(LOCAL)}, restore)
 
     def load(
-        self, data: bytes, extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
+        self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
         """Installs the state in a checkpoint, and returns the state of local steps in it. `own`: what `own_state` returned on
         this rank; None if the checkpoint has nothing for this rank. Raises ValueError if the state does not fit."""
-        saved, tensors = _unpacked(data, "the checkpoint")
+        saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=GivenState)
         states, of_states = saved.extra, tensors
         if own is not None:
             of_states = {name.removeprefix(OWN): t for name, t in own.items() if name.startswith(OWN)}
-            states = msgspec.msgpack.decode(of_states["head"].numpy().tobytes())
+            states = msgspec.msgpack.decode(of_states[HEAD].numpy().tobytes())
         if set(extra) != set(states):
             given, kept = (", ".join(sorted(names)) or "nothing" for names in (extra, states))
             raise InvalidInput("E-CHECKPOINT", f"resume(): extra names {given}, but the checkpoint was saved with {kept}")
@@ -226,18 +230,14 @@ def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> di
     return {name: _plain(value.state_dict(), tensors) for name, value in extra.items()}
 
 
-def _packed(head: GivenState, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    encoded = msgspec.msgpack.encode(head)
-    copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    return len(encoded).to_bytes(8, "little") + encoded + safetensors.torch.save(copies)
+def _head(record: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.msgpack.encode(record)), dtype=torch.uint8)
 
 
-def _unpacked(data: bytes, what: str) -> tuple[GivenState, dict[str, torch.Tensor]]:
-    size = int.from_bytes(data[:8], "little")
-    try:
-        return msgspec.msgpack.decode(data[8 : 8 + size], type=GivenState), safetensors.torch.load(data[8 + size :])
-    except (*MALFORMED, ValueError) as error:
-        raise CorruptFrame(f"{what} is malformed: {error}".splitlines()[0]) from None
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in CPU memory that belongs to it alone, as the safetensors format requires. Copies only if needed."""
+    host = tensor.detach().cpu().contiguous()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
@@ -253,7 +253,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
             state = _plain(optimizer.state_dict(), tensors)
         except Exception as failed:  # the optimizer's code may raise anything, and the other ranks wait for the answer
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
-        body = safetensors.torch.save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+        body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
     error, state, nbytes = msgspec.msgpack.decode(groups.share_bytes(head, source=source), type=tuple[str, Any, int])
     if error:

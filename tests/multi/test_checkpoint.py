@@ -24,7 +24,7 @@ from commlayer.optim import OuterSGD
 SERVERS, MORE = 2, 6
 TOPK = "topk(ratio=0.05, values='int8', exact=False)"
 FILES = ["manifest.json", "plan.json", "rank-0.safetensors", "rank-1.safetensors", "server-0.safetensors",
-         "server-1.safetensors", "training-0"]
+         "server-1.safetensors", "training-0.safetensors"]
 
 
 def training(rank: int, address: str, mode: str = "gradients", how: str = "scaled", codec: str = TOPK) -> Training:
@@ -93,7 +93,7 @@ def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before
     with Servers(WORLD, SERVERS) as servers:
         ends = pool(WORLD).call(save_and_continue, servers.address, mode, how, before, folder)
     assert [p.name for p in tmp_path.iterdir()] == ["save-1"]
-    own = ["training-1"] if mode in ("round", "every", "updates", "whole round") else []
+    own = ["training-1.safetensors"] if mode in ("round", "every", "updates", "whole round") else []
     assert sorted(p.name for p in (tmp_path / "save-1").iterdir()) == [*FILES, *own]
     with Servers(WORLD, SERVERS) as servers:
         again = pool(WORLD).call(resumed, servers.address, mode, how, before, folder)
@@ -240,11 +240,11 @@ def failing(rank: int, address: str, folder: str) -> dict[str, Any]:
     session.checkpoint(good)
     if rank == 0:
         Path(f"{folder}/empty").mkdir()
-        for name, keep in (("unsealed", "manifest.json"), ("no model", "training-0"), ("cut", "")):
+        for name, keep in (("unsealed", "manifest.json"), ("no model", "training-0.safetensors"), ("cut", "")):
             shutil.copytree(good, f"{folder}/{name}")
             if keep:
                 Path(f"{folder}/{name}/save-1/{keep}").unlink()
-        model = Path(f"{folder}/cut/save-1/training-0")
+        model = Path(f"{folder}/cut/save-1/training-0.safetensors")
         model.write_bytes(model.read_bytes()[:-7])
     torch.distributed.barrier()
     report: dict[str, Any] = {"empty": session.resume(f"{folder}/empty")}
