@@ -17,9 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -185,7 +185,6 @@ RUN_SIDECAR = "import sys; sys.path.append(sys.argv.pop(1)); " \
               "from commlayer.cluster.child_processes import sidecar_main; sidecar_main()"
 STOPPED_STATES = frozenset("TtZXx")
 """States of a process that does not run, as letters in /proc/PID/stat: stopped, traced, zombie, dead."""
-RUNNING, STOPPED, EXITED = range(3)
 PARENT_EXIT_S = 1.0
 
 
@@ -218,19 +217,12 @@ class HeartbeatSidecar:
                         "coordinator count this worker as dead", self.pid, self._process.returncode)
 
 
-def start_sidecar(
-    address: str, secret: str, bodies: list[bytes], options: list[tuple[str, Any]], every_s: float, call_s: float,
-    credentials: tuple[str, ...] | None = None, channel: bytes = b"",
-) -> HeartbeatSidecar | None:
+def start_sidecar(setup: Mapping[str, str | float]) -> HeartbeatSidecar | None:
     """Starts a process that sends heartbeats for this one. Returns None if it does not start, or if the system has no /proc.
-
-    `bodies`: three encoded Heartbeat messages, for a parent that runs, is stopped, or has ended. `every_s`: interval; `call_s`:
-    timeout of one call. `credentials`: arguments of TlsCredentials; None without TLS. `channel`: as in CallAuthenticator.
+    `setup`: address, secret and keys (a folder, or "") for the channel; token; every_s (interval); call_s (timeout of a call).
     """
     if not Path("/proc/self/stat").exists():
         return None
-    setup = {"address": address, "secret": secret, "bodies": [body.hex() for body in bodies], "options": options,
-             "every_s": every_s, "call_s": call_s, "credentials": credentials, "channel": channel.hex()}
     try:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUN_SIDECAR, str(ROOT), str(os.getpid())],
@@ -256,11 +248,11 @@ def process_state(pid: int) -> str:
         return "X"
 
 
-def run_heartbeats(parent: int, send: Callable[[int], None], every_s: float) -> None:
-    """Calls `send(RUNNING)` or `send(STOPPED)` every `every_s` seconds until the parent ends or closes standard input. Then
-    calls `send(EXITED)` if the parent has ended."""
+def run_heartbeats(parent: int, send: Callable[[Literal["", "stopped", "ended"]], None], every_s: float) -> None:
+    """Calls send("") or send("stopped") every `every_s` seconds until the parent ends or closes standard input. Then calls
+    send("ended") if the parent has ended."""
     while os.getppid() == parent:
-        send(RUNNING if is_awake(parent) else STOPPED)
+        send("" if is_awake(parent) else "stopped")
         if select.select([0], [], [], every_s)[0]:
             break
     # A parent that dies closes its files before its id is gone. A living one ends this child by a signal.
@@ -268,34 +260,24 @@ def run_heartbeats(parent: int, send: Callable[[int], None], every_s: float) -> 
     while os.getppid() == parent and time.monotonic() < until:
         time.sleep(0.01)
     if os.getppid() != parent:
-        send(EXITED)
+        send("ended")
 
 
 def sidecar_main() -> None:
     """Entry point of the sidecar process. Its argument is the parent's process id; all other settings are one JSON line on
     standard input."""
-    parent = int(sys.argv[1])
     line = read_line()
     if not line:
         return
-    init = json.loads(line)
-    import grpc
+    from commlayer.cluster.client import CoordinatorChannel
+    from commlayer.cluster.messages import Heartbeat, HeartbeatReply
+    from commlayer.transport.key_folder import Keys
 
-    from commlayer.transport.grpc_stream import TlsCredentials, open_channel
-    from commlayer.transport.secret import AuthenticationFailed, CallAuthenticator
+    setup = json.loads(line)
+    link = CoordinatorChannel(setup["address"], setup["secret"], Keys(setup["keys"]) if setup["keys"] else None)
 
-    credentials = init["credentials"] and TlsCredentials(*init["credentials"])
-    channel = open_channel(init["address"], [tuple(option) for option in init["options"]], credentials)
-    asker = CallAuthenticator(init["secret"], lambda method, data,
-                              timeout_s: channel.unary_unary(f"/commlayer.Control/{method}")(
-        data, timeout=timeout_s), lambda e: isinstance(e, grpc.RpcError) and e.code() is grpc.StatusCode.UNAUTHENTICATED,
-        bytes.fromhex(init["channel"]))
-    bodies = [bytes.fromhex(body) for body in init["bodies"]]
+    def send(state: Literal["", "stopped", "ended"]) -> None:
+        with contextlib.suppress(CommError):  # the worker's own thread has the same error, and logs it
+            link.call("Heartbeat", Heartbeat(setup["token"], parent=state), HeartbeatReply, setup["call_s"])
 
-    def send(which: int) -> None:
-        try:
-            asker.ask("Heartbeat", bodies[which], init["call_s"])
-        except (grpc.RpcError, AuthenticationFailed):
-            pass  # the worker's own thread has the same error, and logs it
-
-    run_heartbeats(parent, send, init["every_s"])
+    run_heartbeats(int(sys.argv[1]), send, setup["every_s"])

@@ -297,10 +297,9 @@ class Membership:
         """Returns fields of the next heartbeat about data connections and sums. Set by their owner."""
         self._closing = threading.Event()
         self._failed = False
-        beats = [messages.pack(Heartbeat(self._token, parent=parent)) for parent in ("", "stopped", "ended")]
-        self._keeper = child_processes.start_sidecar(
-            link.address, link.secret, beats, channel_options(link.address), self._every_s, self._call_s,
-            tls_credentials(link.keys), fingerprint(link.keys)) if keep else None
+        self._keeper = child_processes.start_sidecar({
+            "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
+            "token": self._token, "every_s": self._every_s, "call_s": self._call_s}) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
