@@ -305,35 +305,35 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
 
     def dial(deadline: float) -> None:
         nonlocal carrier
-        either = carrier == "auto" and streams is not None
-        if carrier == "grpc" or alone:
-            if carrier == "tcp" or streams is None:
-                offered = "accepts only gRPC streams" if streams else "accepts no gRPC streams"
-                raise Refused(f"{offered}, which does not match this process's setting carrier: set the same value "
-                              "on both ends, or leave it unset", peer=name,
-                              code="E-SETTING")
-            dial_grpc(transport, peer, streams, keys, deadline)
-            log.info("%s: over gRPC at %s", name, where)
-            return
+        first, either = None, carrier == "auto" and streams is not None
+        if carrier != "grpc" and not alone:
+            try:
+                transport.dial(peer, plain, deadline, time.monotonic() + TCP_S if either else deadline)
+            except CommError as error:
+                # With keys, a device between the machines may also cause a refusal, so gRPC is tried.
+                if not either or (isinstance(error, Refused) and keys is None):
+                    raise
+                first = error
+            else:
+                log.info("%s: over TCP at %s", name, server.address)
+                carrier = "tcp"
+                return
+        if carrier == "tcp" or streams is None:
+            offered = "accepts only gRPC streams" if streams else "accepts no gRPC streams"
+            raise Refused(f"{offered}, which does not match this process's setting carrier: set the same value on both ends, "
+                          "or leave it unset", peer=name, code="E-SETTING")
         try:
-            transport.dial(peer, plain, deadline, time.monotonic() + TCP_S if either else deadline)
+            dial_grpc(transport, peer, streams, keys, deadline)
         except CommError as error:
-            # With keys, a device between the machines may also cause a refusal, so gRPC is tried.
-            if not either or (isinstance(error, Refused) and keys is None):
+            if first is None:
                 raise
-            first = error
-        else:
-            log.info("%s: over TCP at %s", name, server.address)
-            carrier = "tcp"
-            return
-        assert streams is not None
-        try:
-            dial_grpc(transport, peer, streams, keys, deadline)
-        except CommError as error:
             also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
             raise first.located(what=first.what + also) from first
-        log.warning("%s: over gRPC at %s, because TCP failed: %s", name, where, first.what)
-        carrier = "grpc"
+        if first is None:
+            log.info("%s: over gRPC at %s", name, where)
+        else:
+            log.warning("%s: over gRPC at %s, because TCP failed: %s", name, where, first.what)
+            carrier = "grpc"
 
     return dial
 
