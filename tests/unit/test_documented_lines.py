@@ -52,7 +52,7 @@ def _lines(page: str, text: str, *, whole: bool) -> Iterator[Line]:
     while result := COMMAND.search(text):
         program, _, text = result.groups()
         words = tuple(shlex.split(re.sub(r"\$\{?\w+\}?", "4", ENDS.sub("", text))))
-        if words and re.fullmatch(r"[a-z]+", words[0]):
+        if words and re.fullmatch(r"[a-z]+", words[0]) and words[0] != "import":  # which is Python
             yield Line(page, program, words, whole)
 
 
