@@ -158,7 +158,7 @@ def _brute(space: Space) -> float:
     best_s = math.inf
     for head in itertools.product(*map(range, counts)):
         lost = sum(space.loss[b][o] for b, o in enumerate(head))
-        swept = space.schedule.sweep([*head, 0], [len(counts)], best_s)
+        swept = space.steps.sweep([*head, 0], [len(counts)], best_s)
         for option in range(last):
             if lost + space.loss[-1][option] <= space.max_loss + 1e-9:
                 best_s = min(best_s, swept[option])

@@ -43,7 +43,7 @@ from commlayer.errors import CommError
 from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
-from commlayer.planner.plan_rules import in_words
+from commlayer.planner.plan_rules import summary_of
 from commlayer.records import Plan, digest
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ class TuningController:
         if self._lead is not None:
             self._set(*plan_policy.switched(self._lead, self._active, left))
         back = proposal is not None and proposal.back
-        self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {in_words(self._active)}")
+        self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
 
     def _change_codecs(self, change: CodecChange) -> bool:

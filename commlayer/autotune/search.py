@@ -14,11 +14,11 @@ from msgspec import structs
 from commlayer import planner
 from commlayer.autotune.plan_policy import LEAVES, MOST_STEPS, Candidate, Price, steps_of
 from commlayer.codec_spec import parse_spec
+from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.explanation import by_itself
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
-from commlayer.planner.search import Found, Search
+from commlayer.planner.search import Found, PlanSearch
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
@@ -90,7 +90,7 @@ def search(order: SearchOrder) -> SearchResult:
             steps_of(as_planned, inputs), leaves)
 
     assert job.timing is not None
-    machines = by_itself(job.timing, cluster, profile, policy) if policy is not None else []
+    machines = one_machine(job.timing, cluster, profile, policy) if policy is not None else []
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
@@ -202,7 +202,7 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     """
     job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
     assert policy is not None
-    searched = Search(job, cluster, profile, policy)
+    searched = PlanSearch(job, cluster, profile, policy)
 
     def timed(option: Found) -> Plan:
         plan = _with_ratios(option.plan, current)

@@ -98,9 +98,9 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     """Plans, writes the files and prints the verdict. `optimizer`: as the user named it."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments, plan_output
+    from commlayer.planner.baselines import baselines
     from commlayer.planner.convergence import measured_local_steps
-    from commlayer.planner.explanation import beside, looser
-    from commlayer.planner.search import Search
+    from commlayer.planner.search import PlanSearch
     from commlayer.planner.simulation import simulate
     from commlayer.planner.tables import at_precision, learning_rows
     from commlayer.planner.tensors import untouched
@@ -112,7 +112,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, arguments.loss_named(loss),
                                       arguments.learning_named(learning))
     costs, limits = inputs.costs()
-    search = Search(job, machines, costs, limits)
+    search = PlanSearch(job, machines, costs, limits)
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
     if out is not None:
@@ -123,7 +123,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
                  plan_output.assumptions(model, job, machines, policy.optimizer, named=bool(optimizer))),
                  plan_output.summary(result, job, machines, simulate(result, job, machines, costs, limits))):
         console.print(line)
-    for part in plan_output.to_a_loss(beside(result, job, machines, costs, limits, synchronous), result.steps > 0):
+    for part in plan_output.to_a_loss(baselines(result, job, machines, costs, limits, synchronous), result.steps > 0):
         console.print(part)
     if result.steps > 0:
         console.print(plan_output.spread(arguments.learning_table(learning, profile), policy.optimizer))
@@ -131,7 +131,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
         if result.local_steps > most:
             console.print(f"x steps: measured up to {most} local steps; for {result.local_steps} it is extrapolated")
     console.print(plan_output.by_decision(result, job, console.width))
-    for line in (*untouched(result, job), *plan_output.held_up(looser(result, job, machines, costs, limits))):
+    for line in untouched(result, job):
         console.print(line)
     if out is not None:
         console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}")
@@ -189,7 +189,7 @@ def whatif(
     """Plan the same job on other machines: gains, and the link rate below which compression pays."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments, plan_output
-    from commlayer.planner.explanation import what_if
+    from commlayer.planner.baselines import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
     from commlayer.planner.tables import at_precision
 

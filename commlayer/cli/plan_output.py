@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from commlayer.config import MOST_LOSS
 from commlayer.planner import tables
-from commlayer.planner.explanation import Beside, Curve, Difference, Explanation, Looser, break_even, rate, spelled
+from commlayer.planner.baselines import Baseline, Curve, break_even, rate
+from commlayer.planner.explanation import Difference, Explanation, spelled
 from commlayer.planner.model import Cluster, Node
-from commlayer.planner.plan_rules import most_used, way_of
+from commlayer.planner.plan_rules import sync_mode
 from commlayer.planner.simulation import Timeline
 from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
 from commlayer.records import Bucket, Job, Plan, Why
@@ -63,7 +62,7 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
         mode = "one step stale: .grad is the average of all workers, partly of the previous step"
     elif plan.steps_locally:
         how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
-        mode = f"{how} ({way_of(plan)}): between exchanges each worker steps on its own .grad"
+        mode = f"{how} ({sync_mode(plan)}): between exchanges each worker steps on its own .grad"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
 
@@ -97,7 +96,7 @@ def factor(steps: float, high: float) -> str:
     return f"{steps:.2f}" if f"{steps:.2f}" == f"{high:.2f}" else f"{steps:.2f} - {high:.2f}"
 
 
-def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]:
+def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableType]:
     """A table of the plan and its baselines."""
     dense_s = next(row.to_loss_s for row in rows if row.name == "dense fp32")
     grid = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
@@ -108,7 +107,7 @@ def to_a_loss(rows: tuple[Beside, ...], known: bool) -> Iterator[RenderableType]
     yield grid
     if known:
         yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; one machine "
-               "alone: the fastest one, with its own batch or that of all; latencies alone: if links and codecs took no time")
+               "alone: the fastest one, with its own batch or that of all")
     mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
     if mine and alone and alone.to_loss_s < mine.to_loss_s:
         yield (f"NOT WORTH IT: the fastest machine alone is {mine.to_loss_s / alone.to_loss_s:.3g}x faster; try a larger batch "
@@ -128,28 +127,6 @@ def spread(table: LearningTable | None, optimizer: str) -> str:
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
     return f"x steps: from {source} of your own task; their error on other tasks is not known"
-
-
-def held_up(looser: Looser | None) -> Iterator[str]:
-    """The nearest plan that exceeds the loss budget."""
-    if looser is not None:
-        how = f"{way_of(looser.plan) or 'plain steps'} with {most_used(looser.plan)}"
-        what = "to a loss" if looser.to_loss else "a step"
-        yield (f"--max-loss excludes a faster plan: {how} would take {ms(looser.after_s)} ms {what} instead of "
-               f"{ms(looser.before_s)}; {allowing(looser.loss)} allows it")
-
-
-def allowing(loss: float) -> str:
-    """The --max-loss that allows a plan with this loss, rounded up to two digits; above the largest one, no limit at all.
-
-    >>> allowing(0.4511), allowing(0.1), allowing(2.31)
-    ('--max-loss 0.46', '--max-loss 0.1', 'dropping --max-loss (the loss rises by 2.4, and 1 is the largest limit)')
-    """
-    step = 10 ** (math.floor(math.log10(loss)) - 1) if loss > 0 else 1.0
-    least = round(math.ceil(loss / step - 1e-9) * step, 12)
-    if least <= MOST_LOSS:
-        return f"--max-loss {least:g}"
-    return f"dropping --max-loss (the loss rises by {least:g}, and {MOST_LOSS:g} is the largest limit)"
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -200,10 +177,7 @@ def explanation(result: Explanation, width: int) -> Iterator[RenderableType]:
            f"of which computing {ms(result.compute_s)}")
     if result.steps:
         to_loss_s = result.step_s / result.local_steps * result.steps_high
-        yield (f"convergence factor {factor(result.steps, result.steps_high)}, with this codec for all buckets "
-               f"{factor(result.codec_steps, result.codec_steps_high)}; step time x cautious factor {ms(to_loss_s)} ms")
-    alone = f", one machine alone {ms(result.alone_s)}" if result.alone_s else ""
-    yield f"for comparison: DDP fp16 {ms(result.fp16_s)} ms{alone}{' to a loss' if result.steps else ' a step'}"
+        yield (f"convergence factor {factor(result.steps, result.steps_high)}; step time x cautious factor {ms(to_loss_s)} ms")
     grid = table("tasks", "op", "lanes", ">from ms", ">to ms", ">bytes", "")
     end = max([result.step_s, *(span.end_s for span in result.spans)])
     for span in result.spans:
@@ -272,11 +246,11 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
                *([">samples/s"] if wide else []), *(["codec", "mode"] if wide else ["codec and mode"])]
     grid = table("", *headers)
     for p in result.points:
-        gain, way = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.way or "every step"
+        gain, mode = f"{p.lead:,.{2 if p.lead < 10 else 0}f} x", p.mode or "every step"
         grid.add_row(p.label, ms(p.plan_s), *([factor(p.steps, p.steps_high), ms(p.to_loss_s)] if known else []),
                      *([ms(p.fp16_s), ms(p.alone_s) if p.alone_s else ""] if wide else []), gain,
                      *([f"{p.samples_per_s:,.1f}"] if wide else []),
-                     *([p.codec, way] if wide else [f"{p.codec}, {way}"]))
+                     *([p.codec, mode] if wide else [f"{p.codec}, {mode}"]))
     for column in grid.columns[1:-2]:
         column.no_wrap = True
     for column in (grid.columns[0], *grid.columns[-2:]):
@@ -286,11 +260,6 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
            + (", in seconds to a loss" if known else "") + "; codec: of most elements")
     if losing := [p.label for p in result.points if 0 < p.alone_s < p.to_loss_s]:
         yield f"one machine alone is faster than this plan: {', '.join(losing)}"
-    floors = ", ".join(f"{ms(p.floor_s)} ({p.label})" for p in result.points if p.floor_s)
-    yield f"latencies alone, if links and codecs took no time, ms{' to a loss' if known else ''}: {floors}"
-    if excluded := [f"{ms(p.looser_s)} ms instead of {ms(p.to_loss_s)}, which {allowing(p.looser_loss)} allows ({p.label})"
-                    for p in result.points if p.looser_s]:
-        yield f"--max-loss excludes a faster plan: {'; '.join(excluded)}; `commlayer plan create` sets it"
     if result.swept == "bandwidth":
         yield break_even(result)
 

@@ -61,7 +61,7 @@ from commlayer.engine.replica import align as align_tensors
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
-from commlayer.planner.plan_rules import in_words, without_buffers
+from commlayer.planner.plan_rules import summary_of, without_buffers
 from commlayer.records import Job, Plan
 from commlayer.transport import own_address, secret
 from commlayer.transport.key_folder import Keys
@@ -152,7 +152,7 @@ def connect(
         if elastic:
             job_context.members = MembershipChange(job_context, config, met.launch.home)
         job_context.follow(job_context.worker_for(job_context.plan, job, device))
-        job_context.log(f"begins with plan {records.digest(job_context.plan)}: {in_words(job_context.plan)}")
+        job_context.log(f"begins with plan {records.digest(job_context.plan)}: {summary_of(job_context.plan)}")
     except BaseException:
         job_context.close("failed to start")
         raise

@@ -10,9 +10,9 @@ from commlayer.planner.plan_rules import lower, verify, verify_alone
 from commlayer.planner.tables import builtin, on_reference
 
 if TYPE_CHECKING:
+    from commlayer.planner.baselines import what_if as what_if
     from commlayer.planner.explanation import diff as diff
     from commlayer.planner.explanation import explain as explain
-    from commlayer.planner.explanation import what_if as what_if
     from commlayer.planner.plan_lint import lint as lint
     from commlayer.planner.search import plan as plan
     from commlayer.planner.simulation import Timeline as Timeline
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LATE = {"plan": "commlayer.planner.search", "lint": "commlayer.planner.plan_lint",
          **dict.fromkeys(("Timeline", "simulate"), "commlayer.planner.simulation"),
-         **dict.fromkeys(("diff", "explain", "what_if"), "commlayer.planner.explanation")}
+         **dict.fromkeys(("diff", "explain"), "commlayer.planner.explanation"), "what_if": "commlayer.planner.baselines"}
 """Loaded on first use: simulating needs numpy, reading plans does not."""
 
 __all__ = [

@@ -30,7 +30,7 @@ MOST_SINGLE = 16
 class Space(NamedTuple):
     """The search space. Lists are by bucket, then by option."""
 
-    schedule: Steps
+    steps: Steps
     loss: Sequence[Sequence[float]]
     """What each option adds to the whole model's loss."""
     excess: Sequence[Sequence[float]]
@@ -131,11 +131,11 @@ def _changed(space: Space, found: Choice, buckets: Sequence[int], price: float =
             if rest_loss + sum(losses) <= _within(space) and space.least_s * factors[o] < price * (1 - EQUAL)]
     if not only:
         return found
-    steps = space.schedule.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), found.step_s, 1, only, factors)
-    option = min(only, key=lambda o: steps[o] * factors[o])
-    if steps[option] * factors[option] >= price * (1 - EQUAL):
+    seconds = space.steps.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), found.step_s, 1, only, factors)
+    option = min(only, key=lambda o: seconds[o] * factors[o])
+    if seconds[option] * factors[option] >= price * (1 - EQUAL):
         return found
-    return _found(space, steps[option], _with(now, buckets, option))
+    return _found(space, seconds[option], _with(now, buckets, option))
 
 
 def _refined(space: Space, found: Choice) -> Choice:
@@ -151,7 +151,7 @@ def _refined(space: Space, found: Choice) -> Choice:
         for option in sorted(finer, key=lambda o: coarse(b, o))[:3]:
             options = _with(found.options, (b,), option)
             factor = 1 + _total(space.excess, options)
-            step_s = space.schedule.run(list(options), limit * (1 + EQUAL) / factor)
+            step_s = space.steps.run(list(options), limit * (1 + EQUAL) / factor)
             if step_s * factor <= limit and _total(space.loss, options) <= _within(space):
                 found = _found(space, step_s, options)
                 break
@@ -159,7 +159,7 @@ def _refined(space: Space, found: Choice) -> Choice:
 
 
 def _priced(space: Space, options: tuple[int, ...]) -> Choice:
-    return _found(space, space.schedule.run(list(options)), options)
+    return _found(space, space.steps.run(list(options)), options)
 
 
 def _found(space: Space, step_s: float, options: tuple[int, ...]) -> Choice:

@@ -223,7 +223,7 @@ def _joined(before: Slice, after: Slice) -> bool:
     return before.tensor == after.tensor and before.stop == after.start
 
 
-def way_of(made: Plan) -> str:
+def sync_mode(made: Plan) -> str:
     """The plan's sync mode in a few words; empty for an exchange in every step."""
     parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
     parts += [made.overlap] if made.overlap else []
@@ -232,7 +232,7 @@ def way_of(made: Plan) -> str:
     return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
 
 
-def most_used(made: Plan) -> str:
+def main_codec(made: Plan) -> str:
     by: dict[str, int] = {}
     for bucket in made.buckets:
         name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")
@@ -240,14 +240,14 @@ def most_used(made: Plan) -> str:
     return max(by, key=by.__getitem__, default="")
 
 
-def in_words(made: Plan) -> str:
+def summary_of(made: Plan) -> str:
     """
-    >>> in_words(Plan("job", (), local_steps=4, step_s=0.02))
+    >>> summary_of(Plan("job", (), local_steps=4, step_s=0.02))
     '0 buckets, H=4, 20.0 ms a step predicted'
     """
-    codec = f", mostly {most_used(made)}" if made.buckets else ""
+    codec = f", mostly {main_codec(made)}" if made.buckets else ""
     predicted = f"{1e3 * made.step_s:.1f} ms a step predicted" if made.step_s else ""
-    return ", ".join(part for part in (f"{len(made.buckets)} buckets{codec}", way_of(made), predicted) if part)
+    return ", ".join(part for part in (f"{len(made.buckets)} buckets{codec}", sync_mode(made), predicted) if part)
 
 
 def gradients_of(job: Job) -> Job:

@@ -1,6 +1,6 @@
 """The verb `plan`: enumerates tree paths, codecs, sync modes and server hosts, and chooses by simulated steps.
 
-A candidate is one layout of buckets, one set of hosts and one sync mode. Candidates are compared by their best uniform choice;
+A scenario is one layout of buckets, one set of hosts and one sync mode. Scenarios are compared by their best uniform choice;
 the best few are searched (choices.py) and placed, and the plan with the fewest seconds to a loss is taken. Other sync modes
 are searched with the buckets and hosts of the best synchronous plan.
 """
@@ -23,18 +23,19 @@ from commlayer.planner.buckets import ELEMENT_NBYTES, Limits, Sort
 from commlayer.planner.choices import Choice, Space, search, uniform
 from commlayer.planner.convergence import Recipe, late_measured, measured_local_steps
 from commlayer.planner.costs import Prices, hidden, plan_excess, weights
+from commlayer.planner.explanation import explained
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Option, Policy, Profile, bare, condensed
 from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.placement import Hosts, Part, even, host_sets, parts
-from commlayer.planner.simulation import Simulation, Timeline, exact_s, fragments, locally, simulate, slowest, urgent
-from commlayer.planner.tensors import DOUBLE, full, is_sparse, nonzero_numel, shaped, unrounded
-from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Timing, Why
+from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, slowest, urgent
+from commlayer.planner.tensors import full, nonzero_numel, shaped, unrounded
+from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Timing
 
 PAYS = 0.02
 """Compression, or another sync mode, must win this fraction: both have risks."""
 FINALISTS = 3
-"""Number of candidates that are searched in full, by their best uniform choice; as many sync modes."""
+"""Number of scenarios that are searched in full, by their best uniform choice; as many sync modes."""
 SHARED, FINER = 4, (8, 16, 32)
 """Target number of parts of the model per server, since fewer could be balanced badly; and finer cuts that are tried."""
 PARTS_WORTH = 0.12
@@ -109,7 +110,7 @@ class Layout(NamedTuple):
             for group, size in zip(groups, sizes, strict=True)))
 
 
-class Candidate:
+class Scenario:
     """One layout with one set of hosts and one sync mode. `useful[b]` lists the options of bucket b by their numbers in the
     catalog; choices are indexes into it."""
 
@@ -213,11 +214,11 @@ class Candidate:
 class Found(NamedTuple):
     """A plan's origin, its price in seconds per step of dense training, and its excess of steps."""
 
-    candidate: Candidate
+    scenario: Scenario
     choice: Choice
     plan: Plan
     origins: tuple[int, ...]
-    """By bucket of the plan, the candidate's bucket of which it is all or a part."""
+    """By bucket of the plan, the scenario's bucket of which it is all or a part."""
     price: float
     excess: float
 
@@ -225,7 +226,7 @@ class Found(NamedTuple):
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
     the shortest step. Equal arguments give equal plans."""
-    found = Search(job, cluster, profile, policy)
+    found = PlanSearch(job, cluster, profile, policy)
     return found.explained(found.best(exact=found.policy.exact))
 
 
@@ -242,7 +243,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class Search:
+class PlanSearch:
     """The search for one job, whose synchronous part is shared by several calls of `best`."""
 
     @_uncollected()
@@ -252,12 +253,12 @@ class Search:
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
         self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
         self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks)
-        self._by_recipe: dict[Recipe, list[tuple[Candidate, Choice]]] = {}
+        self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
 
     def _synchronous(self) -> Found:
         """The best plan with an exchange of gradients in every step."""
-        tried: list[Candidate] = []
+        tried: list[Scenario] = []
         layouts = self._layouts()
         for i, hosts in enumerate((Hosts(()), *host_sets(self.inputs.searched))):
             if i > 1 and even(self.inputs.cluster) and not any(c.catalog.prices.hosts for c in _best(tried)):
@@ -266,8 +267,8 @@ class Search:
             prices = Prices(self.inputs.searched, self.inputs.profile, hosts.places, spread=hosts.parts)
             catalog = Catalog(prices, options(prices, self.policy), steps_count=self.inputs.steps_count,
                               budget=self.policy.max_loss < NO_LIMIT)
-            tried += [Candidate(self.inputs, catalog, layout, self._recipe) for layout in layouts if catalog.options]
-            layouts = list(dict.fromkeys(candidate.layout for candidate in _best(tried))) if i else layouts
+            tried += [Scenario(self.inputs, catalog, layout, self._recipe) for layout in layouts if catalog.options]
+            layouts = list(dict.fromkeys(scenario.layout for scenario in _best(tried))) if i else layouts
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {self.inputs.profile.source!r} has no cost of {DENSE}: "
                                "over servers alone, nothing could go as it is")
@@ -307,7 +308,7 @@ class Search:
             best = min([plain, *self._stale(plain)], key=lambda found: found.price)
         best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
         # The forward overlap changes nothing that is learnt, so it has no risk that must be paid for.
-        return best if best.candidate.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
+        return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
     @_uncollected()
     def explained(self, found: Found) -> Plan:
@@ -334,9 +335,9 @@ class Search:
         """The price of local steps with the best uniform choice: exchanges take as long as after a single step, and each
         fragment has its own latencies."""
         timing, every = self.inputs.timing, recipe.every
-        prices = self.synchronous.candidate.catalog.prices
+        prices = self.synchronous.scenario.catalog.prices
         computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
-        excess, loss = self.synchronous.candidate.catalog.costs(recipe)
+        excess, loss = self.synchronous.scenario.catalog.costs(recipe)
         found = [math.inf]
         for exchange in self._exchanges[recipe.overlap]:
             if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
@@ -348,28 +349,28 @@ class Search:
         return min(found)
 
     @cached_property
-    def _exchanges(self) -> dict[str, list[Exchange]]:
+    def _exchanges(self) -> dict[str, list[TypicalExchange]]:
         """Uniform choices for updates that are waited for, by overlap, which determines the usable part of links."""
         updates = self._recipe._replace(codes="updates")
-        result: dict[str, list[Exchange]] = {}
+        result: dict[str, list[TypicalExchange]] = {}
         for overlap in ("", "round"):
-            candidate = self._candidate(updates)
+            scenario = self._scenario(updates)
             if overlap:
-                candidate = Candidate(candidate.inputs, candidate.catalog.hidden, candidate.layout, updates)
-            part = weights(candidate.inputs.job, [piece.slices for piece in candidate.layout.pieces],
+                scenario = Scenario(scenario.inputs, scenario.catalog.hidden, scenario.layout, updates)
+            part = weights(scenario.inputs.job, [piece.slices for piece in scenario.layout.pieces],
                            self.inputs.profile.energy)
             result[overlap] = []
-            for choice in uniform(candidate.space._replace(max_loss=math.inf), candidate.starts):
+            for choice in uniform(scenario.space._replace(max_loss=math.inf), scenario.starts):
                 parts: dict[int, float] = {}
-                for mine, place, weight in zip(candidate.useful, choice.options, part, strict=True):
+                for mine, place, weight in zip(scenario.useful, choice.options, part, strict=True):
                     parts[mine[place]] = parts.get(mine[place], 0.0) + weight
-                latency_s = max(float(criteria(candidate.catalog.template(o), np.zeros(1))[0, 0]) for o in parts)
-                result[overlap].append(Exchange(choice.step_s, latency_s, parts))
+                latency_s = max(float(criteria(scenario.catalog.template(o), np.zeros(1))[0, 0]) for o in parts)
+                result[overlap].append(TypicalExchange(choice.step_s, latency_s, parts))
         return result
 
-    def _candidate(self, recipe: Recipe) -> Candidate:
-        """The candidate of a sync mode, with large tensors cut for its fragments."""
-        plain, inputs, timing = self.synchronous.candidate, self.inputs, self.inputs.timing
+    def _scenario(self, recipe: Recipe) -> Scenario:
+        """The scenario of a sync mode, with large tensors cut for its fragments."""
+        plain, inputs, timing = self.synchronous.scenario, self.inputs, self.inputs.timing
         if locally(recipe):
             inputs = inputs._replace(job=full(inputs.job))
         most = inputs.job.numel * ELEMENT_NBYTES // recipe.fragments
@@ -377,14 +378,14 @@ class Search:
         layout = plain.layout
         if inputs.job is not self.inputs.job or limits != layout.limits:
             layout = Layout.of(inputs.job, timing, limits)
-        return Candidate(inputs, plain.catalog, layout, recipe)
+        return Scenario(inputs, plain.catalog, layout, recipe)
 
-    def _choices(self, recipe: Recipe) -> list[tuple[Candidate, Choice]]:
+    def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:
         """The choices of another sync mode, if any keeps the loss budget."""
         if recipe not in self._by_recipe:
-            candidate = self._candidate(recipe)
+            scenario = self._scenario(recipe)
             try:
-                self._by_recipe[recipe] = [(candidate, candidate.searched), (candidate, candidate.quick)]
+                self._by_recipe[recipe] = [(scenario, scenario.searched), (scenario, scenario.quick)]
             except InvalidInput:  # no choice keeps the loss budget
                 self._by_recipe[recipe] = []
         return self._by_recipe[recipe]
@@ -403,7 +404,7 @@ class Search:
                 yield plain._replace(plan=changed, price=self.inputs.exact_s(changed) * (1 + excess), excess=excess)
 
 
-class Exchange(NamedTuple):
+class TypicalExchange(NamedTuple):
     """One uniform choice of compressed updates."""
 
     step_s: float
@@ -413,19 +414,19 @@ class Exchange(NamedTuple):
     """Part of the model that each option carries."""
 
 
-def _best(tried: Sequence[Candidate]) -> list[Candidate]:
-    """The cheapest candidates, and the cheapest with other hosts: even parts, which are simpler to search, would exclude
+def _best(tried: Sequence[Scenario]) -> list[Scenario]:
+    """The cheapest scenarios, and the cheapest with other hosts: even parts, which are simpler to search, would exclude
     it."""
     ranked = sorted(tried, key=lambda c: c.price(c.quick))
     others = [c for c in ranked if c.catalog is not ranked[0].catalog]
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
-def _soonest(choices: Sequence[tuple[Candidate, Choice]], best: Found | None = None, *, by: float = 0.0) -> Found:
+def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: Found | None = None, *, by: float = 0.0) -> Found:
     """The best of these choices as plans, if it is better than `best` by this fraction; hopeless ones are not placed."""
-    for candidate, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
-        if best is None or candidate.price(choice) * (1 - PLACED) < best.price * (1 - by):
-            found = candidate.found(choice)
+    for scenario, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
+        if best is None or scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
+            found = scenario.found(choice)
             best = found if best is None or found.price < best.price * (1 - by) else best
     assert best is not None
     return best
@@ -452,144 +453,3 @@ def fragment_counts(every: int, most: int) -> list[int]:
     ([1, 2, 4, 8], [1, 2, 4])
     """
     return [2**i for i in range(every.bit_length()) if 2**i <= min(most, MOST_FRAGMENTS)]
-
-
-LOOKED_AT = 2.0
-"""Steps longer by more than this factor with another option are not simulated to their end."""
-SAME = 1e-6
-"""Steps that differ by less than this fraction count as equal."""
-
-
-class Price(NamedTuple):
-    """Price of a plan with one bucket's option replaced."""
-
-    step_s: float
-    to_loss_s: float
-    """Seconds to a loss per step of dense training; the step time if all steps count equally."""
-    option: str = ""
-    in_budget: bool = True
-
-
-NEVER = Price(math.inf, math.inf)
-
-
-class Verdict(NamedTuple):
-    """A bucket's present option, and the best other dense and compressed ones."""
-
-    now: Price
-    dense: Price
-    coded: Price
-    nbytes: float
-    """Sent per element."""
-
-    @property
-    def runner_up(self) -> Price:
-        return min(self.dense, self.coded, key=lambda price: price.to_loss_s)
-
-
-def explained(found: Found) -> Plan:
-    """The plan with its predictions and reasons."""
-    plan, (job, _, cluster, _, profile, policy, _) = found.plan, found.candidate.inputs
-    timeline = simulate(plan, job, cluster, profile, policy, spans=False)
-    more = plan_excess(plan, job, cluster, profile, policy)
-    verdicts = {b: _verdict(b, found) for b in dict.fromkeys(found.origins)}
-    buckets = tuple(structs.replace(bucket, why=_why(bucket, verdicts[b], found, timeline))
-                    for bucket, b in zip(plan.buckets, found.origins, strict=True))
-    steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
-    return structs.replace(plan, buckets=buckets, step_s=timeline.step_s / plan.local_steps, **steps)
-
-
-def _verdict(b: int, found: Found) -> Verdict:
-    candidate, choice = found.candidate, found.choice
-    space, mine, place, every = candidate.space, candidate.useful[b], choice.options[b], candidate.recipe.every
-    rest, lost = 1 + choice.excess - space.excess[b][place], choice.loss - space.loss[b][place]
-    factors = [rest + more for more in space.excess[b]]
-    best = {True: NEVER, False: NEVER}
-    for dense in (True, False):
-        only = [o for o in range(len(mine)) if o != place and (candidate.catalog.options[mine[o]].codec == DENSE) is dense]
-        steps = space.schedule.sweep(list(choice.options), [b], LOOKED_AT * choice.price, math.nan, 1, only, factors) \
-            if only else []
-        best[dense] = min((Price(steps[o] / every, steps[o] / every * factors[o], str(candidate.catalog.options[mine[o]]),
-                                 lost + space.loss[b][o] <= space.max_loss) for o in only),
-                          key=lambda price: price.to_loss_s, default=NEVER)
-    return Verdict(Price(choice.step_s / every, choice.price / every), best[True], best[False],
-                   candidate.catalog.template(mine[place]).nbytes)
-
-
-def _why(bucket: Bucket, verdict: Verdict, found: Found, timeline: Timeline) -> Why:
-    now, runner = verdict.now, verdict.runner_up
-    runner = now if runner.to_loss_s == math.inf else runner
-    inputs = found.candidate.inputs
-    return Why(
-        seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
-        nbytes=round(verdict.nbytes * nonzero_numel(inputs.job, bucket.slices)),
-        reason=_reason(bucket, verdict, found, timeline),
-        runner_up=runner.option, runner_up_s=runner.step_s - now.step_s,
-        runner_up_later=runner.to_loss_s / now.to_loss_s - 1 if inputs.steps_count and now.to_loss_s else 0.0,
-    )
-
-
-def _reason(bucket: Bucket, verdict: Verdict, found: Found, timeline: Timeline) -> str:
-    now, dense, coded, _ = verdict
-    job, count = found.candidate.inputs.job, found.candidate.inputs.steps_count
-    first = bucket.slices[0].tensor
-    if job.tensors[first].buffer:
-        return "running statistics are sent uncompressed"
-    if job.tensors[first].dtype == DOUBLE:
-        return "only an all-reduce keeps float64"
-    if is_sparse(job, first):
-        return f"{100 * nonzero_numel(job, bucket.slices) / bucket.numel:.2g} % of it is nonzero, and zeros are not sent"
-    if bucket.codec != DENSE:
-        if dense.to_loss_s > now.to_loss_s * (1 + SAME):
-            return f"uncompressed, {against(now, dense, count=count)}"
-        return "takes load off the links at no cost to the " + ("time to a loss" if count else "step")
-    if coded == NEVER:
-        return "no codec is allowed or worth trying at this size"
-    if not coded.in_budget and coded.to_loss_s < now.to_loss_s:
-        return f"compressed, {gained(now, coded, count=count)}, but max_loss would be exceeded"
-    if not math.isclose(coded.step_s, now.step_s, rel_tol=SAME):
-        return f"compressed, {against(now, coded, count=count)}"
-    hidden = timeline.done_s[bucket.id] <= timeline.compute_s
-    return "its transfer is hidden by computing" if hidden else "compression would not shorten the step: others end later"
-
-
-def against(now: Price, other: Price, *, count: bool) -> str:
-    """The effect of the other option, in words. `count`: whether steps count differently.
-
-    >>> against(Price(1.0, 1.5), Price(1.2, 1.6), count=True), against(Price(1.0, 1.0), Price(1.2, 1.2), count=False)
-    ('the step would be 200 ms longer, and a loss come 6.7 % later', 'the step would be 200 ms longer')
-    >>> against(Price(1.0, 1.0), Price(0.9, 1.5), count=True)
-    'the step would be 100 ms shorter, but a loss come 50 % later'
-    >>> against(Price(1.0, 1.0), Price(0.9, 0.99), count=True)
-    'a loss would come 1 % sooner, too little for a coarser codec'
-    >>> against(Price(1.0, 1.0), NEVER, count=True), against(Price(1.0, 1.0), NEVER, count=False)
-    ('a loss would take more than twice as long', 'the step would be more than twice as long')
-    """
-    if other.to_loss_s == math.inf:
-        return f"{'a loss would take' if count else 'the step would be'} more than twice as long"
-    later = other.to_loss_s / now.to_loss_s - 1
-    if count and later <= 0:
-        return f"{gained(now, other, count=count)}, too little for a coarser codec"
-    step, and_so = gained(now, other, count=False), "and" if other.step_s > now.step_s else "but"
-    return f"{step}, {and_so} a loss come {100 * later:.2g} % later" if count else step
-
-
-def gained(now: Price, other: Price, *, count: bool) -> str:
-    """How much sooner a loss would come if `count`, else by how much the step time would differ.
-
-    >>> gained(Price(4.0, 5.0), Price(0.902, 4.5), count=True), gained(Price(4.0, 4.0), Price(0.902, 0.902), count=False)
-    ('a loss would come 10 % sooner', 'the step would be 3,098 ms shorter')
-    """
-    if count:
-        return f"a loss would come {100 * (1 - other.to_loss_s / now.to_loss_s):.2g} % sooner"
-    return f"the step would be {longer(other.step_s - now.step_s)}"
-
-
-def longer(seconds: float) -> str:
-    """
-    >>> longer(0.01234), longer(-17.8)
-    ('12.3 ms longer', '17,800 ms shorter')
-    """
-    how = "shorter" if seconds < 0 else "longer"
-    ms = abs(seconds) * 1e3
-    return f"{ms:,.0f} ms {how}" if ms >= 100 else f"{ms:.3g} ms {how}"

@@ -55,8 +55,8 @@ ROOMS: dict[str, list[set[str]]] = {
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},
-        {"choices", "options", "placement", "search"},
-        {"explanation", "plan_lint"},
+        {"choices", "explanation", "options", "placement", "search"},
+        {"baselines", "plan_lint"},
     ],
     # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
     "engine": [

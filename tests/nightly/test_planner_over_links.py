@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 from msgspec import structs
 
+from commlayer.planner.baselines import baselines
 from commlayer.planner.costs import plan_excess
-from commlayer.planner.explanation import beside
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.search import plan
@@ -65,7 +65,7 @@ def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: s
         for how, other in neighbours(result):
             theirs, needed = priced(other, job, machines, profile, policy)
             assert needed >= steps or theirs > mine, f"{rate} Mb/s: {how} would take no longer"
-        besides = {row.name: row.to_loss_s for row in beside(result, job, machines, profile, policy)}
+        besides = {row.name: row.to_loss_s for row in baselines(result, job, machines, profile, policy)}
         assert mine <= min(besides["DDP fp16"], besides["dense fp32"]) * SLACK, f"{rate} Mb/s"
         results.append((mine, steps))
     for (slow_s, slow), (fast_s, fast) in pairwise(results):

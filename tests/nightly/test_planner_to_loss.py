@@ -52,7 +52,7 @@ def test_the_search_finds_the_least_seconds_to_a_loss(seed: int, monkeypatch: py
     for choice in itertools.product(*map(range, counts)):
         if sum(space.loss[b][o] for b, o in enumerate(choice)) <= space.max_loss + 1e-9:
             steps = 1 + sum(space.excess[b][o] for b, o in enumerate(choice))
-            least = min(least, space.schedule.run(list(choice)) * steps)
+            least = min(least, space.steps.run(list(choice)) * steps)
     assert found.price == pytest.approx(least, rel=1e-9)
     monkeypatch.setattr(choices, "FEW", 0)
     assert search(space, uniform(space)).price <= least * 1.1, "also without trying everything it comes near"

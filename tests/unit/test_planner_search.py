@@ -42,7 +42,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool, 
     space, _, counts = random_space(seed, budget=budget)
     every = itertools.product(*map(range, counts))
     within = (c for c in every if sum(space.loss[b][o] for b, o in enumerate(c)) <= space.max_loss + 1e-9)
-    best_s = min(space.schedule.run(list(c)) for c in within)
+    best_s = min(space.steps.run(list(c)) for c in within)
     found = search(space, uniform(space))
     assert found.step_s == pytest.approx(best_s, rel=1e-9)
     assert found.loss <= space.max_loss + 1e-9
@@ -53,7 +53,7 @@ def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool, 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_is_the_same_without_a_compiler(seed: int) -> None:
     space, problem, _ = random_space(seed, budget=True)
-    portable = space._replace(schedule=PortableSchedule(problem))
+    portable = space._replace(steps=PortableSchedule(problem))
     assert search(portable, uniform(portable)) == search(space, uniform(space))
 
 

@@ -11,18 +11,8 @@ from support.learning import learnt
 from support.plans import cluster, toy_job
 
 from commlayer.planner import tables
-from commlayer.planner.explanation import (
-    Curve,
-    Point,
-    at_rate,
-    break_even,
-    bucket_of,
-    diff,
-    explain,
-    point,
-    tensor_names,
-    what_if,
-)
+from commlayer.planner.baselines import Curve, Point, at_rate, break_even, point, what_if
+from commlayer.planner.explanation import bucket_of, diff, explain, tensor_names
 from commlayer.planner.model import Policy
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import simulate
@@ -113,7 +103,7 @@ def test_a_sweep_by_the_shortest_step_keeps_the_plan_whose_step_is_shortest(bps:
 
 def test_a_break_even_says_of_what_it_is() -> None:
     coded = Point("a", 1e8, 0.1, 0.3, 1.0, codec="int4()")
-    local = structs.replace(coded, way="H=4", codec="identity()")
+    local = structs.replace(coded, mode="H=4", codec="identity()")
     dense = Point("b", 1e9, 0.1, 0.1, 1.0, codec="identity()")
     assert break_even(Curve("bandwidth", (coded, dense), 3e8)) == "compression pays below 300 Mb/s"
     for curve in (Curve("bandwidth", (local, dense), 3e8), Curve("bandwidth", (coded, local, dense), 3e8)):

@@ -18,7 +18,7 @@ from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, PlanInputs, Policy
-from commlayer.planner.search import Search, plan
+from commlayer.planner.search import PlanSearch, plan
 from commlayer.planner.tables import learning_rows, profile_from_tables
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
@@ -51,7 +51,7 @@ def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> N
         profile = structs.replace(profile_from_tables(cluster), learning=learning_rows())
         inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
         given = inputs.job, inputs.cluster, inputs.profile
-        found = Search(*given, inputs.policy)
+        found = PlanSearch(*given, inputs.policy)
         local = structs.replace(inputs.policy, exact=False, max_local_steps=measured_local_steps(profile.learning))
         alone = [plan(*given, policy) for policy in (inputs.policy, local)]
         assert [found.explained(found.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]

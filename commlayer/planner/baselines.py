@@ -1,0 +1,249 @@
+"""What a plan is compared with (no compression, DDP's fp16 hook, one machine alone), and the verb `what_if`: other machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from msgspec import structs
+
+from commlayer.errors import InvalidInput
+from commlayer.planner.buckets import default_plan
+from commlayer.planner.convergence import alone
+from commlayer.planner.inputs import checked_inputs
+from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.plan_rules import main_codec, sync_mode
+from commlayer.planner.search import PAYS, plan
+from commlayer.planner.simulation import exact_s
+from commlayer.planner.tables import speed
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
+
+ALONE = "one machine alone"
+DDP_NBYTES = 25 << 20
+"""Size of DistributedDataParallel's buckets."""
+
+
+class Baseline(Record, frozen=True):
+    """A plan, or what it is compared with, and its time to a loss."""
+
+    name: str
+    step_s: float
+    steps: float = 1.0
+    """Convergence factor relative to dense training in every step: the median, and a cautious estimate."""
+    steps_high: float = 1.0
+
+    @property
+    def to_loss_s(self) -> float:
+        """Cautious estimate, per step of dense training."""
+        return self.step_s * self.steps_high
+
+
+def baselines(
+    made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
+) -> tuple[Baseline, ...]:
+    """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if not
+    `made`."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    plans = {"this plan": made} | ({} if synchronous is None else {"best synchronous": synchronous})
+    return (*(Baseline(name, each.step_s, each.steps or 1.0, each.steps_high or 1.0) for name, each in plans.items()),
+            Baseline("dense fp32", uncompressed(job, cluster, profile, policy).step_s),
+            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy)), *one_machine(timing, cluster, profile, policy))
+
+
+def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
+    """The best plan without compression that exchanges in every step."""
+    policy = structs.replace(policy or Policy(), codecs=(DENSE,), objective="step", max_loss=NO_LIMIT)
+    return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
+
+
+def one_machine(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
+    """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as trainings were
+    measured to need. Empty if there is only one machine."""
+    candidates = []
+    for node in cluster.nodes:
+        if 0 < node.ranks < cluster.ranks:
+            computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
+            candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed))
+            if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others):
+                candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
+    return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
+
+
+def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
+    """An all-reduce of fp16 values. It takes as long as one of floats over links twice as fast; conversion counts as free."""
+    ranks = {node.ranks for node in cluster.nodes if node.ranks}
+    per_node = ranks.pop() if len(ranks) == 1 else 1
+    ddp_plan = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
+                            cut_nbytes=MAX_BUCKET_NBYTES)
+    nodes = tuple(structs.replace(node, intra_bps=2 * node.intra_bps, link=structs.replace(
+        node.link, up_bps=2 * node.link.up_bps, down_bps=2 * node.link.down_bps)) for node in cluster.nodes)
+    halved = {name: Line(line.floor_s, line.slope_s / 2, line.error)
+              for name, line in (("inside", profile.inside), ("across", profile.across))}
+    return exact_s(ddp_plan, job, structs.replace(cluster, nodes=nodes), structs.replace(profile, **halved), policy)
+
+
+LEAST_BPS, MOST_BPS = 1e5, 1e12
+HALVINGS = 7
+"""Bisection steps between two swept rates, to a fraction of a per cent."""
+
+
+class Point(Record, frozen=True):
+    """One cluster of a sweep."""
+
+    label: str
+    x: float
+    """The swept value: bit/s or number of nodes; else the index in the sweep."""
+    plan_s: float
+    dense_s: float
+    """Without compression."""
+    samples_per_s: float
+    """Of all workers together; 0 if the job has no batch."""
+    steps: float = 0.0
+    """The plan's convergence factor; 0: unknown."""
+    steps_high: float = 0.0
+    local_steps: int = 1
+    mode: str = ""
+    """The sync mode; empty for an exchange in every step."""
+    codec: str = ""
+    """The codec of most elements."""
+    fp16_s: float = 0.0
+    """Step time with DDP's fp16 hook; 0: not computed."""
+    alone_s: float = 0.0
+    """Of one machine alone, as `to_loss_s`; 0: there is only one machine."""
+
+    @property
+    def to_loss_s(self) -> float:
+        """Cautious estimate, per step of dense training."""
+        return self.plan_s * (self.steps_high or 1.0)
+
+    @property
+    def gain(self) -> float:
+        """Speedup over no compression."""
+        return self.dense_s / self.to_loss_s if self.plan_s else 1.0
+
+    @property
+    def lead(self) -> float:
+        """Speedup over the best baseline: no compression, DDP's fp16 hook, or one machine alone."""
+        return min(s for s in (self.dense_s, self.fp16_s, self.alone_s) if s) / self.to_loss_s if self.plan_s else 1.0
+
+
+class Curve(Record, frozen=True):
+    """A sweep, and the rate below which compression pays, if that was requested and exists."""
+
+    swept: str
+    points: tuple[Point, ...]
+    break_even_bps: float | None = None
+
+
+def point(
+    label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
+) -> Point:
+    """Plans for one cluster."""
+    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    planned = plan(job, cluster, profile, policy)
+    dense = uncompressed(job, cluster, profile, policy)
+    if policy.objective == "step":  # steps count equally
+        planned = structs.replace(planned, steps=0.0, steps_high=0.0)
+    # The dense plan needs no codec and is always possible, but a search may miss it.
+    if dense.step_s < planned.step_s * (planned.steps_high or 1.0):
+        planned = structs.replace(dense, steps=float(planned.steps > 0), steps_high=float(planned.steps > 0))
+    batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
+    alone_s = sum(one.to_loss_s for one in one_machine(timing, cluster, profile, policy))
+    return Point(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0, planned.steps, planned.steps_high,
+                 planned.local_steps, sync_mode(planned), main_codec(planned),
+                 ddp_fp16_s(job, cluster, profile, policy), alone_s)
+
+
+def what_if(
+    job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
+    bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
+) -> Curve:
+    """Sweeps one of: link rates (every training node, both directions, in bit/s), nodes added one by one, the number of
+    nodes (copies of the last one), GPUs of all nodes. A given profile must cover all of them."""
+    checked_inputs(job, cluster, profile, policy)
+    half = job.timing is not None and job.timing.half
+    sweeps: dict[str, tuple[bool, Callable[[], Iterator[tuple[str, float, Cluster]]]]] = {
+        "bandwidth": (bool(bandwidths), lambda: ((rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths)),
+        "add_node": (bool(add_nodes), lambda: _grown(cluster, add_nodes)),
+        "nodes": (bool(counts), lambda: _counted(cluster, counts)),
+        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, half=half)),
+    }
+    swept = [name for name, (given, _) in sweeps.items() if given]
+    if len(swept) != 1:
+        raise InvalidInput("E-PLAN-QUESTION",
+                           f"what_if sweeps one thing at a time: bandwidths, add_nodes, counts or gpus; got {len(swept)}")
+    points = tuple(point(label, x, job, machines, profile, policy) for label, x, machines in sweeps[swept[0]][1]())
+    pays = None
+    if swept[0] == "bandwidth":
+        pays = _break_even(points, lambda bps: point("", bps, job, at_rate(cluster, bps), profile, policy))
+    return Curve(swept[0], points, pays)
+
+
+def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> float | None:
+    """Bisection between the fastest swept rate at which compression pays and the next; None if it pays at all rates or at
+    none."""
+    points = sorted(points, key=lambda p: p.x)
+    paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
+    if not paying or paying[-1] + 1 == len(points):
+        return None
+    low, high = points[paying[-1]].x, points[paying[-1] + 1].x
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if priced(middle).gain > 1 + PAYS else (low, middle)
+    return math.sqrt(low * high)
+
+
+def at_rate(cluster: Cluster, bps: float) -> Cluster:
+    """The cluster with every training node's link at this rate in both directions; latencies stay."""
+    if not LEAST_BPS <= bps <= MOST_BPS:
+        raise InvalidInput("E-PLAN-QUESTION", f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
+    nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
+                  for node in cluster.nodes)
+    return structs.replace(cluster, nodes=nodes)
+
+
+def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:
+    for n in range(len(added) + 1):
+        nodes = cluster.nodes + tuple(added[:n])
+        label = "as it is" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
+        yield label, float(sum(1 for node in nodes if node.ranks)), structs.replace(cluster, nodes=nodes)
+
+
+def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
+    """Counts nodes that train; nodes that only serve stay."""
+    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
+    for n in counts:
+        if n < 1:
+            raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {n}, allowed: 1 or more")
+        left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
+        kept = tuple(node for place, node in enumerate(cluster.nodes) if place not in left_out)
+        copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
+        yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
+
+
+def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
+    for i, name in enumerate(gpus):
+        nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
+                      for node in cluster.nodes)
+        yield name, float(i), structs.replace(cluster, nodes=nodes)
+
+
+def break_even(curve: Curve) -> str:
+    """The result of a bandwidth sweep, in words: for compression, or for all modes other than a dense exchange in every
+    step."""
+    pays = [p.gain > 1 + PAYS for p in curve.points]
+    otherwise = any(p.mode for p, such in zip(curve.points, pays, strict=True) if such)
+    what = "leaving dense exchange in each step" if otherwise else "compression"
+    if curve.break_even_bps is not None:
+        return f"{what} pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
+    if any(pays) and not all(pays):
+        return f"{what} pays at some of these rates; sweep more to see where it ends"
+    return f"{what} pays at {'all' if any(pays) else 'none'} of these rates"
+
+
+def rate(bps: float) -> str:
+    """
+    >>> rate(20e6), rate(2.5e9)
+    ('20 Mb/s', '2.5 Gb/s')
+    """
+    return f"{bps / 1e9:g} Gb/s" if bps >= 1e9 else f"{bps / 1e6:g} Mb/s"
