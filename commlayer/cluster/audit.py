@@ -37,12 +37,12 @@ class Audit:
                                   f"audit: {path} cannot be written: {error.strerror}; name a file in a folder that is "
                                   "there") from None
 
-    def refused(self, where: str, why: str, level: int = logging.WARNING) -> None:
+    def refused(self, where: str, why: str) -> None:
         """Records and logs a refused connection. A connection that was closed without sending anything is recorded as "probed":
         `commlayer doctor` and port monitors open such connections."""
         event = "probed" if isinstance(why, SilentConnection) else "refused"
         if self._bounded(event, where, why):
-            log.log(logging.INFO if event == "probed" else level, "connection from %s %s: %s", where, event, why)
+            log.log(logging.INFO if event == "probed" else logging.WARNING, "connection from %s %s: %s", where, event, why)
 
     def denied(self, where: str, why: str) -> None:
         """Records and logs that an authenticated request was refused. A client may repeat such a request forever, so the limit

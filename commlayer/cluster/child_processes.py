@@ -182,7 +182,7 @@ log = logging.getLogger("commlayer")
 
 
 RUN_SIDECAR = "import sys; sys.path.append(sys.argv.pop(1)); " \
-              "from commlayer.cluster.child_processes import sidecar_main; sidecar_main()"
+              "from commlayer.cluster.client import sidecar_main; sidecar_main()"
 STOPPED_STATES = frozenset("TtZXx")
 """States of a process that does not run, as letters in /proc/PID/stat: stopped, traced, zombie, dead."""
 PARENT_EXIT_S = 1.0
@@ -261,23 +261,3 @@ def run_heartbeats(parent: int, send: Callable[[Literal["", "stopped", "ended"]]
         time.sleep(0.01)
     if os.getppid() != parent:
         send("ended")
-
-
-def sidecar_main() -> None:
-    """Entry point of the sidecar process. Its argument is the parent's process id; all other settings are one JSON line on
-    standard input."""
-    line = read_line()
-    if not line:
-        return
-    from commlayer.cluster.client import CoordinatorChannel
-    from commlayer.cluster.messages import Heartbeat, HeartbeatReply
-    from commlayer.transport.key_folder import Keys
-
-    setup = json.loads(line)
-    link = CoordinatorChannel(setup["address"], setup["secret"], Keys(setup["keys"]) if setup["keys"] else None)
-
-    def send(state: Literal["", "stopped", "ended"]) -> None:
-        with contextlib.suppress(CommError):  # the worker's own thread has the same error, and logs it
-            link.call("Heartbeat", Heartbeat(setup["token"], parent=state), HeartbeatReply, setup["call_s"])
-
-    run_heartbeats(int(sys.argv[1]), send, setup["every_s"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -419,6 +421,22 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
         link.close()
         raise
     return Membership(link, request, seat, config, on_failure, ended, on_silence, on_left, keep=keep)
+
+
+def sidecar_main() -> None:
+    """Entry point of a heartbeat sidecar (child_processes.py). Its argument is the parent's process id; all other settings are
+    one JSON line on standard input."""
+    line = child_processes.read_line()
+    if not line:
+        return
+    setup = json.loads(line)
+    link = CoordinatorChannel(setup["address"], setup["secret"], Keys(setup["keys"]) if setup["keys"] else None)
+
+    def send(state: Literal["", "stopped", "ended"]) -> None:
+        with contextlib.suppress(CommError):  # the worker's own thread has the same error, and logs it
+            link.call("Heartbeat", Heartbeat(setup["token"], parent=state), HeartbeatReply, setup["call_s"])
+
+    child_processes.run_heartbeats(int(sys.argv[1]), send, setup["every_s"])
 
 
 # ---- Diagnosis of a failed connection, which gRPC does not explain: certificates of either end, or the wrong port.
