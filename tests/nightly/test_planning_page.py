@@ -39,7 +39,7 @@ def test_the_worked_decision_prints_what_the_page_says(
     assert toml is not None
     Path("cluster.toml").write_text(toml[1], "utf-8")
     commands = re.findall(r"^\$ (commlayer .*)\n((?:(?!\$ |```).*\n)*)", worked, re.MULTILINE)
-    assert [command.split()[2] for command, _ in commands] == ["make", "explain", "whatif", "make", "diff"]
+    assert [command.split()[2] for command, _ in commands] == ["create", "explain", "whatif", "create", "diff"]
     for command, printed in commands:
         result = said(command, monkeypatch, capsys)
         shown = result
