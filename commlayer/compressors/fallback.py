@@ -300,7 +300,7 @@ def _ef_bytes(where: Array, n: int) -> Array:
 
 
 def _ef_positions(octets: Array, n: int, k: int) -> Array:
-    if k > n or octets.size != _ef_nbytes(n, k):
+    if not 1 <= k <= n or octets.size != _ef_nbytes(n, k):
         raise _corrupt(k, n)
     low = _low_bits(n, k)
     middle = (k * low + 7) // 8
@@ -334,12 +334,14 @@ def _write(out: Any, octets: Array) -> int:
 
 
 def ef_encode(out: Any, idx: Any, n: int) -> int:
-    return _write(out, _ef_bytes(_positions(idx), n))
+    where = _positions(idx)
+    return _write(out, _ef_bytes(where, n)) if where.size else 0
 
 
 def ef_decode(idx: Any, n: int, src: Any) -> None:
-    k = _view(idx, I32).size
-    _view(idx, U32)[:] = _ef_positions(_view(src, U8), n, k)
+    k, octets = _view(idx, I32).size, _view(src, U8)
+    if k or octets.size:
+        _view(idx, U32)[:] = _ef_positions(octets, n, k)
 
 
 def bitmap_encode(out: Any, idx: Any, n: int) -> int:
@@ -365,6 +367,8 @@ def blocks_nbytes(idx: Any, n: int) -> int:
 
 def blocks_encode(out: Any, idx: Any, n: int) -> int:
     where = _positions(idx)
+    if where.size == 0:
+        return 0
     numbers, owner = np.unique(where // RUN, return_inverse=True)
     masks = np.zeros(numbers.size, np.int64)
     np.add.at(masks, owner, 1 << where % RUN)

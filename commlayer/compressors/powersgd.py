@@ -100,7 +100,6 @@ class PowerSGD(Codec, frozen=True):
         check_numel(spec)
         return {}
 
-    @np.errstate(over="ignore", invalid="ignore")
     def start(self, x: Array, state: State, out: Out) -> int:
         x = as_array(self.name, "x", x, state["_numel"], state["_p"])
         state["_x"], state["_encoded"] = x, False
@@ -112,13 +111,12 @@ class PowerSGD(Codec, frozen=True):
                 if not direction.any():
                     direction[:] = signs(each.n, state["shared"], state["step"], row)
                 row += 1
-            np.matmul(q, x[each.start : each.stop].reshape(each.m, each.n).T, out=p)
+            _mm(q, x[each.start : each.stop].reshape(each.m, each.n).T, p)
         uncompressed = (x[each.start : each.stop] for each in state["_factors"] if not each.rank)
         if not all(kernels.host().all_finite(part) for part in uncompressed):
             return payload.write_flagged(out, self.id, state["_numel"])
         return self._write(out, state["_numel"], 0, state["_p"])
 
-    @np.errstate(over="ignore", invalid="ignore")
     def next(self, r: int, result: Buffer, state: State, out: Out) -> int:
         body = self._read(result, state["_numel"], 0, len(state["_p"]))
         if body is None:
@@ -129,7 +127,7 @@ class PowerSGD(Codec, frozen=True):
             part = x[each.start : each.stop]
             if each.rank:
                 p[:] = orthonormal(p)
-                np.matmul(p, part.reshape(each.m, each.n), out=own.reshape(each.rank, each.n))
+                _mm(p, part.reshape(each.m, each.n), own.reshape(each.rank, each.n))
             else:
                 own[:] = part
         nbytes = self._write(out, state["_numel"], 1, state["_own"])
@@ -228,6 +226,13 @@ def _matrices(factors: list[Factors], first: Array, second: Array) -> Iterator[t
     compressed = [each for each in factors if each.rank]
     for each, p, q in _tensors(compressed, first, second):
         yield each, p, q.reshape(each.rank, each.n)
+
+
+def _mm(a: Array, b: Array, out: Array) -> None:
+    """Computes out = a b, on a worker only: torch's product of a thin matrix is four times as fast as numpy's."""
+    import torch
+
+    torch.mm(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))
 
 
 def orthonormal(p: Array) -> Array:

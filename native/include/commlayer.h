@@ -8,7 +8,7 @@
  *   - a count or size is returned >= 0, an error as a negative cml_error; after an error no output was written
  *     unless a contract says so;
  *   - where vectors pay there is a body for AVX2, chosen at run time, or NEON, and a portable twin with the same results bit for
- *     bit (cml_force_portable selects it, for tests); each has a torch twin in tests/oracle/codec_kernels/;
+ *     bit (cml_force_portable selects it, for tests); each has a twin in tests/oracle/codec_kernels/;
  *   - a product is rounded before it is added to anything (no fused multiply-add); which NaN a NaN becomes is open.
  */
 #ifndef COMMLAYER_H
@@ -40,11 +40,11 @@ const char* cml_isa(void);
 /* CRC-32C (Castagnoli) of nbytes bytes, continuing from crc (0 to begin). crc32c("123456789") = 0xE3069283. */
 uint32_t cml_crc32c(uint32_t crc, const void* data, size_t nbytes);
 
-/* ---- sums: acc[i] += w * x[i] for i < n; w == 1 adds exactly x ---- */
+/* ---- sums: acc[i] += x[i] for i < n ---- */
 
-void cml_add_f32(float* acc, const float* x, int64_t n, float w);
-void cml_add_f16(float* acc, const uint16_t* x, int64_t n, float w);
-void cml_add_bf16(float* acc, const uint16_t* x, int64_t n, float w);
+void cml_add_f32(float* acc, const float* x, int64_t n);
+void cml_add_f16(float* acc, const uint16_t* x, int64_t n);
+void cml_add_bf16(float* acc, const uint16_t* x, int64_t n);
 
 /* ---- casts; round to nearest even; NaN stays NaN, float16 overflow becomes infinity ----
  * Those to 16 bits return 1 if all results are finite, else 0 (they still write all).

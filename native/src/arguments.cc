@@ -175,22 +175,14 @@ void Memory::require(Kind kind) const {
   if (!is(kind)) fail(PyExc_ValueError, "%s: elements of type '%c', need %s", name_, type_, spelled(kind));
 }
 
-void Memory::require_bytes(int64_t n, int64_t at) const {
-  if (at < 0 || at > nbytes_)
-    fail(PyExc_ValueError, "%s: offset %lld is outside its %lld bytes", name_, static_cast<long long>(at),
-         static_cast<long long>(nbytes_));
-  if (n > nbytes_ - at)
-    fail(PyExc_ValueError, "%s: holds %lld bytes from offset %lld, need %lld", name_, static_cast<long long>(nbytes_ - at),
-         static_cast<long long>(at), static_cast<long long>(n));
+void Memory::require_bytes(int64_t n) const {
+  if (n > nbytes_)
+    fail(PyExc_ValueError, "%s: holds %lld bytes, need %lld", name_, static_cast<long long>(nbytes_), static_cast<long long>(n));
 }
 
-void Memory::require_payload(Kind kind, int64_t n, int64_t at, int64_t itemsize) const {
-  if (type_ != 'B' && (type_ != 'b' || kind != Kind::i8)) {
-    require(kind);
-    if (at % itemsize)
-      fail(PyExc_ValueError, "%s: offset %lld splits an element of %s", name_, static_cast<long long>(at), spelled(kind));
-  }
-  require_bytes(n * itemsize, at);
+void Memory::require_payload(Kind kind, int64_t n, int64_t itemsize) const {
+  if (type_ != 'B' && (type_ != 'b' || kind != Kind::i8)) require(kind);
+  require_bytes(n * itemsize);
 }
 
 }  // namespace glue

@@ -25,18 +25,18 @@ class Memory {
     return static_cast<T*>(data_);
   }
 
-  // n elements from byte `at` of payload bytes, or of an array of that kind.
+  // n elements in payload bytes, or in an array of that kind.
   template <class T>
-  T* payload(Kind kind, int64_t n, int64_t at) const {
-    require_payload(kind, n, at, sizeof(T));
-    return reinterpret_cast<T*>(static_cast<char*>(data_) + at);
+  T* payload(Kind kind, int64_t n) const {
+    require_payload(kind, n, sizeof(T));
+    return static_cast<T*>(data_);
   }
 
-  // The bytes from `at` on, of which there are at least n, whatever the elements are.
+  // The bytes, of which there are at least n, whatever the elements are.
   template <class T>
-  T* bytes(int64_t n = 0, int64_t at = 0) const {
-    require_bytes(n, at);
-    return static_cast<T*>(data_) + at;
+  T* bytes(int64_t n = 0) const {
+    require_bytes(n);
+    return static_cast<T*>(data_);
   }
 
   int64_t nbytes() const { return nbytes_; }
@@ -47,8 +47,8 @@ class Memory {
   int64_t count() const { return nbytes_ / itemsize_; }
   bool is(Kind kind) const;
   void require(Kind kind) const;
-  void require_bytes(int64_t n, int64_t at) const;
-  void require_payload(Kind kind, int64_t n, int64_t at, int64_t itemsize) const;
+  void require_bytes(int64_t n) const;
+  void require_payload(Kind kind, int64_t n, int64_t itemsize) const;
 
   const char* name_;
   void* data_ = nullptr;

@@ -58,22 +58,22 @@ inline void require_block(int64_t block) {
 inline int64_t blocks(int64_t n, int64_t block) { return n / block + (n % block != 0); }
 
 template <int64_t (*kKernel)(uint8_t*, int64_t, const uint32_t*, int64_t, int64_t)>
-int64_t encode_positions(nb::handle out, nb::handle idx, int64_t n, int64_t at) {
+int64_t encode_positions(nb::handle out, nb::handle idx, int64_t n) {
   const Memory out_memory("out", out.ptr(), true), idx_memory("idx", idx.ptr(), false);
   int64_t k = 0;
   const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
-  auto* to = out_memory.bytes<uint8_t>(0, at);
-  const int64_t cap = out_memory.nbytes() - at;
+  auto* to = out_memory.bytes<uint8_t>();
+  const int64_t cap = out_memory.nbytes();
   return checked("positions", run(4 * k + n / 8, [&] { return kKernel(to, cap, positions, k, n); }));
 }
 
 template <int64_t (*kKernel)(uint32_t*, int64_t, int64_t, const uint8_t*, int64_t)>
-int64_t decode_positions(nb::handle idx, int64_t n, nb::handle src, int64_t at, int64_t nbytes) {
+int64_t decode_positions(nb::handle idx, int64_t n, nb::handle src) {
   const Memory idx_memory("idx", idx.ptr(), true), src_memory("src", src.ptr(), false);
   int64_t k = 0;
   auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
-  const auto* from = src_memory.bytes<uint8_t>(nbytes < 0 ? 0 : nbytes, at);
-  const int64_t have = nbytes < 0 ? src_memory.nbytes() - at : nbytes;
+  const auto* from = src_memory.bytes<uint8_t>();
+  const int64_t have = src_memory.nbytes();
   return checked("positions", run(4 * k + have, [&] { return kKernel(positions, k, n, from, have); }));
 }
 

@@ -53,7 +53,7 @@ bool linear_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle resi
   require_block(block);
   const Encode e(q, scale, x, residual);
   auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, bits));
-  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
+  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block));
   return checked("linear_encode", run(4 * e.n, [&] {
     return e.parts(block, [&](Part p, float* kept) {
       return cml_linear_encode(codes + stream_nbytes(p.lo, bits), scales + p.lo / block, e.from + p.lo, kept, p.n, block, bits, euclidean,
@@ -68,7 +68,7 @@ void linear_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block
   require_block(block);
   const Decode d(acc, q, scale);
   const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, bits));
-  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
+  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block));
   checked("linear_decode", run(4 * d.n, [&] {
     return Parts(d.n, block).least([&](Part p) {
       return cml_linear_decode(d.to + p.lo, codes + stream_nbytes(p.lo, bits), scales + p.lo / block, p.n, block, bits, assign);
@@ -80,7 +80,7 @@ bool onebit_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle resi
   require_block(block);
   const Encode e(q, scale, x, residual);
   auto* codes = e.q_memory.bytes<uint8_t>(stream_nbytes(e.n, 1));
-  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block), 0);
+  auto* scales = e.scale_memory.payload<uint16_t>(Kind::bf16, blocks(e.n, block));
   return checked("onebit_encode", run(4 * e.n, [&] {
     return e.parts(block, [&](Part p, float* kept) {
       return cml_onebit_encode(codes + p.lo / 8, scales + p.lo / block, e.from + p.lo, kept, p.n, block);
@@ -92,7 +92,7 @@ void onebit_decode(nb::handle acc, nb::handle q, nb::handle scale, int64_t block
   require_block(block);
   const Decode d(acc, q, scale);
   const auto* codes = d.q_memory.bytes<uint8_t>(stream_nbytes(d.n, 1));
-  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block), 0);
+  const auto* scales = d.scale_memory.payload<uint16_t>(Kind::bf16, blocks(d.n, block));
   checked("onebit_decode", run(4 * d.n, [&] {
     return Parts(d.n, block).least([&](Part p) {
       return cml_onebit_decode(d.to + p.lo, codes + p.lo / 8, scales + p.lo / block, p.n, block, assign);

@@ -12,7 +12,7 @@ float kth_abs(nb::handle g, nb::handle residual, int64_t rank, nb::handle scratc
   float found = 0.0f;
   const float* from = g_memory.array<float>(Kind::f32, &n);
   const Optional kept("residual", residual, n);
-  auto* words = scratch_memory.payload<uint32_t>(Kind::u32, n, 0);
+  auto* words = scratch_memory.payload<uint32_t>(Kind::u32, n);
   checked("kth_abs: 1 <= rank <= n", run(4 * n, [&] { return cml_kth_abs(from, kept.data(), n, rank, words, &found); }));
   return found;
 }
@@ -28,9 +28,9 @@ int64_t trim(nb::handle residual, int64_t n, nb::handle idx, nb::handle val, int
              nb::handle scratch) {
   const Memory idx_memory("idx", idx.ptr(), true), val_memory("val", val.ptr(), true), scratch_memory("scratch", scratch.ptr(), true);
   const Optional kept("residual", residual, n);
-  auto* positions = idx_memory.payload<uint32_t>(Kind::u32, count, 0);
-  auto* values = val_memory.payload<float>(Kind::f32, count, 0);
-  auto* words = scratch_memory.payload<uint32_t>(Kind::u32, count, 0);
+  auto* positions = idx_memory.payload<uint32_t>(Kind::u32, count);
+  auto* values = val_memory.payload<float>(Kind::f32, count);
+  auto* words = scratch_memory.payload<uint32_t>(Kind::u32, count);
   return checked("trim: 1 <= keep <= count <= n", run(4 * count, [&] {
     return cml_trim(kept.data(), n, positions, values, count, keep, from, words);
   }));
@@ -95,7 +95,7 @@ int64_t take(nb::handle src, nb::handle idx, nb::handle val) {
   int64_t n = 0, k = 0;
   const float* from = src_memory.array<float>(Kind::f32, &n);
   const auto* positions = idx_memory.array<uint32_t>(Kind::u32, &k);
-  float* to = val_memory.payload<float>(Kind::f32, k, 0);
+  float* to = val_memory.payload<float>(Kind::f32, k);
   return checked("take", run(4 * k, [&] { return cml_take(from, n, positions, to, k); }));
 }
 
@@ -106,7 +106,7 @@ bool nibbles_encode(nb::handle q, nb::handle scale, nb::handle x, nb::handle res
   const float* from = x_memory.array<float>(Kind::f32, &n);
   const Optional left("rest", rest, n);
   auto* nibbles = q_memory.bytes<uint8_t>((n + 1) / 2);
-  auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), 0);
+  auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block));
   return checked("nibbles_encode: block is even", run(4 * n, [&] {
     return cml_nibbles_encode(nibbles, scales, from, left.data(), n, block);
   })) != 0;
@@ -118,7 +118,7 @@ void nibbles_decode(nb::handle out, nb::handle q, nb::handle scale, int64_t bloc
   int64_t n = 0;
   float* to = out_memory.array<float>(Kind::f32, &n);
   const auto* nibbles = q_memory.bytes<uint8_t>((n + 1) / 2);
-  const auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block), 0);
+  const auto* scales = scale_memory.payload<float>(Kind::f32, blocks(n, block));
   checked("nibbles_decode: block is even", run(4 * n, [&] { return cml_nibbles_decode(to, nibbles, scales, n, block); }));
 }
 
@@ -145,8 +145,8 @@ void bind_sparse(nb::module_& m) {
   m.def("nibbles_encode", &nibbles_encode, "q"_a, "scale"_a, "x"_a, "rest"_a.none(), "block"_a);
   m.def("nibbles_decode", &nibbles_decode, "out"_a, "q"_a, "scale"_a, "block"_a);
   m.def("blocks_nbytes", &blocks_nbytes, "idx"_a, "n"_a);
-  m.def("blocks_encode", &encode_positions<cml_blocks_encode>, "out"_a, "idx"_a, "n"_a, "at"_a = 0);
-  m.def("blocks_decode", &decode_positions<cml_blocks_decode>, "idx"_a, "n"_a, "src"_a, "at"_a = 0, "nbytes"_a = -1);
+  m.def("blocks_encode", &encode_positions<cml_blocks_encode>, "out"_a, "idx"_a, "n"_a);
+  m.def("blocks_decode", &decode_positions<cml_blocks_decode>, "idx"_a, "n"_a, "src"_a);
 }
 
 }  // namespace glue

@@ -35,9 +35,9 @@ void sums_and_casts(int64_t n, int shift) {
   Array<uint16_t> half(n, shift), bfloat(n, shift);
   CHECK(cml_f32_to_f16(half.data(), x.data(), n) == 1);
   CHECK(cml_f32_to_bf16(bfloat.data(), x.data(), n) == 1);
-  cml_add_f32(acc.data(), x.data(), n, 0.5f);
-  cml_add_f16(acc.data(), half.data(), n, 1.0f);
-  cml_add_bf16(acc.data(), bfloat.data(), n, -1.0f);
+  cml_add_f32(acc.data(), x.data(), n);
+  cml_add_f16(acc.data(), half.data(), n);
+  cml_add_bf16(acc.data(), bfloat.data(), n);
   cml_f16_to_f32(back.data(), half.data(), n);
   cml_bf16_to_f32(back.data(), bfloat.data(), n);
   for (int64_t i = 0; i < n; ++i) CHECK(std::fabs(back.get(i) - x.get(i)) <= std::fabs(x.get(i)) / 128);

@@ -19,6 +19,7 @@ from commlayer.compressors import (
     int4,
     int8,
     kernels,
+    momentum,
     onebit,
     parse,
     powersgd,
@@ -78,7 +79,13 @@ NAMED: dict[str, str] = {
 """Every name that a plan may use, as a plan would spell it."""
 EVERY: dict[str, Codec] = {name: wrap(parse(text)) for name, text in NAMED.items()}
 """What a plan makes of them: error feedback where it is needed."""
-EACH: dict[str, Codec] = EVERY | {str(codec): codec for codec in (*CODECS, powersgd(rank=200))}
+NESTED: list[Codec] = [
+    powersgd(rank=200),
+    momentum(identity(), 0.9),
+    wrap(momentum(powersgd(rank=2), 0.5)),
+    error_feedback(powersgd(rank=2, shapes=((30, 50), (1508,)))),
+]
+EACH: dict[str, Codec] = EVERY | {str(codec): codec for codec in (*CODECS, *NESTED)}
 COARSE = ("int4", "qsgd", "onebit", "randomk", "block_threshold")
 """Codecs whose codes are far from what they stand for, so that only with feedback what goes in comes out."""
 SIZES = [0, 1, 2, 31, 257, 4096, 4097, 20_011]

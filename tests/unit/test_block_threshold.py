@@ -70,24 +70,6 @@ def test_zeros_are_never_sent_and_a_spike_always_is(n: int) -> None:
         assert count(message) <= (16 if x.any() else 0)
 
 
-def test_equal_runs_are_cut_from_a_rotating_start() -> None:
-    codec = block_threshold(ratio=0.01, values="fp32")
-    state, sent = codec.init(Spec((N,))), torch.zeros(N)
-    for _ in range(30):
-        sent += kit.decoded(codec, kit.encode(codec, torch.ones(N), state), N)
-    halves = sent[: N // 2].sum(), sent[N // 2 :].sum()
-    assert min(halves) > 0.25 * max(halves)
-
-
-def test_error_feedback_serves_every_run_of_a_constant_gradient() -> None:
-    codec = error_feedback(block_threshold(ratio=0.05))
-    x, total, state = kit.noise(N).abs() + 0.2, torch.zeros(N), codec.init(Spec((N,)))
-    for _ in range(140):
-        total += kit.decoded(codec, kit.encode(codec, x, state), N)
-    assert float((total / 140 / x).mean()) > 0.6
-    assert bool((runs_of(total, 16).sum(1) > 0).all())
-
-
 def test_positions_cost_a_sixteenth() -> None:
     codec = block_threshold(ratio=0.01)
     message = kit.encode(codec, kit.noise(N), codec.init(Spec((N,))))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import pytest
-
 from commlayer.compressors import parse
 from commlayer.compressors.plan_codecs import FACTORIES
 
@@ -30,18 +28,3 @@ def test_every_codec_has_an_entry_that_a_plan_can_spell() -> None:
 def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert codec_table.renewed(page) == page, "run `make docs`"
-
-
-def test_the_command_writes_a_page_and_names_one_without_marks(tmp_path: Path) -> None:
-    page = tmp_path / "codecs.md"
-    page.write_text("before\n<!-- codecs: begin -->\nworn out\n<!-- codecs: end -->\nafter\n")
-    assert codec_table.main([str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "| `topk` |" in text
-    assert "worn out" not in text
-    page.write_text("nothing")
-    with pytest.raises(ValueError, match="the page has no <!-- codecs: begin -->"):
-        codec_table.main([str(page)])
-    assert codec_table.main([]) == 2

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, Reduction, error_feedback, parse, seed
+from commlayer.compressors import Codec, Reduction, error_feedback, parse, restore, seed, snapshot
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.records import Spec
 
@@ -39,9 +40,7 @@ def noises(step: int, n: int, workers: int = WORKERS) -> list[torch.Tensor]:
 
 def held(acc: Any) -> list[torch.Tensor]:
     """The numbers in an accumulator."""
-    if "parts" in acc:
-        return [tensor for part in acc["parts"] for tensor in held(part)]
-    return [torch.as_tensor(acc[name]).double() for name in ("sum", "max") if name in acc]
+    return [torch.as_tensor(acc["sum"]).double()]
 
 
 def test_no_name_is_missing() -> None:
@@ -80,28 +79,52 @@ def test_a_million_elements(codec: Codec) -> None:
 
 
 @each
-def test_what_went_in_came_out_or_is_owed(codec: Codec) -> None:
-    """Momentum sends more than came in: it has a law of its own."""
+def test_what_went_in_came_out_or_is_kept(codec: Codec) -> None:
+    """Two of eight steps are abandoned, one of them not finite. Momentum sends more than came in: it has a law of its own."""
     cluster, n = seeded(codec), MATRIX.numel
     put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
-    for step in range(6):
+    for step in range(8):
         xs = noises(step, n)
-        put += torch.stack(xs).double().sum(0)
-        got += cluster.step(xs)[0].double()
+        if step == 2:
+            xs[1][17] = float("nan")
+        sums = cluster.step(xs)
+        assert cluster.finite == [step != 2] * WORKERS
+        if step in (2, 5):
+            cluster.undo()
+            cluster.undo()
+        else:
+            put += torch.stack(xs).double().sum(0)
+            got += sums[0].double()
     if "residual" in cluster.states[0] or str(codec) == "identity()":
         if "momentum" in str(codec):
             assert float((got * put).sum()) > 0
         else:
-            torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-5, atol=1e-4)
-    elif codec.biased:
+            torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-5, atol=3e-4)
+    elif codec.biased or "momentum" in str(codec):
         assert float((got * put).sum()) > 0
     else:
         assert 0.7 < float(got @ put / (put @ put)) < 1.3
 
 
+@each
+def test_a_restored_cluster_goes_on_bit_for_bit(codec: Codec) -> None:
+    cluster, fresh, n = seeded(codec), seeded(codec), MATRIX.numel
+    for step in range(4):
+        cluster.step(noises(step, n))
+    fresh.step(noises(77, n))
+    for old, new in zip([*cluster.states, cluster.server], [*fresh.states, fresh.server], strict=True):
+        restore(new, snapshot(old))
+        assert all(np.isfinite(value).all() for value in snapshot(old).values())
+    fresh.undo()
+    for step in range(4, 6):
+        first, second = cluster.step(noises(step, n)), fresh.step(noises(step, n))
+        assert torch.equal(first[0], second[0])
+        assert [bytes(p) for p in cluster.payloads] == [bytes(p) for p in fresh.payloads]
+
+
 @each_named
 def test_the_order_and_grouping_of_contributions_is_free(name: str) -> None:
-    """SUM: payloads of two halves of the members add up to those of all. MAX: largest of both. GATHER: decoded sums add up."""
+    """SUM: payloads of two halves of the members add up to those of all. GATHER: decoded sums add up."""
     codec = kit.EVERY[name]
     cluster = seeded(codec)
     result = memoryview(b"")

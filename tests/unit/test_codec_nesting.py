@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import Codec, codec_of, parse, restore, seed, snapshot, two_way, wrap
+from commlayer.compressors import Codec, codec_of, parse, seed, two_way, wrap
 from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.state import SERVER
 from commlayer.errors import CorruptFrame
@@ -80,16 +80,12 @@ def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_is_accepted_sums_skips_and_resumes(codec: Codec) -> None:
+def test_what_is_accepted_sums_and_skips(codec: Codec) -> None:
     assert parse(str(codec)) == codec
     assert not codec.biased
     lost = owed_after(codec)
     if str(codec).startswith("error_feedback"):
         assert float(lost.abs().max()) < 2e-3
-    state, again = seeded(codec).states[0], codec.init(SPEC)
-    kit.encode(codec, kit.noise(700, 1), state)
-    restore(again, snapshot(state))
-    assert kit.encode(codec, kit.noise(700, 2), state) == kit.encode(codec, kit.noise(700, 2), again)
 
 
 def test_refusals_are_one_line_that_begins_with_who_refuses() -> None:
@@ -130,9 +126,6 @@ def test_learning_rates_count_in_either_direction() -> None:
 ])
 def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: str) -> None:
     bucket = Bucket(3, (Slice(0, 0, 700),), "service", "topk(ratio=0.1)", by_node=by_node)
-    if not says:
-        assert [str(codec_of(bucket, node)) for node in range(3)] == [str(wrap(parse(text))) for text in by_node]
-        return
     for node in (None, 0, 1):
         with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
             codec_of(bucket, node)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import codec_kernels as reference
-from oracle.codec_kernels import MOST_SCALE
 from support.native_builds import KINDS, SIZES, bits, core, numbers, portable, positions, same, unaligned
 
+from commlayer.compressors.kernels import MOST_SCALE
 from commlayer.errors import CorruptFrame
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -22,9 +22,9 @@ kinds = st.sampled_from(KINDS)
 
 
 @quick
-@given(sizes, seeds, kinds, st.sampled_from([1.0, 0.25, -1.7, 0.0]), st.sampled_from([0, 1, 3]))
+@given(sizes, seeds, kinds, st.sampled_from([0, 1, 3]))
 @pytest.mark.parametrize("width", ["f32", "f16", "bf16"])
-def test_sums(width: str, n: int, seed: int, kind: str, w: float, shift: int) -> None:
+def test_sums(width: str, n: int, seed: int, kind: str, shift: int) -> None:
     acc, x = numbers(n, seed, kind=kind), numbers(n, seed + 1, kind=kind)
     payload, _ = unaligned(n * (4 if width == "f32" else 2), shift)
     if width == "f32":
@@ -34,7 +34,7 @@ def test_sums(width: str, n: int, seed: int, kind: str, w: float, shift: int) ->
 
     def run(module: ModuleType) -> bytes:
         mine = acc.copy()
-        getattr(module, f"add_{width}")(mine, payload, w)
+        getattr(module, f"add_{width}")(mine, payload)
         return bits(mine)
 
     same(run)
@@ -197,8 +197,8 @@ def test_scatter(n: int, seed: int, density: float, block: int) -> None:
 
     def run(module: ModuleType) -> tuple[bytes, bytes]:
         one, two = acc.copy(), acc.copy()
-        assert module.scatter_add(one, idx, val) == k
-        assert module.scatter_add_int8(two, idx, q, scale, block) == k
+        module.scatter_add(one, idx, val)
+        module.scatter_add_int8(two, idx, q, scale, block)
         return bits(one), bits(two)
 
     same(run)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from oracle.codec_kernels.memory import Memory, floats, increasing, octets_of, positions, total, write
-from oracle.codec_kernels.sparse import LEAST_THRESHOLD
 
 from commlayer.errors import CorruptPayload, InvalidInput
+
+LEAST_THRESHOLD = 2.0**-126
 
 RUNS = (8, 16, 32, 64)
 
