@@ -83,7 +83,6 @@ NESTED: list[Codec] = [
     powersgd(rank=200),
     momentum(identity(), 0.9),
     wrap(momentum(powersgd(rank=2), 0.5)),
-    error_feedback(powersgd(rank=2, shapes=((30, 50), (1508,)))),
 ]
 EACH: dict[str, Codec] = EVERY | {str(codec): codec for codec in (*CODECS, *NESTED)}
 COARSE = ("int4", "qsgd", "onebit", "randomk", "block_threshold")
