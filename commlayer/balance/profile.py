@@ -44,10 +44,6 @@ Left = Callable[[], float]
 """Returns the seconds until profiling must end."""
 
 
-def _no_limit() -> float:
-    return math.inf
-
-
 class WorkerProfile(Record, frozen=True):
     """A worker's measurements: points (batch, seconds) and the cap, 0 if not even the smallest batch fitted."""
 
@@ -67,7 +63,7 @@ def ladder(total: int) -> list[int]:
 
 
 def profile(
-    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = _no_limit
+    run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = lambda: math.inf
 ) -> WorkerProfile:
     """Profiles batches 2, 4, 8, ... up to `total`. If time ends before memory does, the memory limit stays unknown."""
     points: list[tuple[int, float]] = []

@@ -19,17 +19,14 @@ from typing import Any, TypeVar
 from msgspec import structs
 
 from commlayer import records
-from commlayer.balance import loss_model
-from commlayer.balance.loss_model import LossModel
 from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
 from commlayer.planner import tables
-from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.planner.model import Cluster, Profile, bare
-from commlayer.planner.tables import LearningTable, rows_in, shipped, table_in
+from commlayer.planner.tables import LearningTable, shipped, table_in
 from commlayer.records import Job
 
 
@@ -40,7 +37,7 @@ def job_named(model: str, batch: int | None) -> Job:
     if model.endswith(".json"):
         return tables.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
-        return tables.on_reference(job_of_function(model, batch))
+        return tables.on_reference(job_made_by(made_by(model), model, batch))
     try:
         return tables.builtin(model, batch)
     except ValueError as error:
@@ -101,14 +98,6 @@ def optimizer_named(name: str) -> str:
                            f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
                            "counts)")
     return OPTIMIZERS[name.lower()]
-
-
-def loss_named(file: str) -> LossModel | None:
-    return loss_model.read(Path(file)) if file else None
-
-
-def learning_named(file: str) -> tuple[LearningRow, ...]:
-    return rows_in(Path(file)) if file else ()
 
 
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
@@ -258,10 +247,6 @@ LONGEST_LINE = 60
 def made_by(text: str) -> Callable[..., Any]:
     """The function that returns a model and its loss."""
     return function_of(text, "make", "that returns (model, loss)")
-
-
-def job_of_function(text: str, batch: int | None) -> Job:
-    return job_made_by(made_by(text), text, batch)
 
 
 def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:

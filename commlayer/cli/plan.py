@@ -97,20 +97,21 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
              loss: str = "", learning: str = "", out: Path | None = None, json: Path | None = None) -> None:
     """Plans, writes the files and prints the verdict. `optimizer`: as the user named it."""
     from commlayer import plan_file, records
+    from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.baselines import baselines
     from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.search import PlanSearch
     from commlayer.planner.simulation import simulate
-    from commlayer.planner.tables import at_precision, learning_rows
+    from commlayer.planner.tables import at_precision, learning_rows, rows_in
     from commlayer.planner.tensors import untouched
 
     job = arguments.job_named(model, batch)
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
     # Jobs between homes run with --min-workers, which supports whole exchanges only.
     policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
-    inputs = plan_file.PlanFileInputs(job, machines, profile, policy, arguments.loss_named(loss),
-                                      arguments.learning_named(learning))
+    inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
+                                      rows_in(Path(learning)) if learning else ())
     costs, limits = inputs.costs()
     search = PlanSearch(job, machines, costs, limits)
     result = search.explained(search.best(exact=policy.exact))

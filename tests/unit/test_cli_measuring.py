@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from commlayer import plan_file, planner
-from commlayer.cli.arguments import function_of, job_named, job_of_function
+from commlayer.cli.arguments import function_of, job_made_by, job_named, made_by
 from commlayer.cli.main import run
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.tables import builtin, device_named, on_reference, speed
@@ -178,7 +178,7 @@ def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_job_says_what_its_step_keeps_for_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("kept.py").write_text(KEPT)
-    timing = job_of_function("kept.py", 8).timing
+    timing = job_made_by(made_by("kept.py"), "kept.py", 8).timing
     assert timing is not None
     # The input of each layer, and the result of the last for its square; no weights.
     assert timing.activation_nbytes == 4 * 8 * (100 + 200 + 300)
@@ -221,7 +221,7 @@ def test_what_fails_in_a_users_model_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(BROKEN)
     with pytest.raises(ValueError) as caught:
-        job_of_function(f"broken.py:{name}", batch)
+        job_made_by(made_by(f"broken.py:{name}"), f"broken.py:{name}", batch)
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
     assert "\n" not in str(caught.value)
