@@ -58,22 +58,18 @@ def encode_values(kind: str, body: Out, val: Array, error: Array, *, saturate: b
     return bool(finite)
 
 
-def check_values(kind: str, body: Buffer, count: int) -> None:
-    """Raises CorruptPayload unless `body`, of values_nbytes(kind, count) bytes, is the only encoding of some finite values."""
-    if kind not in SCALED:
-        return
-    if not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
-        raise CorruptPayload(f"{kind} values contain a scale that is negative, not finite or too large")
-    if kind == "int4" and count % 2 and int(body[-1]) >> 4:
-        raise CorruptPayload("int4 values have nonzero padding")
-
-
 def split_values(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
-    """Splits a body into the bytes of `count` values, which are checked, and the bytes after them."""
+    """Splits a body into the bytes of `count` values and the bytes after them.
+
+    Raises CorruptPayload unless the values are the only encoding of some finite values; floats are checked by decode_values.
+    """
     middle = values_nbytes(kind, count)
     if body.nbytes < middle:
         raise CorruptPayload(f"{codec} payload has a body of {body.nbytes} bytes, but {count} values need {middle}")
-    check_values(kind, body[:middle], count)
+    if kind in SCALED and not kernels.scales_valid(body[: scales_nbytes(kind, count)], MOST_SCALE[kind]):
+        raise CorruptPayload(f"{kind} values contain a scale that is negative, not finite or too large")
+    if kind == "int4" and count % 2 and int(body[middle - 1]) >> 4:
+        raise CorruptPayload("int4 values have nonzero padding")
     return body[:middle], body[middle:]
 
 

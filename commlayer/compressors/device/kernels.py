@@ -244,13 +244,6 @@ def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: t
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)
 
 
-def smaller(n: int, k: int) -> tuple[int, int]:
-    """Returns the smaller of both encodings for k >= 1 positions below n, and its exact size in bytes."""
-    low = max(0, (n // k).bit_length() - 1)
-    sparse, dense = (k * low + 7) // 8 + (k + (n >> low) + 1 + 7) // 8, (n + 7) // 8
-    return (ELIAS_FANO, sparse) if sparse < dense else (BITMAP, dense)
-
-
 def _encode(out: torch.Tensor, idx: torch.Tensor, n: int, kind: int) -> int:
     k = idx.numel()
     queue_pack(out, idx, n, k, torch.full((1,), k, dtype=torch.int64, device=idx.device), NO_VALUES, kind)
