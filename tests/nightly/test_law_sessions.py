@@ -1,4 +1,4 @@
-"""The law through sessions: applied + owed = put in, for plain modules and DDP, whatever a script does with its gradients."""
+"""The law through sessions: applied updates + residuals = input gradients, for modules and DDP, whatever a script does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from typing import Any
 import pytest
 import torch
 from support import rank_pool
-from support.law import EVENTS, LEFT_OUT, SIZES, STEPS, WORLD, Given, Script, applied_to, broken_off, owed_by, plan_of, slopes
+from support.law import (
+    EVENTS,
+    LEFT_OUT,
+    SIZES,
+    STEPS,
+    WORLD,
+    Given,
+    Script,
+    applied_to,
+    broken_off,
+    plan_of,
+    residuals_of,
+    slopes,
+)
 from support.rank_pool import pool
 
 import commlayer
@@ -16,7 +29,7 @@ from commlayer.engine.optimizers import job_of
 
 
 def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str) -> list[tuple[str, dict[str, Any]]]:
-    script, found = Script(rank, how, kind, per_node, address, folder), []
+    script, results = Script(rank, how, kind, per_node, address, folder), []
     try:
         for name, event in EVENTS.items():
             if name in LEFT_OUT.get("delayed" if "delayed" in how else script.way, ()):
@@ -24,10 +37,10 @@ def run(rank: int, how: str, kind: str, per_node: int, address: str, folder: str
             if "ddp" in how and event is broken_off:  # torch itself refuses the next forward pass
                 continue
             event(script)
-            found.append((name, script.account()))
+            results.append((name, script.account()))
     finally:
         script.session.close()
-    return found
+    return results
 
 
 @pytest.mark.commit(4)
@@ -53,7 +66,7 @@ def test_applied_and_owed_is_what_was_put_in(how: str, kind: str, per_node: int,
         for t in range(len(SIZES)):
             assert torch.equal(first["applied"][t], second["applied"][t]), f"{name}: ranks differ"
             put = first["put"][t] + second["put"][t]
-            error = float((WORLD * first["applied"][t] + first["owed"][t] + second["owed"][t] - put).abs().max())
+            error = float((WORLD * first["applied"][t] + first["residuals"][t] + second["residuals"][t] - put).abs().max())
             if error > 1e-5 * float(put.abs().max()):
                 wrong.append(f"{name}: tensor {t} is off by {error:.2e}")
     assert not wrong, "\n".join(wrong)
@@ -76,7 +89,7 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
     optimizers[0].zero_grad()
     moved = []
     for model, session in zip(models, sessions, strict=True):
-        moved.append({"applied": applied_to(model), "owed": owed_by(session)})
+        moved.append({"applied": applied_to(model), "residuals": residuals_of(session)})
         session.close()
     return moved
 
@@ -84,12 +97,12 @@ def adversaries(rank: int, codec: str, addresses: list[str]) -> list[dict[str, A
 @pytest.mark.parametrize(
     "codec", ["topk(ratio=0.1)", "int8(block=64)", "onebit(block=64)", "randomk(ratio=0.2)", "powersgd(rank=1)"])
 def test_a_pass_for_another_model_moves_nothing(codec: str) -> None:
-    """Of 20 steps of 1 all is applied or owed: workers' debts here, the servers' where they keep some."""
+    """Of 20 steps of 1 all is applied, or in residuals of workers and servers."""
     with rank_pool.Servers(WORLD, 1) as first, rank_pool.Servers(WORLD, 1) as second:
         results = pool(WORLD).call(adversaries, codec, [first.address, second.address])
         kept = sum(float(r.sum(dtype="float64")) for r in first.residuals().values())
     applied = sum(float(t.sum()) for t in results[0][0]["applied"])
-    owed = sum(float(t.sum()) for r in results for t in r[0]["owed"])
+    owed = sum(float(t.sum()) for r in results for t in r[0]["residuals"])
     put = 20.0 * sum(torch.Size(s).numel() for s in SIZES)
     assert applied + (owed + kept) / WORLD == pytest.approx(put, rel=1e-5)
     assert applied > 0.3 * put, "most of it has moved the model"
@@ -115,7 +128,7 @@ def two_optimizers(rank: int, address: str) -> dict[str, Any]:
         scaler.update()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    account = {"put": put, "owed": owed_by(session), "applied": applied_to(model)}
+    account = {"put": put, "residuals": residuals_of(session), "applied": applied_to(model)}
     session.close()
     return account
 
@@ -124,6 +137,6 @@ def test_of_a_step_that_is_not_finite_what_an_optimizer_steps_with_is_applied() 
     with rank_pool.Servers(WORLD, 2) as servers:
         first, second = pool(WORLD).call(two_optimizers, servers.address)
     for t in range(len(SIZES)):
-        got = WORLD * first["applied"][t] + first["owed"][t] + second["owed"][t]
+        got = WORLD * first["applied"][t] + first["residuals"][t] + second["residuals"][t]
         put = first["put"][t] + second["put"][t]
         torch.testing.assert_close(got, put, rtol=0, atol=1e-5 * float(put.abs().max()))

@@ -1,4 +1,4 @@
-"""Plans by seconds to a loss: steps that are needed besides count, what is hidden is fine, a way is left only where it pays."""
+"""Plans by seconds to a loss: convergence factors count, hidden exchanges use fine codecs, modes change only for a gain."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def costly_space(seed: int) -> tuple[Space, list[int]]:
 @pytest.mark.parametrize("seed", range(24))
 def test_the_search_finds_the_least_seconds_to_a_loss(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     space, counts = costly_space(seed)
-    found = search(space, uniform(space))
+    result = search(space, uniform(space))
     least = math.inf
     for choice in itertools.product(*map(range, counts)):
         if sum(space.loss[b][o] for b, o in enumerate(choice)) <= space.max_loss + 1e-9:
             steps = 1 + sum(space.excess[b][o] for b, o in enumerate(choice))
             least = min(least, space.steps.run(list(choice)) * steps)
-    assert found.price == pytest.approx(least, rel=1e-9)
+    assert result.price == pytest.approx(least, rel=1e-9)
     monkeypatch.setattr(choices, "FEW", 0)
     assert search(space, uniform(space)).price <= least * 1.1, "also without trying everything it comes near"
 
@@ -68,8 +68,8 @@ def test_a_sweep_compares_steps_times_their_factors(seed: int) -> None:
     prices = [a * b for a, b in zip(steps, factors, strict=True)]
     limit = sorted(prices)[len(prices) // 2]
     native = native_schedule(problem)
-    found = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, factors)
-    assert all(ours == twin for ours, twin, price in zip(found, steps, prices, strict=True) if price <= limit)
+    result = native.sweep(choice, [0], limit * (1 + 1e-9), math.nan, 0, None, factors)
+    assert all(ours == twin for ours, twin, price in zip(result, steps, prices, strict=True) if price <= limit)
     best = native.sweep(choice, [0], math.inf, math.nan, 1, None, factors)
     assert min(a * b for a, b in zip(best, factors, strict=True)) == min(prices)
 
@@ -78,14 +78,14 @@ def test_fast_links_code_finely_and_slower_ones_never_more_so() -> None:
     rates = (1e10, 1e9, 1e8, 3e7, 1e7)
     exact = [made_for(at(bps), Policy()) for bps in rates]
     free = [made_for(at(bps), FREE) for bps in rates]
-    for made in (exact[0], free[0]):
-        assert {parse_spec(b.codec).family for b in made.buckets} <= {"identity", "fp16", "int8", "int4"}
-        assert (made.local_steps, made.codes, made.overlap) == (1, "gradients", "")
+    for result in (exact[0], free[0]):
+        assert {parse_spec(b.codec).family for b in result.buckets} <= {"identity", "fp16", "int8", "int4"}
+        assert (result.local_steps, result.codes, result.overlap) == (1, "gradients", "")
     for plans in (exact, free):
-        needed = [made.steps_high for made in plans]
+        needed = [result.steps_high for result in plans]
         assert all(b >= a * (1 - PAYS) for a, b in itertools.pairwise(needed)), needed
         assert needed[-1] > needed[0]
-    assert all(b.local_steps >= a.local_steps for a, b in itertools.pairwise(free)), [made.local_steps for made in free]
+    assert all(b.local_steps >= a.local_steps for a, b in itertools.pairwise(free)), [result.local_steps for result in free]
     assert all(price(f) <= price(e) * (1 + PAYS) for e, f in zip(exact, free, strict=True)), "more may be done"
 
 
@@ -97,15 +97,15 @@ def test_the_shortest_step_is_not_the_shortest_way() -> None:
     profile = learnt(machines)
     more = plan_excess(to_loss, toy_job(), machines, profile, Policy())
     assert (to_loss.steps, to_loss.steps_high) == pytest.approx((1 + more.steps, 1 + more.high))
-    assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it bears more than one that nobody named"
+    assert price(made_for(machines, Policy(optimizer="sgd"))) < price(to_loss), "it tolerates more than an unknown one"
 
 
 def test_without_rows_all_steps_count_alike() -> None:
     machines = at(1e8)
     bare = structs.replace(learnt(machines), learning=())
-    made = plan(toy_job(), machines, bare)
-    assert (made.steps, made.steps_high) == (0.0, 0.0)
-    assert made == plan(toy_job(), machines, bare, Policy(objective="step"))
+    result = plan(toy_job(), machines, bare)
+    assert (result.steps, result.steps_high) == (0.0, 0.0)
+    assert result == plan(toy_job(), machines, bare, Policy(objective="step"))
 
 
 def test_rounds_that_overlap_take_the_longer_of_computing_and_exchanging() -> None:
@@ -153,8 +153,8 @@ def test_ways_that_change_what_is_learnt_are_taken_only_where_they_are_allowed()
     assert price(free) < 0.9 * price(exact)
     assert made_for(machines, structs.replace(FREE, max_local_steps=2)).local_steps <= 2
     forward = [made_for(at(bps), Policy(forward=True)) for bps in (1e8, 3e8, 1e9)]
-    assert any(made.overlap == "forward" for made in forward)
-    assert all(made.codes == "gradients" for made in forward)
+    assert any(result.overlap == "forward" for result in forward)
+    assert all(result.codes == "gradients" for result in forward)
 
 
 @pytest.mark.parametrize(("families", "optimizer", "late"), [
@@ -168,16 +168,16 @@ def test_late_results_are_taken_only_where_they_were_measured(families: tuple[st
     rows = tuple(r for r in profile.learning if r.every == 1 and not r.overlap and (not r.late or r.optimizer in families))
     for staleness, taken in ((None, late), (True, True), (False, False)):
         policy = structs.replace(FREE, optimizer=optimizer, staleness=staleness)
-        made = plan(toy_job(), machines, structs.replace(profile, learning=rows), policy)
-        assert any(b.stale for b in made.buckets) is taken
+        result = plan(toy_job(), machines, structs.replace(profile, learning=rows), policy)
+        assert any(b.stale for b in result.buckets) is taken
 
 
 def test_a_part_of_the_model_counts_by_its_elements_and_as_much_by_its_energy() -> None:
     job = toy_job()
-    whole = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
-    plain = weights(job, whole)
+    results = [(Slice(i, 0, info.numel),) for i, info in enumerate(job.tensors)]
+    plain = weights(job, results)
     assert plain == pytest.approx([info.numel / job.numel for info in job.tensors])
-    first = weights(job, whole, [float(i == 0) for i in range(len(job.tensors))])
+    first = weights(job, results, [float(i == 0) for i in range(len(job.tensors))])
     assert first == pytest.approx([part / 2 + (i == 0) / 2 for i, part in enumerate(plain)])
     halves = [(Slice(0, 0, job.tensors[0].numel // 2),)]
     assert weights(job, halves, [1.0] + [0.0] * (len(job.tensors) - 1)) == pytest.approx([first[0] / 2], rel=0.01)
@@ -206,9 +206,9 @@ def test_a_loss_that_was_measured_on_the_users_task_holds_for_gradients_and_othe
 ])
 def test_what_cannot_be_planned_for_is_one_line(policy: Policy, energy: tuple[float, ...], message: str) -> None:
     machines = at(1e8)
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as caught:
         plan(toy_job(), machines, structs.replace(learnt(machines), energy=energy), policy)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("measured", "searched"), [((2,), 2), ((2, 16), MOST_LOCAL_STEPS)])
@@ -219,8 +219,8 @@ def test_more_local_steps_than_were_measured_are_searched_where_two_rows_show_ho
     profile = learnt(machines)
     rows = tuple(row for row in profile.learning if row.every in (1, *measured))
     assert searched_local_steps(structs.replace(profile, learning=rows)) == searched
-    made = plan(toy_job(), machines, structs.replace(profile, learning=rows), structs.replace(FREE, optimizer="adam"))
-    assert made.local_steps == searched if searched == 2 else 16 < made.local_steps <= searched
+    result = plan(toy_job(), machines, structs.replace(profile, learning=rows), structs.replace(FREE, optimizer="adam"))
+    assert result.local_steps == searched if searched == 2 else 16 < result.local_steps <= searched
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -236,9 +236,9 @@ def test_a_limit_of_local_steps_only_cuts_the_search_off(bps: float, optimizer: 
 
     free = limited(0)
     for most in (2, 16, 64, 256, 500):
-        found = limited(most)
-        assert found.local_steps <= most
-        assert price(free) <= price(found) * (1 + PAYS)
+        result = limited(most)
+        assert result.local_steps <= most
+        assert price(free) <= price(result) * (1 + PAYS)
     assert limited(500) == limited(256)
     assert limited(9999) == limited(MOST_LOCAL_STEPS) == free
     assert bps > 1e6 or free.local_steps > 64, "beyond what was measured"
@@ -250,6 +250,6 @@ def test_what_is_found_with_everything_allowed_keeps_the_rules_of_plans(optimize
     for bps, forward in itertools.product((4e6, 1e8, 4e8, 1e10), (False, True)):
         machines = at(bps)
         policy = structs.replace(FREE, optimizer=optimizer, max_local_steps=most, staleness=True, forward=forward)
-        made = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
-        assert verify(made, toy_job()) == []
-        assert made.local_steps <= (most or MOST_LOCAL_STEPS)
+        result = plan(toy_job(), machines, structs.replace(learnt(machines), learning=shipped_rows()), policy)
+        assert verify(result, toy_job()) == []
+        assert result.local_steps <= (most or MOST_LOCAL_STEPS)

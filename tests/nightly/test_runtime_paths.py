@@ -25,22 +25,22 @@ SHAPES = [(SIZES[i % len(SIZES)],) for i in range(len(PATHS))]
 
 def plan(codec: str) -> Plan:
     """Dense codings in paths whose payloads are added up: there `codec` cannot stand."""
-    made = job(SHAPES)
+    result = job(SHAPES)
     buckets = tuple(
         Bucket(i, (Slice(i, 0, SHAPES[i][0]),), spell(path), owner=i % PER_NODE,
                codec="identity()" if tree.summing(path) else codec)
         for i, path in enumerate(PATHS)
     )
-    return lower(Plan(made.digest(), buckets, ranks_per_node=PER_NODE))
+    return lower(Plan(result.digest(), buckets, ranks_per_node=PER_NODE))
 
 
 def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
-    made = torch.Generator().manual_seed(100 * number + rank)
-    return [torch.randn(shape, generator=made) for shape in SHAPES]
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def run(rank: int, wanted: Plan) -> dict[str, Any]:
-    """What was applied in each step, and what this rank still owes, per tensor."""
+    """What was applied in each step, and the residuals of this rank, per tensor."""
     groups = Groups(PER_NODE, 30.0, torch.device("cpu"))
     worker = Worker(job(SHAPES), wanted, {b.id: codec_of(b, rank // PER_NODE) for b in wanted.buckets}, torch.device("cpu"),
                     rank=rank, groups=groups)
@@ -50,7 +50,7 @@ def run(rank: int, wanted: Plan) -> dict[str, Any]:
         for bucket in worker.buckets:
             for debt in bucket.ledger.residuals():
                 owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
-        return {"applied": applied, "owed": owed}
+        return {"applied": applied, "residuals": owed}
     finally:
         worker.close()
         groups.close()
@@ -70,6 +70,6 @@ def test_every_class_sums_and_owes_what_it_did_not_send(codec: str) -> None:
             first = results[0]["applied"][number][tensor]
             assert all(torch.equal(r["applied"][number][tensor], first) for r in results), f"ranks differ after {spell(path)}"
         put = sum(g for rank in range(WORLD) for n in range(STEPS) if (g := gradients(rank, n)[tensor]) is not None)
-        got = WORLD * sum(results[0]["applied"][n][tensor] for n in range(STEPS)) + sum(r["owed"][tensor] for r in results)
-        if not codec.startswith("qsgd"):  # which owes nothing: it errs at random
+        got = WORLD * sum(results[0]["applied"][n][tensor] for n in range(STEPS)) + sum(r["residuals"][tensor] for r in results)
+        if not codec.startswith("qsgd"):  # which keeps no residual: its errors are random
             torch.testing.assert_close(got, put, rtol=1e-4, atol=1e-4, msg=lambda m, p=path: f"{spell(p)}: {m}")

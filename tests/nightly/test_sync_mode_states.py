@@ -1,4 +1,4 @@
-"""What a change of ways asks of optimizers: what they remember, what they are given, and when nobody goes. Real ranks.
+"""What a change of the sync mode means for optimizers: their states, their gradients, and refusals. Real ranks.
 
 Run as a script, this file is a training in which one rank dies in the middle of a change.
 """
@@ -35,9 +35,9 @@ def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> 
         training.switch(way)
         training.train(2)
     training.session.synchronize()
-    found = training.tensors()
+    result = training.tensors()
     training.session.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
@@ -54,29 +54,29 @@ def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]
     """From gradients to local steps and round, and back to a plan of gradients."""
     training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
                         drift_steps=2)
-    found: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
+    results: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
     for way in ("every", "round", "whole round", "updates", "gradients"):
         training.switch(way)
-        found["rows"].append(training.tensors(buffers=False))
+        results["rows"].append(training.tensors(buffers=False))
         before = training.session.metrics()["sent_nbytes"]
-        found["losses"].append(training.train(12))
-        found["sent"].append(training.session.metrics()["sent_nbytes"] - before)
+        results["losses"].append(training.train(12))
+        results["sent"].append(training.session.metrics()["sent_nbytes"] - before)
     for bad in ("forward", "late"):
         with pytest.raises(ValueError) as caught:
             training.switch(bad)
-        found["refused"].append(str(caught.value))
+        results["refused"].append(str(caught.value))
     for again in () if how == "ddp" else ("forward", "late"):
         training.switch("every")
         training.train(2)
         go_over(training.connection, plan(training.connection.worker.job, again, training.codec), by_itself=True)
         training.train(1)
-        found["undone"].append(training.session.inspect.plan)
+        results["undone"].append(training.session.inspect.plan)
     training.train(1)
     training.session.flush()
-    found["rows"].append(training.tensors(buffers=False))
-    found |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
+    results["rows"].append(training.tensors(buffers=False))
+    results |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
     training.session.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
@@ -90,8 +90,9 @@ def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(op
     lines = [line for line in first["said"] if "different states" in line]
     assert len(lines) == 1 + len(first["undone"])
     assert all("ranks continue to exchange weight changes, now after every step" in line for line in lines)
-    for made in first["undone"]:  # what plan="auto" goes back to
-        assert (made.codes, made.local_steps, made.overlap, any(b.stale for b in made.buckets)) == ("updates", 1, "", False)
+    for result in first["undone"]:  # what plan="auto" goes back to
+        assert (result.codes, result.local_steps, result.overlap) == ("updates", 1, "")
+        assert not any(b.stale for b in result.buckets)
     why = "different states.*E-PLAN-SWITCH|overlap='forward' is not supported with DistributedDataParallel.*E-SYNC-FORWARD"
     assert all(re.search(why, line) for line in first["refused"]), first["refused"]
     every, in_rounds, _, updates, gradients = first["sent"]
@@ -110,30 +111,30 @@ def balanced(rank: int, address: str) -> tuple[Any, Any]:
     if rank == 1:
         LoadBalancer(training.session, Sampler(8, 2, rank=1, world=2))
     local = plan(training.connection.worker.job, "every")
-    with pytest.raises(ValueError, match="LoadBalancer.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as told:
+    with pytest.raises(ValueError, match="LoadBalancer.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as caught:
         go_over(training.connection, local, by_itself=True)
     refused = training.session.inspect.plan
     training.train(1)
     training.switch("every")
-    found = (refused, training.session.inspect.plan)
-    assert "\n" not in str(told.value)
+    result = (refused, training.session.inspect.plan)
+    assert "\n" not in str(caught.value)
     training.session.close()
-    return found
+    return result
 
 
 def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
     with Servers(WORLD, 1) as servers:
-        for refused, asked in pool(WORLD).call(balanced, servers.address):
-            assert (refused.steps_locally, asked.steps_locally) == (False, True)
+        for refused, request in pool(WORLD).call(balanced, servers.address):
+            assert (refused.steps_locally, request.steps_locally) == (False, True)
 
 
 def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
-    """Somebody wants another plan while the script saves, drains, changes plans itself and ends."""
+    """Another plan is wanted while the script saves, flushes, changes plans itself and ends."""
     training = Training(rank, address, "round", optimizer="plain")
-    told, wanted, plans = [], [""], []
+    lines, wanted, plans = [], [""], []
 
     def go_on() -> None:
-        told.append(training.step)
+        lines.append(training.step)
         if way := wanted[0]:
             wanted[0] = ""
             go_over(training.connection, plan(training.connection.worker.job, way) if rank == 0 else None)
@@ -156,14 +157,14 @@ def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
     note()
     training.train(4)
     note()
-    found = {"told": told[:], "plans": plans, "rows": training.tensors()}
+    results = {"told": lines[:], "plans": plans, "rows": training.tensors()}
     training.switch("every")
     training.train(1)
     wanted[0] = "updates"
     training.session.flush()
     training.session.close()
     note()
-    return found | {"left": wanted[0]}
+    return results | {"left": wanted[0]}
 
 
 def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
@@ -177,15 +178,15 @@ def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_ch
 
 
 def refused(rank: int, address: str) -> dict[str, str]:
-    """Rank 1 alone cannot; then nobody goes, and all go on as before."""
-    training, said = Training(rank, address, "gradients", optimizer="adamw"), {}
+    """Rank 1 alone cannot; then no rank switches, and all continue as before."""
+    training, report = Training(rank, address, "gradients", optimizer="adamw"), {}
     training.train(1)
     training.optimizer.param_groups[0]["capturable"] = rank == 1
     for name, act in {"forward": lambda: training.switch("forward"),
                       "contradiction": lambda: training.switch("every", fragments=3)}.items():
         with pytest.raises(ValueError) as caught:
             act()
-        said[name] = str(caught.value)
+        report[name] = str(caught.value)
     training.optimizer.param_groups[0]["capturable"] = False
     training.train(2)
     assert training.connection.exchanges == 3
@@ -195,7 +196,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
     training.train(2 + rank)
     with pytest.raises(ValueError) as caught:
         training.switch("round")
-    said["uneven"] = str(caught.value)
+    report["uneven"] = str(caught.value)
     training.train(2 - rank)
     training.switch("round")
     training.session.close()
@@ -203,7 +204,7 @@ def refused(rank: int, address: str) -> dict[str, str]:
     wrapped.register_comm_hook(commlayer.HookState(plan=plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
     with pytest.raises(ValueError) as caught:
         wrapped(torch.ones(4, 12)).sum().backward()
-    return said | {"hook": str(caught.value)}
+    return report | {"hook": str(caught.value)}
 
 
 def test_nobody_goes_unless_all_can() -> None:
@@ -211,10 +212,10 @@ def test_nobody_goes_unless_all_can() -> None:
         first, second = pool(WORLD).call(refused, servers.address)
     assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
     assert re.search("overlap='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
-    for said in (first, second):
-        assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", said["contradiction"])
-        assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", said["uneven"])
-        assert re.search("2 local steps: .*hook.*E-PLAN-REFUSED", said["hook"])
+    for text in (first, second):
+        assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", text["contradiction"])
+        assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", text["uneven"])
+        assert re.search("2 local steps: .*hook.*E-PLAN-REFUSED", text["hook"])
 
 
 class Wrapping(torch.optim.Optimizer):
@@ -249,14 +250,14 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
     if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
         stepped.step()
-    made = session.inspect.connection
-    found = made.terms.allowed_modes(), made.terms.forbidden_modes()
+    connection = session.inspect.connection
+    result = connection.terms.allowed_modes(), connection.terms.forbidden_modes()
     session.flush()
     session.close()
-    return found
+    return result
 
 
-@pytest.mark.parametrize(("how", "wanted", "said"), [
+@pytest.mark.parametrize(("how", "wanted", "text"), [
     ({}, {"forward", "updates", "local", "round"}, ""),
     ({"optimizer": None}, set(), "local: local steps need a torch.optim.Optimizer"),
     ({"optimizer": "lbfgs"}, set(), "local: local steps are not supported with LBFGS"),
@@ -270,11 +271,11 @@ def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dic
     ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
     ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
 ])
-def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], said: str) -> None:
+def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], text: str) -> None:
     with Servers(WORLD, 1) as servers:
-        for found, why in pool(WORLD).call(allowed, servers.address, how):
-            assert found == wanted
-            assert not said or any(f"{way}: {line}".startswith(said) for way, line in why.items())
+        for result, why in pool(WORLD).call(allowed, servers.address, how):
+            assert result == wanted
+            assert not text or any(f"{way}: {line}".startswith(text) for way, line in why.items())
 
 
 SETTINGS = {"deadline_s": 6.0, "join_deadline_s": 60.0, "heartbeat_s": 0.5, "dead_after_s": 2.5}
@@ -286,9 +287,9 @@ def main(place: str) -> None:
     rank = torch.distributed.get_rank()
     training = Training(rank, "", "every", optimizer="adamw", how="unbounded")
     training.train(3)
-    made = training.connection
+    connection = training.connection
     if rank == 1:
-        getattr(made, place).insert(0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        getattr(connection, place).insert(0, lambda: os.kill(os.getpid(), signal.SIGKILL))
     training.switch("round")
     training.train(1000)
 

@@ -1,4 +1,4 @@
-"""Builds the .cu files with the host's compiler against tests/cuda_shim, launches and compares them. Knows no kernel."""
+"""Builds the .cu files with the host's compiler against tests/cuda_shim, launches and compares them."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _compile(source: Path, work: Path, flags: Sequence[str]) -> Path:
 
 
 def _run(command: Sequence[str]) -> None:
-    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert made.returncode == 0, made.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 class Shim:
@@ -162,11 +162,11 @@ Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
 
 def same(run: Run, seed: int = 0, resident: int = 3) -> list[bytes]:
     """What run(module, there) gives on all three; `there` puts an array where the module works, as a copy."""
-    found = run(core, here)
-    assert run(reference, here) == found, "reference and native differ"
+    result = run(core, here)
+    assert run(reference, here) == result, "reference and native differ"
     with running(seed, resident):
-        assert run(device, there) == found, "device and native differ"
-    return found
+        assert run(device, there) == result, "device and native differ"
+    return result
 
 
 def here(array: np.ndarray) -> torch.Tensor:

@@ -37,8 +37,8 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + rank)
-    words = torch.randint(0, 20, (4, 7), generator=made)
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    words = torch.randint(0, 20, (4, 7), generator=generator)
     return words[:, :-1], words[:, 1:]
 
 
@@ -70,7 +70,7 @@ class Training:
         model: nn.Module | None = None, scaler: Any = None, max_norm: float | None = None, given: Plan | None = None,
         **fields: Any,
     ) -> None:
-        """`given`: in place of the codec."""
+        """`given`: instead of the codec."""
         self.rank, self.model = rank, model or Net()
         self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.5 + 0.5 ** (1 + step / 50))
@@ -106,7 +106,7 @@ class Training:
 
 
 class Held:
-    """Keeps results from arriving at this rank until `release`, or until somebody waits for them."""
+    """Keeps results from arriving at this rank until `release`, or until they are waited for."""
 
     def __init__(self, worker: Any, names: Collection[str] = (), *, until_awaited: bool = False) -> None:
         """Of the tensors of these names, or of all. The result that says whether the step is one comes all the same."""
@@ -139,9 +139,9 @@ class Held:
             with self._lock:
                 self.buckets -= {bucket.id}
                 self._let([args for args in self._waiting if args[0].bucket is bucket])
-            there = self._take(bucket, deadline)
+            present = self._take(bucket, deadline)
             self.buckets |= {bucket.id}
-            return there
+            return present
         return self._take(bucket, deadline)
 
     def _all_awaited(self, deadline_s: float, turn: int = 0) -> None:

@@ -44,25 +44,25 @@ class Given(nn.Module):
 
 
 def slopes(rank: int, step: int, salt: int = 0) -> list[torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + rank + 77777 * salt)
-    return [torch.randn(s, generator=made) for s in SIZES]
+    generator = torch.Generator().manual_seed(1000 * step + rank + 77777 * salt)
+    return [torch.randn(s, generator=generator) for s in SIZES]
 
 
 def plan_of(job: Job, kind: str, per_node: int) -> Plan:
-    """Results come down whole, so that only workers owe anything."""
+    """Results are not compressed, so only workers have residuals."""
     codec = {"topk": "topk(ratio=0.1)", "int8": "int8(block=32)", "low rank": "powersgd(rank=1)",
              "momentum": "momentum(topk(ratio=0.1), beta=0.0)", "onebit": "onebit(block=64)"}[kind.split(",")[0]]
-    made = default_plan(job, codec=codec, path="service", servers=2, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
+    plan = default_plan(job, codec=codec, path="service", servers=2, ranks_per_node=per_node, fuse_nbytes=2048, cut_nbytes=4096)
     changes: dict[str, Any] = {} if "powersgd" in codec else {"down": "identity()"}
     if "staged" in kind:
         changes = {"path": "encode@cpu all.allgather decode@cpu"}
     if "shards" in kind:
         changes |= {"path": "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather", "owner": 0}
-    late = {"all": {b.id for b in made.buckets}, "some": {b.id for b in made.buckets if b.id % 2}}.get(kind.split()[-1], set())
-    buckets = (msgspec.structs.replace(b, stale=b.id in late, **changes) for b in made.buckets)
-    made = lower(msgspec.structs.replace(made, buckets=tuple(buckets)))
-    assert "shards" not in kind or any(len(run) > 1 for run in together(made.buckets, per_node))
-    return made
+    late = {"all": {b.id for b in plan.buckets}, "some": {b.id for b in plan.buckets if b.id % 2}}.get(kind.split()[-1], set())
+    buckets = (msgspec.structs.replace(b, stale=b.id in late, **changes) for b in plan.buckets)
+    plan = lower(msgspec.structs.replace(plan, buckets=tuple(buckets)))
+    assert "shards" not in kind or any(len(run) > 1 for run in together(plan.buckets, per_node))
+    return plan
 
 
 def applied_to(model: Given) -> list[torch.Tensor]:
@@ -70,8 +70,8 @@ def applied_to(model: Given) -> list[torch.Tensor]:
     return [-p.detach().double() for p in model.parts]
 
 
-def owed_by(session: Any) -> list[torch.Tensor]:
-    """What this rank still owes, by tensor, after all has been taken back that was not applied."""
+def residuals_of(session: Any) -> list[torch.Tensor]:
+    """Residuals of this rank, per tensor, after a roll-back of what was not applied."""
     worker = session.inspect.connection.worker
     worker.roll_back()
     owed = [torch.zeros(s, dtype=torch.float64) for s in SIZES]
@@ -124,7 +124,8 @@ class Script:
         if self.session.flush() and not self.way:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return {"put": [p.clone() for p in self.put], "owed": owed_by(self.session), "applied": applied_to(self.model)}
+        return {"put": [p.clone() for p in self.put], "residuals": residuals_of(self.session),
+                "applied": applied_to(self.model)}
 
 
 def plain(s: Script) -> None:
@@ -146,7 +147,7 @@ def used_here_alone(s: Script) -> None:
 
 
 def probe(s: Script, *, set_to_none: bool = True) -> None:
-    """A backward pass ahead of each step, whose gradients are thrown away."""
+    """A backward pass before each step, whose gradients are thrown away."""
     for _ in range(STEPS):
         s.backward(put=0.0, salt=1)
         s.optimizer.zero_grad(set_to_none=set_to_none)
@@ -171,7 +172,7 @@ def stepped_with_zeros(s: Script) -> None:
 
 
 def step_without_clearing(s: Script) -> None:
-    """As a discriminator: stepped, then a pass for somebody else adds to what is left, then all is cleared."""
+    """As a discriminator: stepped, then a pass for another model adds to what is left, then all is cleared."""
     for _ in range(STEPS):
         s.backward()
         s.scaler.step(s.optimizer)
@@ -215,7 +216,7 @@ def gathered(s: Script) -> None:
 
 
 def there_and_back(s: Script) -> None:
-    """To a plan that keeps nothing, whose first averages, old debts in them, are thrown away; and back to the first plan."""
+    """To a plan without residuals, whose first averages, with inherited ones, are thrown away; and back to the first plan."""
     first = s.session.inspect.plan
     assert first is not None
     for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
@@ -227,7 +228,7 @@ def there_and_back(s: Script) -> None:
 
 
 def thrown_away_at_other_weights(s: Script) -> None:
-    """Old debts go along with averages that are thrown away, in a step whose weights nobody knew beforehand."""
+    """Inherited residuals are part of averages that are thrown away, in a step whose weights were not known before."""
     first = s.session.inspect.plan
     assert first is not None
     for plan in (default_plan(job_of(s.model), codec="identity()", path="allreduce", servers=2,
@@ -241,7 +242,7 @@ def thrown_away_at_other_weights(s: Script) -> None:
 
 
 def owed_by_another_rank(s: Script) -> None:
-    """Other ranks of the nodes code what these owe, in a step whose weights nobody knew beforehand; at last without codecs."""
+    """Other ranks of a node code these residuals, in a step whose weights were not known before; at last without codecs."""
     first = s.session.inspect.plan
     assert first is not None
     turned = msgspec.structs.replace(first, buckets=tuple(
@@ -267,7 +268,7 @@ def broken_off(s: Script) -> None:
         try:
             s.backward(put=0.0 if breaks else 1.0)
             if breaks and s.way == "forward":
-                s.session.flush()  # else it would be heard of at the next forward pass
+                s.session.flush()  # otherwise the next forward pass reports it
             assert not breaks
         except (StepAbandoned, ZeroDivisionError):
             assert breaks
@@ -314,6 +315,6 @@ LEFT_OUT = {name: {"skips", "broken_off"} | WEIGHTS for name in LOCAL} | {"forwa
 """Where a rank skips alone, or breaks off, the others' steps count; and a round has one weight for all of its steps."""
 LEFT_OUT["delayed"] = {"skips", "probe", "probe_with_zeros", "stepped_with_zeros", "step_without_clearing", "there_and_back",
                        "thrown_away_at_other_weights", "broken_off", "saved_and_loaded"}
-"""What a pass is put in for comes a step later: no pass is for nobody."""
+"""What a pass is put in for comes a step later: each pass is for some step."""
 LEFT_OUT["overlapped"] = {"skips", "there_and_back", "broken_off"} | WEIGHTS
 """A plan of single steps does not divide into turns."""

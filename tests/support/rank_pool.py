@@ -35,7 +35,7 @@ CALL_S = 100.0
 
 
 class Failed(NamedTuple):
-    """What a rank's function ended with, in place of a result."""
+    """The error with which a rank's function ended."""
 
     rank: int
     kind: str
@@ -48,7 +48,7 @@ class PoolError(AssertionError):
 
 
 class Pool:
-    """`world` rank processes. `call` runs a function on each; after a failure they are killed and started anew."""
+    """`world` rank processes. `call` runs a function on each; after a failure they are killed and started again."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -302,9 +302,9 @@ class Tree:
             if process.exitcode is None:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
-        said = "\n".join(f"rank {n}, exit code {p.exitcode}: {Path(self._errors_of(n)).read_text()}"
+        text = "\n".join(f"rank {n}, exit code {p.exitcode}: {Path(self._errors_of(n)).read_text()}"
                          for n, p in enumerate(self.processes))
-        raise PoolError(f"rank {rank} has not said {word!r}: {said}")
+        raise PoolError(f"rank {rank} has not said {word!r}: {text}")
 
     def interrupt(self) -> None:
         os.killpg(self.processes[0].pid, signal.SIGINT)
@@ -332,11 +332,11 @@ class Tree:
 
 @contextlib.contextmanager
 def tree(script: str, world: int, **kwargs: Any) -> Iterator[Tree]:
-    made = Tree(script, world, **kwargs)
+    result = Tree(script, world, **kwargs)
     try:
-        yield made
+        yield result
     finally:
-        made.close()
+        result.close()
 
 
 def gone(pid: int, timeout_s: float) -> bool:
@@ -361,6 +361,6 @@ END_S = 25.0
 def last_line(errors: str) -> str:
     """The line of the exception that ended a script; torch writes the rank in front."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in errors.splitlines()]
-    found = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
-    assert found, errors
-    return found[-1]
+    results = [line for line in lines if re.match(r"[\w.]+(Error|Lost|Exceeded|Interrupt)\b", line)]
+    assert results, errors
+    return results[-1]

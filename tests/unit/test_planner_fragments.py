@@ -51,11 +51,11 @@ def test_a_shorter_lag_lies_on_the_line_between_waiting_and_a_whole_round(optimi
     rows = shipped_rows()
     recipe = Recipe(optimizer, "updates", every, "round")
     for codec in ("int4()", "topk(ratio=0.05)", "identity()"):
-        whole, waited = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap=""))
-        before = whole
+        full, waited = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap=""))
+        before = full
         for count in (1, 2, every):
             result = excess(rows, codec, recipe._replace(fragments=count))
-            for mine, late, soon in zip(result, whole, waited, strict=True):
+            for mine, late, soon in zip(result, full, waited, strict=True):
                 assert mine == pytest.approx(soon + (late - soon) / count if late > soon else late)
             assert all(a <= b for a, b in zip(result, before, strict=True)), "sooner is never worse"
             before = result
@@ -123,8 +123,8 @@ def test_a_round_is_the_sum_of_its_fragments_and_each_the_longer_of_its_exchange
         expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
     result = simulate(chosen, SMALL, machines, profile).step_s
     assert result == pytest.approx(expected)
-    whole = simulate(rounds(SMALL, 8, 1), SMALL, machines, profile).step_s
-    assert result >= whole * (1 - 1e-9), "fragments hide no more than a round"
+    full = simulate(rounds(SMALL, 8, 1), SMALL, machines, profile).step_s
+    assert result >= full * (1 - 1e-9), "fragments hide no more than a round"
 
 
 def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
@@ -138,9 +138,9 @@ def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
     assert verify(slow, SMALL) == []
     assert len(fragments_of(slow.buckets, slow.fragments)) == slow.fragments
     assert (fast.fragments, fast.overlap) == (1, "")
-    whole = plan(SMALL, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
-    assert whole.fragments == 1
-    assert price(slow) < 0.9 * price(whole)
+    full = plan(SMALL, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
+    assert full.fragments == 1
+    assert price(slow) < 0.9 * price(full)
     timeline = simulate(slow, SMALL, at(1e7), measured(at(1e7)), free)
     assert timeline.step_s / slow.local_steps == pytest.approx(slow.step_s), "the plan's time is the simulated one"
 
@@ -158,7 +158,7 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_into_fragments_of_one_size() ->
         for place in places:
             loads[chosen.buckets[place].server] += chosen.buckets[place].numel
         assert max(loads) < 1.3 * sum(loads) / chosen.servers, "a fragment waits for the server that has most of it"
-    whole = plan(one, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
-    assert price(chosen) < 0.9 * price(whole)
+    full = plan(one, at(1e7), measured(at(1e7)), structs.replace(free, fragments=False))
+    assert price(chosen) < 0.9 * price(full)
     assert_refused(outcome(lambda: simulate(rounds(one, 8, 2), one, at(1e7), measured(at(1e7)))), "E-SYNC-FRAGMENTS",
                    "fragments=2: ", " 1 ")

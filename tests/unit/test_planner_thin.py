@@ -42,8 +42,8 @@ def bucket(codec: str = "fp16()", path: str = "service", down: str = "", tensor:
 
 def test_a_thin_tensor_has_buckets_of_its_own_and_goes_over_servers_as_zeros_stay_zeros() -> None:
     machines = at(100e6)
-    made = plan(THIN, machines, learnt(machines), EXACT)
-    of_words = [b for b in made.buckets if any(s.tensor == 0 for s in b.slices)]
+    result = plan(THIN, machines, learnt(machines), EXACT)
+    of_words = [b for b in result.buckets if any(s.tensor == 0 for s in b.slices)]
     assert of_words
     assert all({s.tensor for s in b.slices} == {0} and keeps_zeros(b) for b in of_words), of_words
     assert all(b.why is not None and "zeros are not sent" in b.why.reason for b in of_words)
@@ -67,10 +67,10 @@ def test_zeros_are_counted_on_only_where_they_stay_out_of_what_is_sent(ranks: in
 
 def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> None:
     machines = at(2e6)
-    made = plan(THIN, machines, learnt(machines), FREE)
-    assert made.local_steps > 1
-    assert any(not keeps_zeros(b) for b in made.buckets if b.slices[0].tensor == 0), "zeros are no reason to send it as it is"
-    assert simulate(made, THIN, machines, learnt(machines), FREE) == simulate(made, job(), machines, learnt(machines), FREE)
+    result = plan(THIN, machines, learnt(machines), FREE)
+    assert result.local_steps > 1
+    assert any(not keeps_zeros(b) for b in result.buckets if b.slices[0].tensor == 0), "zeros are no reason to send it as it is"
+    assert simulate(result, THIN, machines, learnt(machines), FREE) == simulate(result, job(), machines, learnt(machines), FREE)
 
 
 @pytest.mark.parametrize(("codec", "path", "down", "codes", "every", "thin"), [
@@ -86,11 +86,11 @@ def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> 
 ])
 def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: str, every: int, thin: bool) -> None:
     one = bucket(codec, path, down)
-    made = Plan(THIN.digest(), (one,), 1, 1, every, codes)  # type: ignore[arg-type]
-    assert sent_numel(made, one, THIN) == (round(SOME * ROWS * WIDTH) if thin else ROWS * WIDTH)
-    assert sent_numel(made, one, job()) == ROWS * WIDTH
+    result = Plan(THIN.digest(), (one,), 1, 1, every, codes)  # type: ignore[arg-type]
+    assert sent_numel(result, one, THIN) == (round(SOME * ROWS * WIDTH) if thin else ROWS * WIDTH)
+    assert sent_numel(result, one, job()) == ROWS * WIDTH
     dense = bucket(codec, path, down, tensor=1)
-    assert sent_numel(made, dense, THIN) == DENSE
+    assert sent_numel(result, dense, THIN) == DENSE
 
 
 def test_which_tensors_are_thin() -> None:
@@ -125,9 +125,9 @@ WORDS = (TensorInfo("words", (256, 64)), TensorInfo("behind", (4096,)))
 
 
 def after_a_step(codec: str, gradients: Sequence[torch.Tensor], weight: float = 1.0) -> Worker:
-    """With what a worker has once its gradients have gone; nobody has answered."""
-    made = default_plan(Job(WORDS), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
-    worker = Worker(Job(WORDS), made, {b.id: codec_of(b) for b in made.buckets}, torch.device("cpu"),
+    """A worker that has sent its gradients and has no results yet."""
+    plan = default_plan(Job(WORDS), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
+    worker = Worker(Job(WORDS), plan, {b.id: codec_of(b) for b in plan.buckets}, torch.device("cpu"),
                     transport=Hub().transport(0))
     for each in worker.buckets:
         each.sources = [gradients[s.tensor] for s in each.slices]

@@ -32,16 +32,16 @@ def order(measured_s: float = 1.0) -> SearchOrder:
 
 @pytest.fixture
 def process() -> Iterator[PlanningProcess]:
-    made = PlanningProcess()
-    yield made
-    made.close()
+    planning_process = PlanningProcess()
+    yield planning_process
+    planning_process.close()
 
 
 def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
     for measured_s in (0.5, 2.0):
-        there, here = process.search(order(measured_s)), search(order(measured_s))
-        assert there.candidate == here.candidate
-        assert there.contention == here.contention
+        result, local = process.search(order(measured_s)), search(order(measured_s))
+        assert result.candidate == local.candidate
+        assert result.contention == local.contention
 
 
 @pytest.mark.nightly
@@ -51,11 +51,11 @@ def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> N
         profile = structs.replace(profile_from_tables(cluster), learning=learning_rows())
         inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
         given = inputs.job, inputs.cluster, inputs.profile
-        found = PlanSearch(*given, inputs.policy)
+        plan_search = PlanSearch(*given, inputs.policy)
         local = structs.replace(inputs.policy, exact=False, max_local_steps=measured_local_steps(profile.learning))
         alone = [plan(*given, policy) for policy in (inputs.policy, local)]
-        assert [found.explained(found.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
-        assert alone[0] != alone[1], "otherwise nothing tells them apart"
+        assert [plan_search.explained(plan_search.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
+        assert alone[0] != alone[1], "otherwise they look alike"
 
 
 def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
@@ -75,13 +75,13 @@ def test_a_killed_process_is_named_and_another_takes_its_place(process: Planning
 
 
 def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
-    said: list[InvalidState] = []
+    lines: list[InvalidState] = []
 
     def searching() -> None:
         try:
             process.search(order())
         except InvalidState as error:
-            said.append(error)
+            lines.append(error)
 
     process.start()
     assert process._process is not None
@@ -92,24 +92,24 @@ def test_closing_ends_a_search_under_way(process: PlanningProcess) -> None:
     process.close()
     thread.join(10.0)
     assert not thread.is_alive()
-    (error,) = said
+    (error,) = lines
     assert error.code == "E-PLANNER-ENDED"
     assert "exit code -9" in error.what
 
 
 def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
     alone = profile_from_tables(CLUSTER)
-    made = structs.replace(CURRENT, hosts=(0,))
+    copy = structs.replace(CURRENT, hosts=(0,))
 
     def seconds(cluster: Cluster) -> float:
-        return step_s(made, PlanInputs(JOB, cluster, alone, Policy()))
+        return step_s(copy, PlanInputs(JOB, cluster, alone, Policy()))
 
     true_s = seconds(CLUSTER)
     slow = structs.replace(CLUSTER, nodes=tuple(
         structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 1.4)) for node in CLUSTER.nodes))
     assert seconds(slow) > true_s * (1 + NEARLY)
-    found = sped_up(slow, seconds, true_s)
-    assert seconds(found) == pytest.approx(true_s, rel=0.1)
-    assert [node.link.down_bps for node in found.nodes] == [node.link.down_bps for node in slow.nodes]
+    result = sped_up(slow, seconds, true_s)
+    assert seconds(result) == pytest.approx(true_s, rel=0.1)
+    assert [node.link.down_bps for node in result.nodes] == [node.link.down_bps for node in slow.nodes]
     assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
     assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"

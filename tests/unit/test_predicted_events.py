@@ -21,16 +21,16 @@ BOX = Node("box", 0, "cpu", Link(1e9, 1e9, 1e-3))
 def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[Event]]:
     buckets = (Bucket(0, (Slice(1, 0, 300),), path, codec), Bucket(1, (Slice(0, 0, 5000),), path, codec))
     plan = Plan(JOB.digest(), buckets, servers=len(hosts), hosts=hosts, ranks_per_node=2)
-    made = predict(Basis(plan, PlanInputs(JOB, cluster)))
-    found = planner.simulate(plan, JOB, cluster)
-    for mine in made.by_node.values():
-        assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, found.step_s)]
+    result = predict(Basis(plan, PlanInputs(JOB, cluster)))
+    results = planner.simulate(plan, JOB, cluster)
+    for mine in result.by_node.values():
+        assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, results.step_s)]
         assert all(0 <= e.start_s <= e.end_s for e in mine)
-    return made.by_node
+    return result.by_node
 
 
-def of_bucket(found: list[Event], bucket: int) -> list[str]:
-    return [e.op for e in sorted(found, key=lambda e: e.start_s) if e.bucket == bucket]
+def of_bucket(results: list[Event], bucket: int) -> list[str]:
+    return [e.op for e in sorted(results, key=lambda e: e.start_s) if e.bucket == bucket]
 
 
 SERVED = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
