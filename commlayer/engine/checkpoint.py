@@ -131,7 +131,7 @@ def save(
 
 
 def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool) -> None:
-    for act in (*context.bring_in, *context.before_switch):
+    for act in (*context.complete_exchanges, *context.before_switch):
         act()
     worker, link, groups = context.worker, context.uplink, context.groups  # these calls may have changed them
     with all_or_none(groups, WHAT):

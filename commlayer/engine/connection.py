@@ -137,7 +137,7 @@ class JobContext(WorkerListener):
     catch_up, before_switch, after_switch  callbacks: change of plan
     end_rounds                             exchange_schedule.py
     after_regroup, after_between           callbacks: members have left
-    bring_in                               callbacks: exchanges that run after their step
+    complete_exchanges                     callbacks: exchanges that run after their step
     =====================================  ====================================================================
     """
 
@@ -218,7 +218,7 @@ class JobContext(WorkerListener):
         """Observes how the script uses averages; None without an optimizer's averages."""
         self.finish_overlap: Callable[[], object] | None = None
         """Waits for results that arrive during a forward pass; None if there are none."""
-        self.bring_in: list[Callable[[], object]] = []
+        self.complete_exchanges: list[Callable[[], object]] = []
         """Functions to call on all ranks between the same two steps, before a save, a load and an orderly end. They complete
         pending exchanges."""
 
@@ -401,7 +401,7 @@ class JobContext(WorkerListener):
         atexit.unregister(self.at_exit)
         if not reason and self.worker is not None and self.worker.error is None:
             try:
-                for act in self.bring_in:
+                for act in self.complete_exchanges:
                     act()
             except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
                 log.warning("the last exchange failed when the session closed, so the weights do not include it: "
@@ -435,6 +435,6 @@ class JobContext(WorkerListener):
 def between_steps(context: JobContext) -> Iterator[tuple[Groups | None, int, int]]:
     """Context manager for collectives between two steps: completes pending exchanges, and gives the groups (None if there are
     no other workers), this rank and the number of workers."""
-    for act in context.bring_in:
+    for act in context.complete_exchanges:
         act()
     yield context.groups, context.rank, context.world

@@ -61,7 +61,7 @@ class ExchangeSchedule:
         """Called after each exchange; see OuterSteps.__init__."""
         self._lengths = UpdateNorms(connection, outer, deadline_s)
         self._around = Around(last=lambda *_: self._if_due())
-        connection.bring_in.append(self.settle)
+        connection.complete_exchanges.append(self.settle)
         connection.catch_up.append(self._if_due)
         connection.end_rounds.append(self.end_rounds)
         connection.before_switch.append(self.drain)
@@ -262,7 +262,7 @@ class ExchangeSchedule:
                 observer.after_drain()
 
 
-# ---- exchanges the norms of weight changes between ranks, one small row per turn
+# ---- exchanges the norms of weight changes between ranks, one small row per fragment
 #
 # The rows use the observers' channel, so a change of plans makes no new group. On slow links, a new group would take as long
 # as the rest of the change. Under local steps, the channel allows waits as long as an outer step: a fast rank sends its norm

@@ -90,8 +90,8 @@ class ForwardOverlap:
         self._handles += [
             model.register_forward_pre_hook(model_hook, prepend=True),
             *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
-            self._optimizer.register_state_dict_pre_hook(lambda _: self._bring_in()),
-            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._bring_in()),
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._finish_updates()),
+            self._optimizer.register_load_state_dict_pre_hook(lambda *_: self._finish_updates()),
         ]
 
     # ---- after the backward pass
@@ -191,7 +191,7 @@ class ForwardOverlap:
             self._whole_called = False
             self._need(exposed)
             if self._later:
-                defer_state(self._optimizer, self._bring_in)
+                defer_state(self._optimizer, self._finish_updates)
 
     # ---- the forward pass
 
@@ -217,7 +217,7 @@ class ForwardOverlap:
                 self._take(partial(out.wait, wanted))
             self._end_if_over()
 
-    def _bring_in(self) -> None:
+    def _finish_updates(self) -> None:
         """Waits until all weights and buffers contain the last step's updates."""
         self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
 

@@ -14,9 +14,8 @@ If the outer optimizer requests it (OuterSGD.matched), each mean is scaled to th
 When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
 completed that exchange, and the new members join in it.
 
-An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. (The code calls such an
-exchange a turn.) With overlap it is merged at the next turn, otherwise at once. A tensor split over turns is exchanged by
-element ranges in row-major order.
+An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. With overlap it is
+merged at the next fragment, otherwise at once. A tensor split over fragments is exchanged by element ranges in row-major order.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class StepWeights:
 class _Sent(NamedTuple):
     """A running exchange of one fragment. The keys of its maps are tensor numbers."""
 
-    turn: int
+    fragment: int
     ranges: dict[int, list[tuple[int, int]]]
     """Ranges of elements of each tensor that are exchanged."""
     changes: dict[int, torch.Tensor]
@@ -137,7 +136,7 @@ class OuterSteps:
         self._outer = outer
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
         """The outer optimizer's momentum for each parameter; None entries if it has none."""
-        self._turn = 0
+        self._fragment = 0
         self._sent: _Sent | None = None
         self._idle = 0
         """Number of coming exchanges to which this rank contributes nothing, because it has just joined."""
@@ -150,7 +149,7 @@ class OuterSteps:
         self._rooms: dict[int, torch.Tensor] = {}
         """Maps the number of a split tensor to the memory for its change in the current outer step."""
         self._sound: list[bool] = []
-        """One flag for each turn of the current outer step so far: whether the mean was finite."""
+        """One flag for each fragment of the current outer step so far: whether the mean was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
@@ -231,12 +230,12 @@ class OuterSteps:
     @property
     def under_way(self) -> bool:
         """Whether an outer step has begun and not ended."""
-        return self._sent is not None or self._turn > 0
+        return self._sent is not None or self._fragment > 0
 
     # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Runs one turn; all ranks call it. Afterwards the merged elements are the same on all ranks, apart from steps that
+        """Runs one fragment; all ranks call it. Afterwards the merged elements are the same on all ranks, apart from steps that
         were made after the exchange began."""
         if self._idle and self._overlap:
             self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
@@ -271,7 +270,7 @@ class OuterSteps:
         """Completes the running exchange and the rest of the outer step. Returns the worker to use from now on."""
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
-        while self._turn:
+        while self._fragment:
             worker = self._at_once(worker, buffers, deadline_s)
         return worker
 
@@ -290,7 +289,7 @@ class OuterSteps:
         return self._merge(worker, buffers, self._sent, deadline_s)
 
     def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> None:
-        if self._turn == 0:
+        if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
             worker.units.weigh(*self.weights.take())
             if self._idle != 1 + self._overlap:  # otherwise the other ranks began it before this rank joined
@@ -301,22 +300,22 @@ class OuterSteps:
                 p.detach().copy_(start)
             self._idle -= 1
         tensors = [p.detach() for p in (*self._parameters, *buffers)]
-        ranges = ranges_of(worker.fragments[self._turn])
+        ranges = ranges_of(worker.fragments[self._fragment])
         changes, ends = {}, {}
-        for n, of_turn in ranges.items():
+        for n, parts in ranges.items():
             values = tensors[n].contiguous()
             changes[n] = change = values if self._own(n) else self._room(
-                n, self.starts[n] if n < len(self.starts) else values, of_turn)
-            ends_now = _parts(values, of_turn)
+                n, self.starts[n] if n < len(self.starts) else values, parts)
+            ends_now = _parts(values, parts)
             if n < len(self.starts):
-                for part, start, end in zip(_parts(change, of_turn), _parts(self.starts[n], of_turn), ends_now, strict=True):
+                for part, start, end in zip(_parts(change, parts), _parts(self.starts[n], parts), ends_now, strict=True):
                     torch.sub(start, end, out=part)
             else:
                 change.copy_(values)
             if self._overlap:
                 ends[n] = [part.clone() for part in ends_now]
-        self._sent = sent = _Sent(self._turn, ranges, changes, ends, held=self._hold())
-        self._turn = (self._turn + 1) % self._fragments
+        self._sent = sent = _Sent(self._fragment, ranges, changes, ends, held=self._hold())
+        self._fragment = (self._fragment + 1) % self._fragments
         with self._whole(sent):
             if not sent.held:
                 self._send(worker, sent, len(tensors))
@@ -341,13 +340,13 @@ class OuterSteps:
     def _put_back(self, sent: _Sent) -> None:
         """Restores the weights from before a failed exchange, up to rounding."""
         self._sent = None
-        for n, of_turn in sent.ranges.items():
+        for n, parts in sent.ranges.items():
             if self._own(n):
-                for change, start in zip(_parts(sent.changes[n], of_turn), _parts(self.starts[n], of_turn), strict=True):
+                for change, start in zip(_parts(sent.changes[n], parts), _parts(self.starts[n], parts), strict=True):
                     torch.sub(start, change, out=change)
 
     def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """Memory for the change of a tensor. All turns of a split tensor share it, because buckets keep references to it."""
+        """Memory for the change of a tensor. All fragments of a split tensor share it: buckets keep references to it."""
         if ranges == [(0, like.numel())]:
             return torch.empty_like(like)
         if number not in self._rooms:
@@ -355,8 +354,8 @@ class OuterSteps:
         return self._rooms[number]
 
     def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
-        worker.send(sent.changes, sent.turn)
-        if sent.turn == self._fragments - 1:
+        worker.send(sent.changes, sent.fragment)
+        if sent.fragment == self._fragments - 1:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
@@ -372,7 +371,7 @@ class OuterSteps:
             worker = self._here(worker, sent, len(tensors), deadline_s)
             lengths = [] if self._lengths is None else self._lengths.read()
         try:
-            worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.turn)
+            worker.write([sent.changes.get(n) for n in range(len(tensors))], sent.fragment)
         except BaseException:
             for n in filter(self._own, sent.ranges):
                 tensors[n].copy_(self.starts[n])  # the change may be overwritten already
@@ -384,20 +383,20 @@ class OuterSteps:
             for mean in means if scale != 1 else ():
                 mean.mul_(scale)
             self._advance(sent)
-        for n, of_turn in sent.ranges.items():
+        for n, parts in sent.ranges.items():
             values = tensors[n].contiguous()
-            merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], of_turn)
-            for i, (mine, common) in enumerate(zip(_parts(values, of_turn), merged, strict=True)):
+            merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], parts)
+            for i, (mine, common) in enumerate(zip(_parts(values, parts), merged, strict=True)):
                 mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
             if values is not tensors[n]:  # it was copied because the tensor is not contiguous
                 tensors[n].copy_(values)
         self._sound.append(finite)
         self._sent = None
-        if sent.turn == self._fragments - 1:
+        if sent.fragment == self._fragments - 1:
             worker.end(finite=all(self._sound))
-            for turn, sound in enumerate(self._sound):
+            for fragment, sound in enumerate(self._sound):
                 if sound:
-                    worker.mark_applied(range(len(self.starts)), turn)
+                    worker.mark_applied(range(len(self.starts)), fragment)
             self._sound.clear()
             self._rooms.clear()
             self._steps = 0, self._steps[1]
@@ -416,7 +415,7 @@ class OuterSteps:
                     self._send(worker, sent, tensors)
                 if again:
                     self._tell(worker, sent)
-                worker.wait(deadline_s, sent.turn)
+                worker.wait(deadline_s, sent.fragment)
                 return worker
             except EpochChanged:
                 if self._regroup is None:
@@ -425,11 +424,11 @@ class OuterSteps:
                 worker.units.scale = worker.units.rate = 1.0
 
     def _advance(self, sent: _Sent) -> None:
-        for n, of_turn in sent.ranges.items():
+        for n, parts in sent.ranges.items():
             if n < len(self.starts):
                 velocity = self._velocity[n]
-                momenta = [None] * len(of_turn) if velocity is None else _parts(velocity, of_turn)
-                for start, mean, of_start in zip(_parts(self.starts[n], of_turn), _parts(sent.changes[n], of_turn), momenta,
+                momenta = [None] * len(parts) if velocity is None else _parts(velocity, parts)
+                for start, mean, of_start in zip(_parts(self.starts[n], parts), _parts(sent.changes[n], parts), momenta,
                                                  strict=True):
                     self._outer.step(start, mean, of_start)
 
@@ -490,7 +489,7 @@ SMALLEST_UNIT = 2.0**-100
 
 
 class Lengths(Protocol):
-    """Exchanges two numbers per rank in each turn, without waiting, for norm-matched averaging."""
+    """Exchanges two numbers per rank in each fragment, without waiting, for norm-matched averaging."""
 
     def start(self, weight: float, square: float) -> None:
         """Starts to exchange the numbers; all ranks call it together. `weight`: weight of this rank's change in the mean.

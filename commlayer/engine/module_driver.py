@@ -82,7 +82,7 @@ class ModuleDriver:
             connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
             connection.after_switch.append(self._enter)
             connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
-            connection.bring_in.append(self._complete)
+            connection.complete_exchanges.append(self._complete)
             connection.finish_overlap = self._complete
             connection.on_close.append(self._drop)
             agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
