@@ -302,9 +302,8 @@ class PartialStep:
             self._missing[s.tensor] -= 1
             if not self._missing[s.tensor]:
                 self._new.append(s.tensor)
-                if (copy := self._copies.pop(s.tensor, None)) is not None:
-                    into = self.averages[s.tensor]
-                    assert into is not None
+                copy, into = self._copies.pop(s.tensor, None), self.averages[s.tensor]
+                if copy is not None and into is not None:
                     into.detach().copy_(copy)
 
     def _target(self, tensor: int, *, used: bool) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
 from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices, WorkerListener
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, cause_of
+from commlayer.errors import CommError, InvalidState, cause_of
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
 
@@ -228,6 +228,23 @@ class JobContext(WorkerListener):
         self._closed = False
 
     @property
+    def active_worker(self) -> Worker:
+        """The worker of a job with other ranks. Components that exist only in such a job use it."""
+        if self.worker is None:
+            raise InvalidState("E-SESSION-CLOSED", "this session has no other ranks")
+        return self.worker
+
+    def change_epoch(self) -> None:
+        """Switches to the epoch of the remaining members, after EpochChanged."""
+        self._changes.go()
+
+    @property
+    def _changes(self) -> Changes:
+        if self.members is None:
+            raise InvalidState("E-SESSION-CLOSED", "the members of this job cannot change")
+        return self.members
+
+    @property
     def exchanges(self) -> int:
         """Number of complete exchanges since the start; between two steps it is the same on all ranks. It differs from
         `worker.step`, which numbers messages, continues after a restored checkpoint and also counts dropped exchanges."""
@@ -333,11 +350,11 @@ class JobContext(WorkerListener):
     def broke(self, error: CommError) -> None:
         """Handles the failure of a joint operation between steps. If members have left, raises EpochChanged: the operation is
         dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
-        assert self.worker is not None
-        if self.worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
+        worker = self.active_worker
+        if worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
             raise EpochChanged from error
-        self.worker.latch(error)
-        self.worker.check()
+        worker.latch(error)
+        worker.check()
 
     def anew(self, act: Callable[[], T]) -> T:
         """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
@@ -349,14 +366,14 @@ class JobContext(WorkerListener):
             try:
                 return act()
             except EpochChanged:
-                assert self.members is not None
+                pass
             except Exception as error:
                 comm_error = error if isinstance(error, CommError) else error.__cause__
                 if self.members is None or not isinstance(comm_error, CommError):
                     raise
                 with contextlib.suppress(EpochChanged):
                     self.broke(comm_error)
-            self.members.between()
+            self._changes.between()
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns an error that names the peer which caused `error`, once the coordinator has reported it."""

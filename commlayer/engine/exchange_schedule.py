@@ -227,8 +227,7 @@ class ExchangeSchedule:
 
     def _regroup(self) -> Worker:
         """Switches to the remaining ranks after members have left during an exchange. Returns the worker to use from now on."""
-        assert self._connection.members is not None
-        self._connection.members.go()
+        self._connection.change_epoch()
         if self.local is not None and self.local.tells:
             self._lengths.agree(self.local.starts)
         return self._worker
@@ -252,8 +251,7 @@ class ExchangeSchedule:
 
     @property
     def _worker(self) -> Worker:
-        assert self._connection.worker is not None
-        return self._connection.worker
+        return self._connection.active_worker
 
     def _drained(self) -> None:
         self._share()
@@ -347,8 +345,7 @@ class UpdateNorms:
                 try:
                     connection.broke(error)
                 except EpochChanged:
-                    assert connection.members is not None
-                    connection.members.go()
+                    connection.change_epoch()
         if differing:
             connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
                            "the norms of all changes: all ranks continue with rank 0's weights")

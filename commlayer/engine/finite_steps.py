@@ -86,8 +86,7 @@ class FiniteSteps:
         if not self._found or self._first(mine) < 0:
             self._in_row.pop(min(mine), None)
             return
-        worker = self._connection.worker
-        assert worker is not None
+        worker = self._connection.active_worker
         # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         forward = worker.plan.overlap == "forward"
         bad = worker.spoilt if forward else mine
@@ -152,8 +151,7 @@ class FiniteSteps:
         return f"{who}, first in {self._name(first)},"
 
     def _name(self, number: int) -> str:
-        assert self._connection.worker is not None
-        return self._connection.worker.job.tensors[number].name
+        return self._connection.active_worker.job.tensors[number].name
 
     def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
         self._in_row[key] = self._in_row.get(key, 0) + 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -148,19 +148,19 @@ class ForwardOverlap:
 
     def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
-        if self._out is None:
+        if (out := self._out) is None:
             return
         closure = closure_of(args, kwargs)
         if self._later or self._clips or closure is not None or self._steps.others:
-            self._take(self._out.wait_all)
-            self._keep_from_step()
+            self._take(out, out.wait_all)
+            self._keep_from_step(out)
             return
-        self._take(self._out.arrived)
-        self._keep_from_step()
+        self._take(out, out.arrived)
+        self._keep_from_step(out)
         numbered = [*enumerate(zip(self._parameters, self._marks, strict=True))]
         # Before any gradient is withheld, because this wait may bring further averages.
         if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
-            self._take(partial(self._out.wait, zeroed))
+            self._take(out, partial(out.wait, zeroed))
         # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
         self._gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
         for number, (p, mark) in numbered:
@@ -214,7 +214,7 @@ class ForwardOverlap:
             # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
             wanted = [n for n in numbers if n in self._later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
-                self._take(partial(out.wait, wanted))
+                self._take(out, partial(out.wait, wanted))
             self._end_if_over()
 
     def _finish_updates(self) -> None:
@@ -242,11 +242,11 @@ class ForwardOverlap:
         """Waits for all averages that have not arrived. Then weights, buffers and gradients are as without overlap. Returns
         whether there were any."""
         with self._lock:
-            if self._out is None:
+            if (out := self._out) is None:
                 return False
-            self._take(self._out.wait_all)
+            self._take(out, out.wait_all)
             if self._out is not None:
-                self._end()
+                self._end(out)
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
@@ -263,11 +263,10 @@ class ForwardOverlap:
 
     def _end_if_over(self) -> None:
         if self._out is not None and self._out.over and not self._stepping:
-            self._end()
+            self._end(self._out)
 
-    def _end(self) -> None:
-        out, worker = self._out, self._loop.worker
-        assert out is not None
+    def _end(self, out: PartialStep) -> None:
+        worker = self._loop.worker
         with torch.inference_mode(mode=False):
             out.end()
         self._loop.judged(worker, dropped=self._passed_over)
@@ -305,34 +304,32 @@ class ForwardOverlap:
 
     # ---- results that have arrived
 
-    def _take(self, come: Callable[[], Sequence[int]]) -> None:
-        assert self._out is not None
+    def _take(self, out: PartialStep, come: Callable[[], Sequence[int]]) -> None:
         try:
             with torch.inference_mode(mode=False):  # the caller may be an evaluation
                 numbers = come()
         except StepAbandoned:
-            self._abandon()
+            self._abandon(out)
             raise
         except CommError as error:
             self._say(error)
             raise
-        due = []
+        due: dict[int, torch.Tensor] = {}
         for number in numbers:
             if number >= len(self._parameters):
                 undefer(self._buffers[number - len(self._parameters)])
-            elif number in self._later and number in self._out.not_finite:
+            elif number in self._later and number in out.not_finite:
                 self._pass_over(number)
-            elif number in self._later and self._out.averages[number] is not None:
-                due.append(number)
+            elif number in self._later and (average := out.averages[number]) is not None:
+                due[number] = average
             else:
-                self._put(number)
+                self._put(out, number)
         if due:
-            self._apply(due)
+            self._apply(out, due)
 
-    def _put(self, number: int) -> None:
+    def _put(self, out: PartialStep, number: int) -> None:
         """Handles a result whose update is not pending: writes the average, if there is one, into `.grad`."""
-        assert self._out is not None
-        p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
+        p, mark, average = self._parameters[number], self._marks[number], out.averages[number]
         if self._later.pop(number, None) is not None:
             undefer(p)
             self._stepped.add(number)
@@ -353,51 +350,47 @@ class ForwardOverlap:
             p.grad = None
         self._marks.became(number, None)
 
-    def _keep_from_step(self) -> None:
+    def _keep_from_step(self, out: PartialStep) -> None:
         """Removes averages that have arrived and are not finite, before the optimizer's step."""
-        assert self._out is not None
-        for number in self._out.not_finite:
+        for number in out.not_finite:
             p = self._parameters[number]
-            if p.grad is not None and p.grad is self._out.averages[number]:
+            if p.grad is not None and p.grad is out.averages[number]:
                 p.grad = None
                 self._gone.add(number)
                 self._passed_over = True
 
-    def _apply(self, numbers: Sequence[int]) -> None:
+    def _apply(self, out: PartialStep, averages: Mapping[int, torch.Tensor]) -> None:
         """Applies the updates of these parameters, which the optimizer's step has left pending."""
-        assert self._out is not None
         groups: dict[int, Group] = {}
         previous = {}
-        for number in sorted(numbers):
+        for number, average in sorted(averages.items()):
             p, values = self._parameters[number], self._later[number]
             undefer(p)
-            previous[number], p.grad = p.grad, self._out.averages[number]
+            previous[number], p.grad = p.grad, average
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
         try:
             # The conditions of the script's own call of step(), regardless of the caller here.
-            kind = self._parameters[numbers[0]].device.type
+            kind = self._parameters[next(iter(averages))].device.type
             with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
                 step_piece(self._optimizer, [*groups.values()])
         except BaseException as error:
-            self._out.worker.latch(error)
+            out.worker.latch(error)
             raise
         for number, grad in previous.items():
-            p, mark, average = self._parameters[number], self._marks[number], self._out.averages[number]
-            assert average is not None
+            p, mark, average = self._parameters[number], self._marks[number], averages[number]
             p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
             self._marks.became(number, average)
             del self._later[number]
-        self._stepped.update(numbers)
-        self._out.worker.mark_applied_early(numbers)
+        self._stepped.update(averages)
+        out.worker.mark_applied_early(averages)
 
     # ---- failure and end
 
-    def _abandon(self) -> None:
+    def _abandon(self, out: PartialStep) -> None:
         """Abandons the step: `.grad` contains this rank's own gradients again, and no update has been applied."""
-        assert self._out is not None
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
-            own = self._out.averages[number]
+            own = out.averages[number]
             if p.grad is mark:
                 p.grad = own.zero_() if mark.zeroed and own is not None else own
             self._marks.became(number, own)
@@ -424,13 +417,12 @@ class ForwardOverlap:
     def drop(self) -> None:
         """Drops averages that have not arrived, because the connection has closed."""
         with self._lock:
-            if self._out is None:
+            if (out := self._out) is None:
                 return
             if self._later:
-                log.warning("step %d: the averages for %d parameters did not arrive before the connection "
-                            "closed, so these parameters are not updated", self._out.step,
-                            len(self._later))
-            self._abandon()
+                log.warning("step %d: the averages for %d parameters did not arrive before the connection closed, so these "
+                            "parameters are not updated", out.step, len(self._later))
+            self._abandon(out)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = None if p.grad is mark else p.grad
 

@@ -86,8 +86,7 @@ class StepLoop:
 
     @property
     def worker(self) -> Worker:
-        assert self.connection.worker is not None
-        return self.connection.worker
+        return self.connection.active_worker
 
     @property
     def local(self) -> bool:
@@ -113,9 +112,8 @@ class StepLoop:
     def ready(self, number: int, gradient: torch.Tensor) -> None:
         """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
         fast."""
-        worker = self.connection.worker
-        assert worker is not None
         if self._schedule is None or self.connection.local is None:
+            worker = self.connection.active_worker
             if not worker.begun:
                 self._open(worker)
             worker.ready(number, gradient)
@@ -230,8 +228,7 @@ class StepLoop:
                 end()
                 return
             except EpochChanged:
-                assert self.connection.members is not None
-                self.connection.members.go()
+                self.connection.change_epoch()
                 self._units(self.worker)
 
     def _look_again(self) -> None:
