@@ -231,6 +231,43 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+# ---- records the order in which the first forward pass needs parameters
+
+class ForwardOrder:
+    """Records the order in which one forward pass uses the parameters; `take` returns a map from tensor number to position.
+
+    Module hooks see a parameter only if the module that contains it directly is called. Other parameters (functional use,
+    compiled graphs) are missing from the result; callers then use the reverse of the order in which gradients become final.
+    """
+
+    def __init__(self, model: nn.Module, index: dict[int, int]) -> None:
+        """Adds hooks to the model's modules. `index` maps id(parameter), and id(buffer) if the order of buffers matters, to the
+        tensor's number."""
+        self._places: dict[int, int] = {}
+        self._handles = []
+        for module in model.modules():
+            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            numbers = [index[id(tensor)] for tensor in tensors if id(tensor) in index]
+            if numbers:
+                self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
+
+    def _hook(self, numbers: list[int]) -> Callable[[nn.Module, object], None]:
+        def record(_module: nn.Module, _args: object) -> None:
+            if torch.compiler.is_compiling():
+                return  # in a graph, modules are not called one by one
+            for number in numbers:
+                self._places.setdefault(number, len(self._places))
+
+        return record
+
+    def take(self) -> dict[int, int]:
+        """Returns the recorded positions by tensor number, and removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return self._places
+
+
 # ---- calls members before and after each step of one optimizer, through torch's hooks
 #
 # Members may join and leave inside a step, as when a sync mode changes after an exchange; torch's own hooks may not. Without

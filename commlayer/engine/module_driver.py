@@ -22,7 +22,7 @@ from commlayer.engine.connection import JobContext, between_steps
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
-from commlayer.engine.hooks import Hooks, OptimizerHooks
+from commlayer.engine.hooks import ForwardOrder, Hooks, OptimizerHooks
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
@@ -30,7 +30,6 @@ from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dens
 from commlayer.engine.step_loop import StepLoop
 from commlayer.engine.sync_modes import useless_of
 from commlayer.engine.uneven_inputs import UnevenInputs
-from commlayer.engine.worker import ForwardOrder
 from commlayer.errors import cause_of
 from commlayer.optim import OuterSGD
 

@@ -288,11 +288,11 @@ class Units:
         """Sets the total weight of all workers to `total`, after the members have changed during a step."""
         self.total, self.weight_known = total, False
 
-    def hear(self, total: float) -> None:
+    def receive(self, total: float) -> None:
         """Stores the total weight of this step, as a server has sent it. Ranks of a node that share buckets ignore it, because
         all of them must assume the same value."""
         if not self._shared:
-            self.total, self.weight_known = total, False
+            self.regroup(total)
 
     def learn(self, total: float) -> None:
         """Stores the total weight of the finished step, as the assumption for the next one. 0: unknown.

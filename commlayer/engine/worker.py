@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch import nn
 
 from commlayer.cluster.collectives import Groups
 from commlayer.compressors.codec import Codec
@@ -87,60 +86,6 @@ class FinishedPeers:
         exchanges, peer = first
         return PeerLost(f"left after {exchanges} exchanges, but this worker is in exchange {at + 1}: {UNEQUAL}",
                         code="E-UNEQUAL-PASSES", peer=peer)
-
-
-# ---- records the order in which the first forward pass needs parameters
-
-def by_place(spans: Sequence[Sequence[int]], orders: Sequence[int], places: Mapping[int, int]) -> list[int]:
-    """Returns the indices of buckets in the order of sending. Buckets are sorted by the first use of their tensors in the
-    forward pass, then by their previous order. `spans`: each bucket's tensors. `orders`: its previous order. `places`: each
-    tensor's position in the forward pass."""
-    end = len(places)
-    first = [min((places.get(tensor, end) for tensor in span), default=end) for span in spans]
-    return sorted(range(len(spans)), key=lambda i: (first[i], orders[i]))
-
-
-def reorder(buckets: Sequence[WorkerBucket], places: Mapping[int, int], first: WorkerBucket | None = None) -> None:
-    """Sets the order in which buckets are sent, by the position of their tensors in the forward pass. Tensors without a known
-    position follow in their previous order. `first`, if given, precedes all others."""
-    spans = [[s.tensor for s in f.slices] for f in buckets]
-    for order, i in enumerate(by_place(spans, [f.order for f in buckets], places), int(first is not None)):
-        buckets[i].order = 0 if buckets[i] is first else order
-
-
-class ForwardOrder:
-    """Records the order in which one forward pass uses the parameters; `take` returns a map from tensor number to position.
-
-    Module hooks see a parameter only if the module that contains it directly is called. Other parameters (functional use,
-    compiled graphs) are missing from the result; callers then use the reverse of the order in which gradients become final.
-    """
-
-    def __init__(self, model: nn.Module, index: dict[int, int]) -> None:
-        """Adds hooks to the model's modules. `index` maps id(parameter), and id(buffer) if the order of buffers matters, to the
-        tensor's number."""
-        self._places: dict[int, int] = {}
-        self._handles = []
-        for module in model.modules():
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            numbers = [index[id(tensor)] for tensor in tensors if id(tensor) in index]
-            if numbers:
-                self._handles.append(module.register_forward_pre_hook(self._hook(numbers)))
-
-    def _hook(self, numbers: list[int]) -> Callable[[nn.Module, object], None]:
-        def record(_module: nn.Module, _args: object) -> None:
-            if torch.compiler.is_compiling():
-                return  # in a graph, modules are not called one by one
-            for number in numbers:
-                self._places.setdefault(number, len(self._places))
-
-        return record
-
-    def take(self) -> dict[int, int]:
-        """Returns the recorded positions by tensor number, and removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        return self._places
 
 
 log = logging.getLogger("commlayer")
@@ -610,9 +555,12 @@ class Worker:
     def reorder(self, places: Mapping[int, int]) -> None:
         """Sets the order of sending from positions in the forward pass. Buckets without a position follow, in reverse of the
         order in which their gradients become final."""
-        self.places = places
+        self.places, end = places, len(places)
         # When results are taken one by one, all of them wait for the bucket that `all_complete` reads: it is sent first.
-        reorder(self.buckets, places, self._assembler.last if self.now.eager else None)
+        ahead = self._assembler.last if self.now.eager else None
+        first_use = {b.id: min((places.get(s.tensor, end) for s in b.slices), default=end) for b in self.buckets}
+        for order, bucket in enumerate(sorted(self.buckets, key=lambda b: (b is not ahead, first_use[b.id], b.order))):
+            bucket.order = order
 
     # ---- failure
 

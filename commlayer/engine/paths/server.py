@@ -197,7 +197,7 @@ class ServerExchange:
         encode lane."""
         if self._step.error is not None:
             return
-        self._step.units.hear(total)
+        self._step.units.receive(total)
         with self._staging.lane(run.bucket):
             nbytes = run.bucket.restart(total)
         self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
