@@ -698,7 +698,7 @@ def main(how: str) -> None:
     if rank == 1:
         signal.pause()
     print(json.dumps([outcome(lambda: training.model(batch(0, 9)[0])), outcome(training.model.state_dict),
-                      outcome(training.session.drain), len(held.buckets)]), flush=True)
+                      outcome(training.session.flush), len(held.buckets)]), flush=True)
     training.session.close("it is over")
     print(json.dumps([type(training.model.hidden[2].weight).__name__, outcome(training.model.state_dict)]), flush=True)
 
