@@ -124,7 +124,7 @@ class Still(nn.Module):
 def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple[dict[str, torch.Tensor], list[bool]]:
     model = Still()
     before = {name: b.clone() for name, b in model.named_buffers()}
-    codec: Any = "auto" if plan == "auto" else commlayer.compressors.parse(plan)
+    codec: Any = None if plan == "auto" else commlayer.compressors.parse(plan)
     where: dict[str, Any] = {"join": address} if address else {}
     count = torch.zeros(())
     with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
@@ -172,7 +172,7 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
     """What a rank of no weight has changed does not count, and goes."""
     model = Still()
     where: dict[str, Any] = {"join": address} if address else {}
-    codec: Any = plan if plan == "auto" else commlayer.compressors.parse(plan)
+    codec: Any = None if plan == "auto" else commlayer.compressors.parse(plan)
     with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, **where)) as session:
         session.weight(0.3 if rank else 0)
         for step in range(3):
