@@ -130,7 +130,7 @@ class Config(Record, frozen=True):
     warmup: Count = 0
     """Number of steps during which the ratios of sparse codecs decrease from 25 %. 0: the plan decides."""
     backend: Backend = "auto"
-    """Implementation of codecs on CPUs: "native" is compiled C++, "fallback" is PyTorch. "auto" uses the native one if it was
+    """Implementation of codecs on CPUs: "native" is compiled C++, "fallback" is numpy. "auto" uses the native one if it was
     compiled."""
     codec_threads: Threads = 0
     """Number of threads that encode or decode one large bucket together. 0: this machine's cores divided by its ranks, at most
