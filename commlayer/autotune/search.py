@@ -18,7 +18,7 @@ from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
-from commlayer.planner.search import Found, PlanSearch
+from commlayer.planner.search import PlanSearch, PricedPlan
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
@@ -204,11 +204,11 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     assert policy is not None
     searched = PlanSearch(job, cluster, profile, policy)
 
-    def timed(option: Found) -> Plan:
+    def timed(option: PricedPlan) -> Plan:
         plan = _with_ratios(option.plan, current)
         return structs.replace(plan, step_s=step_s(plan, made_from))
 
-    def explained(option: Found) -> Plan:
+    def explained(option: PricedPlan) -> Plan:
         return _with_ratios(searched.explained(option), current)
 
     averaged = searched.best(exact=True)

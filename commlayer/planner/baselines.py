@@ -39,12 +39,12 @@ class Baseline(Record, frozen=True):
 
 
 def baselines(
-    made: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
+    planned: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
 ) -> tuple[Baseline, ...]:
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if not
-    `made`."""
+    `planned`."""
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
-    plans = {"this plan": made} | ({} if synchronous is None else {"best synchronous": synchronous})
+    plans = {"this plan": planned} | ({} if synchronous is None else {"best synchronous": synchronous})
     return (*(Baseline(name, each.step_s, each.steps or 1.0, each.steps_high or 1.0) for name, each in plans.items()),
             Baseline("dense fp32", uncompressed(job, cluster, profile, policy).step_s),
             Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy)), *one_machine(timing, cluster, profile, policy))

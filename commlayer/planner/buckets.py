@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from itertools import accumulate, pairwise
@@ -305,7 +306,10 @@ def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
     cuts = [0]
     for part in range(1, count):
         free = range(cuts[-1] + 1, len(buckets) + 1 - (count - part))
-        cuts.append(min(free, key=lambda i, part=part: (abs(done[i] * count - done[-1] * part), i)))  # type: ignore[misc]
+        end = done[-1] * part / count
+        after = bisect_left(done, end, free.start, free.stop)
+        before = max(free.start, after - 1)
+        cuts.append(before if after == free.stop or end - done[before] <= done[after] - end else after)
     return [list(range(low, high)) for low, high in pairwise([*cuts, len(buckets)])]
 
 

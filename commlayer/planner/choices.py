@@ -17,7 +17,7 @@ from commlayer.planner.simulation import Steps
 
 EQUAL = 1e-9
 """Prices that differ by less than this fraction are equal."""
-STARTS = 3
+STARTS = 2
 """Number of uniform choices with which the first pass begins."""
 FEW = 2000
 """Up to this many choices of all buckets are all tried."""
@@ -82,24 +82,24 @@ def search(space: Space, starts: Sequence[Choice]) -> Choice:
     it tries them all."""
     if math.prod(map(len, space.loss)) <= FEW:
         return _refined(space, _all(space))
-    found = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
+    best = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
                 key=lambda choice: choice.order)
     single = [(b,) for members in space.groups if len(members) > 1 for b in members][:MOST_SINGLE]
-    found = _passed(space, found, [*single, *_groups(space)])
-    while len(found.options) <= SMALL and (paired := _paired(space, found)) != found:
-        found = paired
-    return _refined(space, found)
+    best = _passed(space, best, [*single, *_groups(space)])
+    while len(best.options) <= SMALL and (paired := _paired(space, best)) != best:
+        best = paired
+    return _refined(space, best)
 
 
-def _paired(space: Space, found: Choice) -> Choice:
+def _paired(space: Space, best: Choice) -> Choice:
     """The best choice with two buckets changed."""
-    for a, b in permutations(range(len(found.options)), 2):
+    for a, b in permutations(range(len(best.options)), 2):
         for option in range(len(space.loss[a])):
-            first = _priced(space, _with(found.options, (a,), option))
-            other = _changed(space, first, (b,), found.price)
-            if other.price < found.price * (1 - EQUAL) and other.loss <= _within(space):
-                found = other
-    return found
+            first = _priced(space, _with(best.options, (a,), option))
+            other = _changed(space, first, (b,), best.price)
+            if other.price < best.price * (1 - EQUAL) and other.loss <= _within(space):
+                best = other
+    return best
 
 
 def _all(space: Space) -> Choice:
@@ -114,48 +114,48 @@ def _groups(space: Space) -> list[Sequence[int]]:
     return [part for parts in halves for part in (parts if len(parts[0]) > 1 else parts[:1])]
 
 
-def _passed(space: Space, found: Choice, moves: Sequence[Sequence[int]]) -> Choice:
+def _passed(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choice:
     for buckets in moves:
-        found = _changed(space, found, buckets)
-    return found
+        best = _changed(space, best, buckets)
+    return best
 
 
-def _changed(space: Space, found: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
-    """The choice with the best option for all these buckets, if its price is lower than that of `found` and than `price`."""
-    price = min(price, found.price) if found.loss <= _within(space) else price
-    now = found.options
-    rest_excess = 1 + found.excess - sum(space.excess[b][now[b]] for b in buckets)
-    rest_loss = found.loss - sum(space.loss[b][now[b]] for b in buckets)
+def _changed(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
+    """The choice with the best option for all these buckets, if its price is lower than that of `best` and than `price`."""
+    price = min(price, best.price) if best.loss <= _within(space) else price
+    now = best.options
+    rest_excess = 1 + best.excess - sum(space.excess[b][now[b]] for b in buckets)
+    rest_loss = best.loss - sum(space.loss[b][now[b]] for b in buckets)
     factors = [rest_excess + sum(each) for each in zip(*[space.excess[b] for b in buckets], strict=True)]
     only = [o for o, losses in enumerate(zip(*[space.loss[b] for b in buckets], strict=True))
             if rest_loss + sum(losses) <= _within(space) and space.least_s * factors[o] < price * (1 - EQUAL)]
     if not only:
-        return found
-    seconds = space.steps.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), found.step_s, 1, only, factors)
+        return best
+    seconds = space.steps.sweep(list(now), list(buckets), price * (1 + 2 * EQUAL), best.step_s, 1, only, factors)
     option = min(only, key=lambda o: seconds[o] * factors[o])
     if seconds[option] * factors[option] >= price * (1 - EQUAL):
-        return found
+        return best
     return _found(space, seconds[option], _with(now, buckets, option))
 
 
-def _refined(space: Space, found: Choice) -> Choice:
+def _refined(space: Space, best: Choice) -> Choice:
     """Gives each bucket, the coarsest first, the finest option that does not raise the price: compression that saves no time
     is reverted."""
-    limit = found.price * (1 + EQUAL)
+    limit = best.price * (1 + EQUAL)
 
     def coarse(b: int, option: int) -> tuple[float, float, float]:
         return space.excess[b][option], space.loss[b][option], space.burden[b][option]
 
-    for b in sorted(range(len(found.options)), key=lambda b: ([-x for x in coarse(b, found.options[b])], b)):
-        finer = sorted(o for o in range(len(space.loss[b])) if coarse(b, o) < coarse(b, found.options[b]))
+    for b in sorted(range(len(best.options)), key=lambda b: ([-x for x in coarse(b, best.options[b])], b)):
+        finer = sorted(o for o in range(len(space.loss[b])) if coarse(b, o) < coarse(b, best.options[b]))
         for option in sorted(finer, key=lambda o: coarse(b, o))[:3]:
-            options = _with(found.options, (b,), option)
+            options = _with(best.options, (b,), option)
             factor = 1 + _total(space.excess, options)
             step_s = space.steps.run(list(options), limit * (1 + EQUAL) / factor)
             if step_s * factor <= limit and _total(space.loss, options) <= _within(space):
-                found = _found(space, step_s, options)
+                best = _found(space, step_s, options)
                 break
-    return found
+    return best
 
 
 def _priced(space: Space, options: tuple[int, ...]) -> Choice:

@@ -292,14 +292,14 @@ class Walk:
             held.pieces, held.each, held.last, held.size = merged, held.part, done, emit.nbytes.part(held.part)
             self._transfer(op, g, "down", held.nbytes * held.flows, held.nbytes if to_gpu else ZERO)
 
-    def _transfer(self, op: Op, g: int, way: str, sent: Line, copied: Line) -> None:
+    def _transfer(self, op: Op, g: int, end: str, sent: Line, copied: Line) -> None:
         """A transfer between the nodes of a group and the hosts, "up" or "down" as the group sees it. `copied`: between GPU and
         socket."""
-        group, held, up = self.groups[g], self.held[g], way == "up"
+        group, held, up = self.groups[g], self.held[g], end == "up"
         away = 1 - self.hosts.get(g, 0.0)
         if away <= 0:
             return
-        lanes = [(f"{way}:{group.name}", sent * (away * 8 / (group.node.link.up_bps if up else group.node.link.down_bps)))]
+        lanes = [(f"{end}:{group.name}", sent * (away * 8 / (group.node.link.up_bps if up else group.node.link.down_bps)))]
         ends = []
         for h, share in self.hosts.items():
             if others := group.workers - (g == h):

@@ -15,7 +15,7 @@ from commlayer.planner.tensors import DOUBLE, is_sparse, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Record, Why
 
 if TYPE_CHECKING:
-    from commlayer.planner.search import Found
+    from commlayer.planner.search import PricedPlan
 
 LOOKED_AT = 2.0
 """Steps longer by more than this factor with another option are not simulated to their end."""
@@ -46,20 +46,20 @@ class Alternatives(NamedTuple):
     """Sent per element."""
 
 
-def explained(found: Found) -> Plan:
+def explained(priced: PricedPlan) -> Plan:
     """The plan with its predictions and reasons."""
-    plan, (job, _, cluster, _, profile, policy, _) = found.plan, found.scenario.inputs
+    plan, (job, _, cluster, _, profile, policy, _) = priced.plan, priced.scenario.inputs
     timeline = simulate(plan, job, cluster, profile, policy, spans=False)
     more = plan_excess(plan, job, cluster, profile, policy)
-    others = {b: _alternatives(b, found) for b in dict.fromkeys(found.origins)}
-    buckets = tuple(structs.replace(bucket, why=_why(bucket, others[b], found, timeline))
-                    for bucket, b in zip(plan.buckets, found.origins, strict=True))
+    others = {b: _alternatives(b, priced) for b in dict.fromkeys(priced.origins)}
+    buckets = tuple(structs.replace(bucket, why=_why(bucket, others[b], priced, timeline))
+                    for bucket, b in zip(plan.buckets, priced.origins, strict=True))
     steps = {"steps": 1 + more.steps, "steps_high": 1 + more.high} if profile.learning else {}
     return structs.replace(plan, buckets=buckets, step_s=timeline.step_s / plan.local_steps, **steps)
 
 
-def _alternatives(b: int, found: Found) -> Alternatives:
-    scenario, choice = found.scenario, found.choice
+def _alternatives(b: int, priced: PricedPlan) -> Alternatives:
+    scenario, choice = priced.scenario, priced.choice
     space, mine, place, every = scenario.space, scenario.useful[b], choice.options[b], scenario.recipe.every
     rest, lost = 1 + choice.excess - space.excess[b][place], choice.loss - space.loss[b][place]
     factors = [rest + more for more in space.excess[b]]
@@ -76,10 +76,10 @@ def _alternatives(b: int, found: Found) -> Alternatives:
                         scenario.catalog.template(mine[place]).nbytes)
 
 
-def _why(bucket: Bucket, others: Alternatives, found: Found, timeline: Timeline) -> Why:
+def _why(bucket: Bucket, others: Alternatives, priced: PricedPlan, timeline: Timeline) -> Why:
     now, runner = others.now, min(others.dense, others.coded, key=lambda price: price.to_loss_s)
     runner = now if runner.to_loss_s == math.inf else runner
-    inputs = found.scenario.inputs
+    inputs = priced.scenario.inputs
     return Why(
         seconds=max(0.0, timeline.done_s[bucket.id] - timeline.ready_s[bucket.id]),
         nbytes=round(others.nbytes * nonzero_numel(inputs.job, bucket.slices)),

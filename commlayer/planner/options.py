@@ -194,12 +194,12 @@ class Catalog:
         excess, losses = self.costs(recipe)
         levels: dict[tuple[float, float], list[int]] = {}
         for o in range(len(self.options)):
-            levels.setdefault((round(excess[o], 6), round(losses[o], 6)), []).append(o)
+            levels.setdefault((round(excess[o], 6), round(losses[o], 6) if self.budget else 0.0), []).append(o)
         kept: dict[int, Reals] = {}
         for (_, loss), level in sorted(levels.items()):
             prices = np.stack([self._criteria[o][:, octave - 1 : octave + 1].ravel() for o in level])
             for i in sorted(set(prices.argmin(axis=0).tolist())):
-                mine = np.append(prices[i], loss if self.budget else 0.0)
+                mine = np.append(prices[i], loss)
                 if not any((theirs <= mine).all() for theirs in kept.values()):
                     kept[level[i]] = mine
         return list(kept)

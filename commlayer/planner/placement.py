@@ -11,7 +11,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, least_spread_nbytes, spread
-from commlayer.planner.model import Cluster, Node
+from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
 from commlayer.records import Job, Slice
@@ -178,7 +178,9 @@ def parts(
             piece = buckets.between(slices, start, stop) if ends else slices
             result.append(Part(b, piece, stop - start, option, host if each else ANY))
     served = [i for i, part in enumerate(result) if catalog.options[part.option].served]
-    weights = {i: _sent(catalog, result[i].option, nonzero_numel(job, result[i].slices)) for i in served}
+    sent = {option: sum([task.nbytes for task in catalog.template(option).tasks], ZERO)
+            for option in dict.fromkeys(result[i].option for i in served)}
+    weights = {i: int(sent[result[i].option](nonzero_numel(job, result[i].slices))) for i in served}
     for i, owner in zip(served, spread(list(weights.values()), ranks_per_node), strict=True):
         result[i] = result[i]._replace(owner=owner)
     loads = [0.0] * hosts
@@ -189,8 +191,3 @@ def parts(
         for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):
             result[i] = result[i]._replace(server=server)
     return [part._replace(server=max(part.server, 0)) for part in result]
-
-
-def _sent(catalog: Catalog, option: int, numel: int) -> int:
-    """Bytes over all transfers."""
-    return sum([int(task.nbytes(numel) + 0.5) for task in catalog.template(option).tasks])

@@ -223,31 +223,31 @@ def _joined(before: Slice, after: Slice) -> bool:
     return before.tensor == after.tensor and before.stop == after.start
 
 
-def sync_mode(made: Plan) -> str:
+def sync_mode(plan: Plan) -> str:
     """The plan's sync mode in a few words; empty for an exchange in every step."""
-    parts = [f"H={made.local_steps}"] if made.local_steps > 1 else ["updates"] if made.codes == "updates" else []
-    parts += [made.overlap] if made.overlap else []
-    parts += [f"fragments={made.fragments}"] if made.fragments > 1 else []
-    late = sum(b.numel for b in made.buckets if b.stale) / max(1, sum(b.numel for b in made.buckets))
+    parts = [f"H={plan.local_steps}"] if plan.local_steps > 1 else ["updates"] if plan.codes == "updates" else []
+    parts += [plan.overlap] if plan.overlap else []
+    parts += [f"fragments={plan.fragments}"] if plan.fragments > 1 else []
+    late = sum(b.numel for b in plan.buckets if b.stale) / max(1, sum(b.numel for b in plan.buckets))
     return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
 
 
-def main_codec(made: Plan) -> str:
+def main_codec(plan: Plan) -> str:
     by: dict[str, int] = {}
-    for bucket in made.buckets:
+    for bucket in plan.buckets:
         name = bucket.codec + (f" down {bucket.down}" if bucket.down else "")
         by[name] = by.get(name, 0) + bucket.numel
     return max(by, key=by.__getitem__, default="")
 
 
-def summary_of(made: Plan) -> str:
+def summary_of(plan: Plan) -> str:
     """
     >>> summary_of(Plan("job", (), local_steps=4, step_s=0.02))
     '0 buckets, H=4, 20.0 ms a step predicted'
     """
-    codec = f", mostly {main_codec(made)}" if made.buckets else ""
-    predicted = f"{1e3 * made.step_s:.1f} ms a step predicted" if made.step_s else ""
-    return ", ".join(part for part in (f"{len(made.buckets)} buckets{codec}", sync_mode(made), predicted) if part)
+    codec = f", mostly {main_codec(plan)}" if plan.buckets else ""
+    predicted = f"{1e3 * plan.step_s:.1f} ms a step predicted" if plan.step_s else ""
+    return ", ".join(part for part in (f"{len(plan.buckets)} buckets{codec}", sync_mode(plan), predicted) if part)
 
 
 def gradients_of(job: Job) -> Job:

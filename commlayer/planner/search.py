@@ -121,7 +121,7 @@ class Scenario:
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
         ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
         self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
-        self._found: dict[tuple[int, ...], Found] = {}
+        self._placed: dict[tuple[int, ...], PricedPlan] = {}
 
     @cached_property
     def space(self) -> Space:
@@ -175,9 +175,9 @@ class Scenario:
     def searched(self) -> Choice:
         return search(self.space, self.uniform)
 
-    def found(self, choice: Choice) -> Found:
+    def placed(self, choice: Choice) -> PricedPlan:
         """The choice as a plan, priced with each part on its own server. Buckets are cut more finely where that pays."""
-        if choice.options not in self._found:
+        if choice.options not in self._placed:
             parts = self._parts(choice, SHARED)
             plan = self._plan(parts)
             step_s = self.inputs.exact_s(plan)
@@ -189,9 +189,9 @@ class Scenario:
                     other_s = self.inputs.exact_s(finer := self._plan(other))
                     if other_s < step_s * (1 - PARTS_WORTH * math.log2(len(other) / len(parts))):
                         parts, plan, step_s = other, finer, other_s
-            self._found[choice.options] = Found(self, choice, plan, tuple(part.origin for part in parts),
+            self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
                                                 step_s * (1 + choice.excess), choice.excess)
-        return self._found[choice.options]
+        return self._placed[choice.options]
 
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
@@ -199,19 +199,19 @@ class Scenario:
                      fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node)
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
-        job, made = self.inputs.job, []
+        job, result = self.inputs.job, []
         for i, part in enumerate(parts):
             o = self.catalog.options[part.option]
             codec, shape = shaped(o.codec, job, part.slices)
-            made.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
-        hosts = self.catalog.prices.hosts if any(bucket.served for bucket in made) else ()
+            result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
+        hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
         return unrounded(Plan(
-            job.digest(), tuple(made), len(hosts), self.ranks_per_node, self.recipe.every,
+            job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
             "updates" if locally(self.recipe) else "gradients",
             cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
 
 
-class Found(NamedTuple):
+class PricedPlan(NamedTuple):
     """A plan's origin, its price in seconds per step of dense training, and its excess of steps."""
 
     scenario: Scenario
@@ -226,8 +226,8 @@ class Found(NamedTuple):
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
     """The plan that reaches a loss first, by simulated steps and convergence factor; with objective="step", the plan with
     the shortest step. Equal arguments give equal plans."""
-    found = PlanSearch(job, cluster, profile, policy)
-    return found.explained(found.best(exact=found.policy.exact))
+    search = PlanSearch(job, cluster, profile, policy)
+    return search.explained(search.best(exact=search.policy.exact))
 
 
 @contextmanager
@@ -256,7 +256,7 @@ class PlanSearch:
         self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
 
-    def _synchronous(self) -> Found:
+    def _synchronous(self) -> PricedPlan:
         """The best plan with an exchange of gradients in every step."""
         tried: list[Scenario] = []
         layouts = self._layouts()
@@ -272,9 +272,9 @@ class PlanSearch:
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {self.inputs.profile.source!r} has no cost of {DENSE}: "
                                "over servers alone, nothing could go as it is")
-        found = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
+        priced = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
-        return _soonest([(densest, densest.dense)], found, by=-PAYS)
+        return _soonest([(densest, densest.dense)], priced, by=-PAYS)
 
     def _layouts(self) -> list[Layout]:
         """The layouts to try; of those with nearly equal numbers of buckets, the first."""
@@ -289,7 +289,7 @@ class PlanSearch:
         return layouts
 
     @_uncollected()
-    def best(self, *, exact: bool) -> Found:
+    def best(self, *, exact: bool) -> PricedPlan:
         """The best of all sync modes that the policy allows.
 
         `exact` overrides the policy's setting: True excludes local steps and stale results. False, under an exact policy,
@@ -305,15 +305,15 @@ class PlanSearch:
         freely = not policy.exact and self.inputs.steps_count
         measured = freely and late_measured(self.inputs.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
-            best = min([plain, *self._stale(plain)], key=lambda found: found.price)
+            best = min([plain, *self._stale(plain)], key=lambda priced: priced.price)
         best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
         # The forward overlap changes nothing that is learnt, so it has no risk that must be paid for.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
     @_uncollected()
-    def explained(self, found: Found) -> Plan:
+    def explained(self, priced: PricedPlan) -> Plan:
         """The plan with predictions and reasons."""
-        return explained(found)
+        return explained(priced)
 
     def _recipes(self, policy: Policy, freely: bool) -> list[Recipe]:
         """The most promising sync modes: those with a result in the next forward pass or compressed updates, and of local
@@ -338,15 +338,15 @@ class PlanSearch:
         prices = self.synchronous.scenario.catalog.prices
         computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
         excess, loss = self.synchronous.scenario.catalog.costs(recipe)
-        found = [math.inf]
+        seconds = [math.inf]
         for exchange in self._exchanges[recipe.overlap]:
             if sum(loss[o] * part for o, part in exchange.parts.items()) > self.policy.max_loss:
                 continue
             exchange_s = exchange.step_s - computing_s + (recipe.fragments - 1) * exchange.latency_s
             exchange_s *= UNBALANCED if recipe.fragments > 1 else 1.0
             step_s = max(computing_s, exchange_s / every) if recipe.overlap else computing_s + exchange_s / every
-            found.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
-        return min(found)
+            seconds.append(step_s * (1 + sum(excess[o] * part for o, part in exchange.parts.items())))
+        return min(seconds)
 
     @cached_property
     def _exchanges(self) -> dict[str, list[TypicalExchange]]:
@@ -381,16 +381,16 @@ class PlanSearch:
         return Scenario(inputs, plain.catalog, layout, recipe)
 
     def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:
-        """The choices of another sync mode, if any keeps the loss budget."""
+        """The choice of another sync mode, if any keeps the loss budget."""
         if recipe not in self._by_recipe:
             scenario = self._scenario(recipe)
             try:
-                self._by_recipe[recipe] = [(scenario, scenario.searched), (scenario, scenario.quick)]
+                self._by_recipe[recipe] = [(scenario, scenario.searched)]
             except InvalidInput:  # no choice keeps the loss budget
                 self._by_recipe[recipe] = []
         return self._by_recipe[recipe]
 
-    def _stale(self, plain: Found) -> Iterator[Found]:
+    def _stale(self, plain: PricedPlan) -> Iterator[PricedPlan]:
         """Plans in which a part of the buckets, those that are ready last, is one step stale."""
         job, _, cluster, _, profile, policy, _ = self.inputs
         gradients = [b.id for b in plain.plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
@@ -422,12 +422,12 @@ def _best(tried: Sequence[Scenario]) -> list[Scenario]:
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
-def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: Found | None = None, *, by: float = 0.0) -> Found:
+def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
     """The best of these choices as plans, if it is better than `best` by this fraction; hopeless ones are not placed."""
     for scenario, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
         if best is None or scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
-            found = scenario.found(choice)
-            best = found if best is None or found.price < best.price * (1 - by) else best
+            priced = scenario.placed(choice)
+            best = priced if best is None or priced.price < best.price * (1 - by) else best
     assert best is not None
     return best
 

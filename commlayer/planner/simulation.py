@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -71,19 +70,20 @@ def simulate(
             # transfers are followed to their end.
             at, begun = len(starts) // problem.steps, native_schedule(problem._replace(steps=1)).run([0] * len(places))
         begun -= laid.begun_s + step_s
-        times = iter(zip(starts[at:], ends[at:], strict=True))
+        first_s, last_s = np.array(starts[at:]) - begun, np.array(ends[at:]) - begun
         slowest = problem.ready.reshape(problem.nodes, -1).max(axis=0)
+        at = 0
         for place in problem.order.tolist():
             b = places[place]
-            tasks = int(problem.option_tasks[place + 1] - problem.option_tasks[place])
-            each = [(start_s - begun, end_s - begun) for start_s, end_s in islice(times, tasks)]
+            tasks = laid.templates[b].tasks
             ready[b] += float(slowest[place]) + step_s
+            done[b] = max(ready[b], float(last_s[at : at + len(tasks)].max(initial=-math.inf)))
             if spans:
                 numel = sent_numel(plan, plan.buckets[b], job)
-                for task, (start_s, end_s) in zip(laid.templates[b].tasks, each, strict=False):  # overlap=forward: one more
-                    lanes = tuple([lane for lane, _ in task.lanes])
-                    all_spans.append(Span(b, task.op, lanes, start_s, end_s, int(task.nbytes(numel) + 0.5)))
-            done[b] = max([ready[b], *[end_s for _, end_s in each[: len(laid.templates[b].tasks)]]])
+                all_spans += [
+                    Span(b, task.op, tuple([lane for lane, _ in task.lanes]), float(first_s[at + i]), float(last_s[at + i]),
+                         int(task.nbytes(numel) + 0.5)) for i, task in enumerate(tasks)]
+            at += int(problem.option_tasks[place + 1] - problem.option_tasks[place])  # overlap="forward" adds a task
         step_s += fragment_s
         compute_s += float(slowest[-1]) + problem.tail
     return Timeline(step_s, compute_s, tuple(ready), tuple(done), tuple(all_spans))

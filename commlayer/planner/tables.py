@@ -533,10 +533,10 @@ def read(path: Path) -> LearningTable:
     return table
 
 
-def written(made: LearningTable) -> bytes:
+def written(table: LearningTable) -> bytes:
     """The table's file: a line per row, so that changes are readable in a diff."""
-    head, lines = encode(made.provenance).decode(), ",\n".join(encode(row).decode() for row in made.rows)
-    return f'{{"version": {made.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
+    head, lines = encode(table.provenance).decode(), ",\n".join(encode(row).decode() for row in table.rows)
+    return f'{{"version": {table.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
 def rows_in(path: Path) -> tuple[LearningRow, ...]:
