@@ -311,6 +311,8 @@ def _converted(context: JobContext, found: FoundCheckpoint, local: Mapping[str, 
         inherit_residuals(worker, debts, members=mark.world)
         if context.local is not None and local:
             context.local.restore(local)
+    if not mark.plan:
+        return  # one worker alone, which has no residuals
     files_of = [name for r in range(mark.world) for name in own_files(r, mark.world, mark.servers)]
     lost = [name for name in files_of if name not in found.readers]
     how = "are lost, because the plan has another sync mode" if not fits else \
