@@ -258,6 +258,8 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
     ranks: some of them might have restored theirs already."""
     context.passes = found.mark.step
     if context.worker is None:
+        if found.mark.plan:
+            context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
         return
     try:
         if found.exact:
