@@ -270,7 +270,7 @@ def test_the_command_says_what_to_mend_and_fails(tmp_path: Path) -> None:
         text, errors = done.communicate(timeout=LIMIT_S)
         took_s = time.monotonic() - begin
     assert (done.returncode, errors) == (2, "")
-    assert took_s < 20.0
+    assert took_s < 30.0
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in text, "no colours where there is no terminal"
