@@ -288,10 +288,10 @@ def test_spellings() -> None:
         ("error_feedback(error_feedback(topk()))", "error_feedback: inner is error_feedback"),
         ("error_feedback()", "error_feedback needs inner"),
         ("error_feedback(3)", "error_feedback: inner is 3"),
-        ("", "expected name"),
-        ("topk(", "expected name"),
-        ("(" * 5000, "expected name"),
-        ("\0", "expected name"),
+        ("", "expected a name"),
+        ("topk(", "expected a name"),
+        ("(" * 5000, "expected a name"),
+        ("\0", "expected a name"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:

@@ -40,7 +40,7 @@ def spelled(codec: str) -> str:
         ({"path": "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast"}, "every node has one rank"),
         ({"codec": "topkk(ratio=0.01)"}, "'topkk' is unknown"),
         ({"codec": "topk(ratio=0.5)"}, "has no cost in profile 'tables'"),
-        ({"down": "nothing"}, "expected name(argument=value"),
+        ({"down": "nothing"}, "'nothing' is unknown"),
         ({"by_node": ("fp16()",)}, "by_node has 1 codecs for 3 nodes with ranks"),
         ({"by_node": ("fp16()", "int8()", "fp16()")}, "by_node mixes fp16, int8"),
         ({"server": 17}, "server 17, the plan has"),
