@@ -1,4 +1,4 @@
-"""What must not be rounded: double models train as under DDP, and buffers that are equal everywhere keep their bits."""
+"""Averages without rounding: double models train as under DDP, and buffers that are equal on all ranks keep their bits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from support.arguments import plan_or_codec
 from support.attached import Run, Setting, coordinators, data, play
 from support.rank_pool import pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
-from commlayer.planner import default_plan, verify
-from commlayer.planner.inputs import cluster_from_line
-from commlayer.records import Job, Plan, Slice, TensorInfo, Timing
+from commlayer.records import Plan, Slice
 
 WORLD, STEPS = 2, 5
 
@@ -64,47 +63,8 @@ def test_doubles_train_as_under_ddp(how: str, codec: str) -> None:
         assert (results[0][name] - one).abs().max() <= 1e-13 * one.abs().max()
 
 
-def double_job() -> Job:
-    return Job((TensorInfo("narrow", (3000,)), TensorInfo("wide", (3000,), "float64"),
-                TensorInfo("table", (10,), "float64", buffer=True)))
-
-
-def test_plans_leave_doubles_to_all_reduces() -> None:
-    made = default_plan(double_job(), codec="int8()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
-                        cut_nbytes=1 << 20)
-    ways = {double_job().tensors[b.slices[0].tensor].name: (b.path, b.codec) for b in made.buckets}
-    assert ways == {"narrow": ("service", "int8()"), "wide": ("allreduce", "identity()"), "table": ("allreduce", "identity()")}
-    assert verify(made, double_job()) == []
-    alone = Job(double_job().tensors[1:])
-    made = default_plan(alone, codec="int8()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
-                        cut_nbytes=1 << 20)
-    assert made.servers == 0
-    assert verify(made, alone) == []
-
-
-def test_the_planner_does_so_too() -> None:
-    job = Job((TensorInfo("wide", (3_000_000,), "float64"), TensorInfo("narrow", (3_000_000,))))
-    timing = Timing((0.2, 0.1), (0.0, 0.1), 0.2, 0.1)
-    cluster = cluster_from_line("3xrtx3060@50m")
-    made = commlayer.planner.plan(structs.replace(job, timing=timing), cluster)
-    assert verify(made, job) == []
-    wide = [b for b in made.buckets if b.slices[0].tensor == 0]
-    assert {(b.path, b.codec) for b in wide} == {("allreduce", "identity()")}
-    assert any(b.codec != "identity()" for b in made.buckets)
-
-
-def test_a_plan_that_would_round_doubles_is_refused_by_name() -> None:
-    made = default_plan(double_job(), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
-                        cut_nbytes=1 << 20)
-    buckets = tuple(structs.replace(b, path="service") for b in made.buckets)
-    problems = verify(structs.replace(made, buckets=buckets), double_job())
-    assert len(problems) == 2
-    assert "wide is float64" in problems[0]
-    assert "'allreduce'" in problems[0]
-
-
 class Still(nn.Module):
-    """Buffers that nobody changes, one that all change alike, and statistics that each changes by its own data."""
+    """Buffers that no rank changes, one that all change alike, and statistics that each rank changes by its own data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,10 +84,9 @@ class Still(nn.Module):
 def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple[dict[str, torch.Tensor], list[bool]]:
     model = Still()
     before = {name: b.clone() for name, b in model.named_buffers()}
-    codec: Any = None if plan == "auto" else commlayer.compressors.parse(plan)
     where: dict[str, Any] = {"join": address} if address else {}
     count = torch.zeros(())
-    with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
+    with commlayer.attach(model, **plan_or_codec(plan), config=quick(ranks_per_node=per_node, batch=10, **where)) as session:
         session.weight(3 + 4 * rank)
         for step in range(steps):
             x, y = data(rank, step)
@@ -150,30 +109,11 @@ def test_buffers_that_are_equal_everywhere_keep_their_bits(plan: str, per_node: 
     assert (one["norm.running_mean"] != 0).all()
 
 
-def counted(rank: int, address: str) -> list[float]:
-    """A counter in float32, over a server."""
-    model, seen = Still(), []
-    with commlayer.attach(model, compression=commlayer.compressors.identity(), config=quick(join=address)) as session:
-        for step in range(12):
-            session.weight(41 + 8 * rank + step)
-            with torch.no_grad():
-                model.f32.copy_(torch.full((300,), float(step)))
-            nn.functional.mse_loss(model(data(rank, step)[0]), data(rank, step)[1]).backward()
-            seen += model.f32.unique().tolist()
-    return seen
-
-
-def test_counters_keep_their_bits_on_the_way_over_a_server() -> None:
-    with coordinators(1, WORLD, 1) as made:
-        assert pool(WORLD).call(counted, made[0].address) == [[float(step) for step in range(12)]] * WORLD
-
-
 def light(rank: int, plan: str, per_node: int, address: str) -> bool:
-    """What a rank of no weight has changed does not count, and goes."""
+    """Changes of a buffer by a rank of weight 0 are overwritten."""
     model = Still()
     where: dict[str, Any] = {"join": address} if address else {}
-    codec: Any = None if plan == "auto" else commlayer.compressors.parse(plan)
-    with commlayer.attach(model, compression=codec, config=quick(ranks_per_node=per_node, **where)) as session:
+    with commlayer.attach(model, **plan_or_codec(plan), config=quick(ranks_per_node=per_node, **where)) as session:
         session.weight(0.3 if rank else 0)
         for step in range(3):
             if not rank:
@@ -183,13 +123,13 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
 
 
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2)])
-def test_what_has_no_weight_changes_nothing(plan: str, per_node: int) -> None:
+def test_a_rank_without_weight_changes_nothing(plan: str, per_node: int) -> None:
     with coordinators(1, WORLD, 0 if plan == "auto" else 1) as made:
         assert pool(WORLD).call(light, plan, per_node, made[0].address if made else "") == [True, True]
 
 
 def differ(rank: int) -> list[torch.Tensor]:
-    """One rank alone changes a buffer: all go on from the weighted mean, and keep what they have."""
+    """One rank alone changes a buffer."""
     model = Still()
     seen = []
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=4)) as session:
@@ -202,7 +142,7 @@ def differ(rank: int) -> list[torch.Tensor]:
     return seen
 
 
-def test_what_one_rank_changes_all_take_up() -> None:
+def test_all_ranks_continue_from_the_weighted_mean_of_a_changed_buffer() -> None:
     one, other = pool(WORLD).call(differ)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert torch.equal(one[0], Still().f32)
@@ -218,7 +158,7 @@ def halves(plan: Plan) -> Plan:
     return structs.replace(plan, buckets=tuple(structs.replace(b, id=i) for i, b in enumerate(made)))
 
 
-def gone_over(rank: int) -> tuple[bool, torch.Tensor]:
+def switched(rank: int) -> tuple[bool, torch.Tensor]:
     model = Still()
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD, batch=10)) as session:
         session.weight(3 + 4 * rank)
@@ -230,8 +170,8 @@ def gone_over(rank: int) -> tuple[bool, torch.Tensor]:
     return torch.equal(model.f64, Still().f64), model.norm.running_var
 
 
-def test_what_all_had_of_a_buffer_is_known_under_the_next_plan() -> None:
-    (still, one), (too, other) = pool(WORLD).call(gone_over)
+def test_equal_buffers_keep_their_bits_under_the_next_plan() -> None:
+    (still, one), (too, other) = pool(WORLD).call(switched)
     assert still
     assert too
     assert torch.equal(one, other)

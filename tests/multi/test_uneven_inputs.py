@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.attached import data, mlp, refusals, said_in_lines
+from support.attached import assert_refused, data, mlp, outcome
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.errors import StepAbandoned
-from commlayer.observe.step_trace import read_comparison
 
 WORLD = 3
 BATCHES = ((5, 8, 5), (0, 2, 8), (4, 4, 1))
@@ -72,7 +71,7 @@ def train(rank: int, how: str, kind: str, plan: str, weighed: bool, address: str
             optimizer.step()
         session.flush()
         states.append(state_of(model, optimizer))
-        return {"passes": passes, "states": states, "said": [*session.inspect.connection.decisions]}
+        return {"passes": passes, "states": states, "decisions": [*session.inspect.decisions()]}
 
 
 def by_hand(kind: str, weighed: bool) -> list[dict[str, torch.Tensor]]:
@@ -119,7 +118,7 @@ def test_averages_are_over_the_ranks_that_have_batches_and_all_end_equal(how: st
     wanted, start = by_hand(kind, weighed), {name: p.detach() for name, p in model_of(0).named_parameters()}
     for result in results:
         assert result["passes"] == steps
-        assert not [line for line in result["said"] if "differ" in line or "drifted" in line]
+        assert not [line for line in result["decisions"] if "differ" in line or "drifted" in line]
         for got, first, expected in zip(result["states"], results[0]["states"], wanted, strict=True):
             for name, value in got.items():
                 if "num_batches" in name:
@@ -181,47 +180,6 @@ def test_what_was_applied_and_residuals_are_what_was_put_in(plan: str, skipped: 
             torch.testing.assert_close(result[number], wanted, rtol=0.0, atol=0.02)
 
 
-def traced(rank: int, file: str, address: str) -> int:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = quick(join=address, deadline_s=FAR_S, trace=file)
-    with commlayer.attach(model, optimizer, compression="int4()", config=config) as session:
-        for batches in ((4, 8, 4), (6, 6, 6)):
-            with session.join():
-                for step in range(batches[rank]):
-                    optimizer.zero_grad()
-                    loss_of(model, rank, step).backward()
-                    optimizer.step()
-        return session.step
-
-
-def test_a_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
-    with Servers(WORLD, 1, deadline_s=FAR_S) as servers:
-        assert pool(WORLD).call(traced, str(tmp_path / "trace.json"), servers.address) == [14] * WORLD
-    assert read_comparison(tmp_path / "trace.json").steps == 3
-
-
-def scaled(rank: int, address: str) -> list[str]:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = quick(join=address)
-
-    def enter() -> None:
-        with commlayer.attach(model, optimizer, config=config) as session, session.join():
-            pass
-
-    lines = refusals({"scaler": enter})
-    del scaler
-    return [lines["scaler"]]
-
-
-def test_a_scaler_that_attach_was_not_given_is_refused() -> None:
-    with Servers(WORLD, 1) as servers:
-        for (line,) in pool(WORLD).call(scaled, servers.address):
-            assert "E-UNEVEN-INPUTS" in line
-
-
 # ---- what ends it
 
 def failing(rank: int, how: str, address: str) -> tuple[str, float]:
@@ -230,21 +188,23 @@ def failing(rank: int, how: str, address: str) -> tuple[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = quick(ranks_per_node=WORLD if how == "allreduce" else 1, join=address, deadline_s=FAR_S)
     session = commlayer.attach(model, optimizer, config=config)
-    said, begin = "", 0.0
-    try:
+    begin_s = 0.0
+
+    def train() -> None:
+        nonlocal begin_s
         with session.join():
             for step in range((1, 3, 3)[rank]):
-                begin = time.monotonic()
+                begin_s = time.monotonic()
                 if rank == 1 and step == 1:
                     raise ArithmeticError("no more memory, say")
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
                 optimizer.step()
-    except (commlayer.CommError, ArithmeticError) as error:
-        said = f"{type(error).__name__}: {error}"
-    took_s = time.monotonic() - begin
+
+    line = outcome(train)
+    elapsed_s = time.monotonic() - begin_s
     session.close()
-    return said, took_s
+    return line, elapsed_s
 
 
 @pytest.mark.parametrize("how", ["service", "allreduce"])
@@ -252,10 +212,10 @@ def test_a_rank_that_fails_inside_is_named_by_the_others_at_once(how: str) -> No
     with Servers(WORLD, 0 if how == "allreduce" else 1, deadline_s=FAR_S) as servers:
         results = pool(WORLD).call(failing, how, servers.address)
     assert results[1][0] == "ArithmeticError: no more memory, say"
-    for said, took_s in (results[0], results[2]):
-        assert said.startswith("PeerLost: worker 1: "), results
-        assert "ArithmeticError" in said, results
-        assert took_s < AT_ONCE_S
+    for line, elapsed_s in (results[0], results[2]):
+        assert line.startswith("PeerLost: worker 1: "), results
+        assert "ArithmeticError" in line, results
+        assert elapsed_s < AT_ONCE_S
 
 
 def broken_pass(rank: int, address: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -292,52 +252,50 @@ def test_a_pass_that_raised_as_the_last_one_is_dropped_on_all_ranks() -> None:
             torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
 
 
-def refused(rank: int, address: str) -> dict[str, str]:
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def entered(inside: Callable[[Any], Any] = lambda _: None, *, model: Any = None, optimizer: Any = "all", **how: Any) -> None:
+    model = model or mlp()
+    stepped = list(model.parameters())[: 2 if optimizer == "a part" else None]
+    with commlayer.attach(model, torch.optim.SGD(stepped, lr=0.05) if optimizer else None, config=quick(ranks_per_node=WORLD),
+                          **how) as session, session.join():
+        inside(session)
 
-    def entering(**how: Any) -> Any:
-        module = how.pop("module", model)
-        steps = how.pop("optimizer", optimizer)
 
-        def enter() -> None:
-            with commlayer.attach(module, steps, config=quick(ranks_per_node=WORLD), **how) as session, session.join():
-                pass
+def with_a_scaler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    entered()
+    del scaler
 
-        return enter
 
-    def twice() -> None:
-        with commlayer.attach(model, optimizer, config=quick(ranks_per_node=WORLD)) as session, session.join(), session.join():
-            pass
+def again(session: Any) -> None:
+    with session.join():
+        pass
 
-    def inside(call: Any) -> Any:
-        def enter() -> None:
-            with commlayer.attach(model, optimizer, config=quick(ranks_per_node=WORLD)) as session, session.join():
-                call(session)
 
-        return enter
+REFUSED: dict[str, tuple[Callable[[], None], str]] = {
+    "every": (lambda: entered(sync=commlayer.LocalSteps(4)), "every=4"),
+    "updates": (lambda: entered(sync=commlayer.LocalSteps(1)), "local steps"),
+    "auto": (lambda: entered(sync="auto"), "sync='auto'"),
+    "no optimizer": (lambda: entered(optimizer=None), "attach(model, optimizer)"),
+    "a part": (lambda: entered(optimizer="a part"), "2.weight"),
+    "ddp": (lambda: entered(model=DistributedDataParallel(mlp())), "with ddp_model.join()"),
+    "a scaler that attach() was not given": (with_a_scaler, ""),
+    "twice": (lambda: entered(again), "once"),
+    "weight": (lambda: entered(lambda session: session.weight(8, 16)), "leave total out"),
+    "flush": (lambda: entered(lambda session: session.flush()), "flush()"),
+    "checkpoint": (lambda: entered(lambda session: session.checkpoint("nowhere")), "checkpoint()"),
+    "switch": (lambda: entered(lambda session: session.switch(session.inspect.plan)), "switch()"),
+}
 
-    return refusals({
-        "every": entering(sync=commlayer.LocalSteps(4)), "updates": entering(sync=commlayer.LocalSteps(1)),
-        "auto": entering(sync="auto"),
-        "optimizer": entering(optimizer=None),
-        "part": entering(optimizer=torch.optim.SGD(list(model.parameters())[:2], lr=0.05)),
-        "ddp": entering(module=DistributedDataParallel(mlp())),
-        "twice": twice, "total": inside(lambda session: session.weight(8, 16)),
-        "flush": inside(lambda session: session.flush()),
-        "save": inside(lambda session: session.checkpoint("nowhere")),
-        "switch": inside(lambda session: session.switch(session.inspect.plan)),
-    })
+
+def refused(rank: int) -> dict[str, str]:
+    return {name: outcome(act) for name, (act, _) in REFUSED.items()}
 
 
 @pytest.mark.nightly
-def test_what_join_cannot_do_is_refused_in_a_line() -> None:
-    said_in_lines(pool(WORLD).call(refused, ""), {
-        "every": "every=4", "updates": "local steps", "auto": "sync='auto'", "optimizer": "attach(model, optimizer)",
-        "part": "2.weight",
-        "ddp": "with ddp_model.join()", "twice": "once", "total": "leave total out",
-        "flush": "flush()", "save": "checkpoint()", "switch": "switch()",
-    })
+def test_what_join_cannot_do_is_refused_by_name() -> None:
+    for lines in pool(WORLD).call(refused):
+        for name, line in lines.items():
+            assert_refused(line, "E-UNEVEN-INPUTS", REFUSED[name][1])
 
 
 def test_alone_it_changes_nothing() -> None:
