@@ -328,8 +328,8 @@ def test_as_alone_through_the_registered_hook(script: Script) -> None:
 def same_as_alone(script: Script, how: str, path: str) -> None:
     setting = SETTINGS[path]
     models = 2 if script is two_models else 1
-    with coordinators(models, WORLD, setting.servers) as made:
-        setting = setting._replace(how=how, addresses=tuple(m.address for m in made))
+    with coordinators(models, WORLD, setting.servers) as jobs:
+        setting = setting._replace(how=how, addresses=tuple(m.address for m in jobs))
         results = pool(WORLD).call(play, WORLD, script, setting)
     expected = play(0, WORLD, script, None)
     for name, tensor in expected.items():

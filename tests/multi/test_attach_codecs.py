@@ -47,8 +47,8 @@ def dense() -> torch.Tensor:
                        (DITHERED, "module"), (FACTORS, "module")]
 )
 def test_lossy_codecs_reach_the_dense_loss(codec: str, how: str, dense: torch.Tensor) -> None:
-    with coordinators(1, WORLD, 2) as made:
-        results = pool(WORLD).call(play, WORLD, fit, Setting(how, (made[0].address,), codec, servers=2))
+    with coordinators(1, WORLD, 2) as jobs:
+        results = pool(WORLD).call(play, WORLD, fit, Setting(how, (jobs[0].address,), codec, servers=2))
     both = torch.stack([r["losses"] for r in results]).mean(0)
     begin, dense_end, end = float(dense[:10].mean()), float(dense[-10:].mean()), float(both[-10:].mean())
     assert dense_end < 0.3 * begin, "the reference must have learned"
@@ -76,8 +76,8 @@ def scheduled(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_a_session_passes_the_learning_rate_on(how: str) -> None:
     codec = "error_feedback(int8(), lr_correction=True)"
-    with coordinators(1, WORLD, 1) as made:
-        results = pool(WORLD).call(play, WORLD, scheduled, Setting(how, (made[0].address,), codec))
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(play, WORLD, scheduled, Setting(how, (jobs[0].address,), codec))
     assert [r["rates"] for r in results] == [pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05, 0.05])] * WORLD
 
 
@@ -119,8 +119,8 @@ def batchnorm(run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize("codec", ["identity()", INT8])
 def test_batchnorm_buffers_are_averaged(codec: str) -> None:
-    with coordinators(1, WORLD, 1) as made:
-        results = pool(WORLD).call(play, WORLD, batchnorm, Setting("module", (made[0].address,), codec))
+    with coordinators(1, WORLD, 1) as jobs:
+        results = pool(WORLD).call(play, WORLD, batchnorm, Setting("module", (jobs[0].address,), codec))
     expected = play(0, WORLD, batchnorm, None)
     assert int(results[0]["1.num_batches_tracked"]) == 4
     loose = {} if codec == "identity()" else {"rtol": 0.05, "atol": 0.05}
@@ -152,8 +152,8 @@ def out_of_samples(run: Run) -> dict[str, Any]:
 @pytest.mark.parametrize("path", ["service", "all-reduce"])
 def test_a_rank_without_samples_takes_part_with_weight_0(path: str) -> None:
     setting = Setting("module") if path == "service" else Setting("module", servers=0, plan="auto", ranks_per_node=2)
-    with coordinators(1, WORLD, setting.servers) as made:
-        setting = setting._replace(addresses=tuple(m.address for m in made))
+    with coordinators(1, WORLD, setting.servers) as jobs:
+        setting = setting._replace(addresses=tuple(m.address for m in jobs))
         results = pool(WORLD).call(play, WORLD, out_of_samples, setting)
     for name, tensor in play(0, WORLD, out_of_samples, None).items():
         torch.testing.assert_close(results[1][name], tensor)

@@ -38,13 +38,13 @@ def test_a_job_leaves_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         client.join(coordinator.address, messages.worker_request("job", 5, 1, plan=b"a plan"), mine, Failures())
     client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), mine, Failures()).leave()
     coordinator.close()
-    told = lines(path)
-    kinds = [line["event"] for line in told if "does not prove" not in line.get("why", "")]
+    report = lines(path)
+    kinds = [line["event"] for line in report if "does not prove" not in line.get("why", "")]
     assert kinds == ["refused", "joined", "begun", "left"]
-    assert {line["event"] for line in told if "does not prove that" in line.get("why", "")} == {"refused"}
-    assert any("rank 5 is outside" in line.get("why", "") for line in told)
-    assert [line["peer"] for line in told if line["event"] == "left"] == ["worker 0"]
-    assert all(line["time"].endswith("+00:00") for line in told)
+    assert {line["event"] for line in report if "does not prove that" in line.get("why", "")} == {"refused"}
+    assert any("rank 5 is outside" in line.get("why", "") for line in report)
+    assert [line["peer"] for line in report if line["event"] == "left"] == ["worker 0"]
+    assert all(line["time"].endswith("+00:00") for line in report)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "the-jobs-secret" not in path.read_text()
 

@@ -104,8 +104,8 @@ def same_weights(results: list[dict[str, Any]]) -> None:
 
 
 def run_all(script: Callable[[Run], dict[str, Any]], how: str) -> list[dict[str, Any]]:
-    with coordinators(1, WORLD, 1) as made:
-        return pool(WORLD).call(play, WORLD, script, Setting(how, addresses=tuple(m.address for m in made)))
+    with coordinators(1, WORLD, 1) as jobs:
+        return pool(WORLD).call(play, WORLD, script, Setting(how, addresses=tuple(m.address for m in jobs)))
 
 
 @pytest.mark.commit(3)

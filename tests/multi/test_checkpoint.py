@@ -175,8 +175,8 @@ def alone(folder: str, start: int) -> tuple[list[torch.Tensor], int]:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with commlayer.attach(model, optimizer) as session:
-        found = session.resume(folder)
-        assert found is (start > 0)
+        results = session.resume(folder)
+        assert results is (start > 0)
         for step in range(session.step, session.step + 3):
             optimizer.zero_grad()
             model(torch.full((4, 12), 0.1 * step)).square().sum().backward()

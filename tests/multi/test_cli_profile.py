@@ -55,11 +55,11 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     assert profile["codecs"][1]["task_loss"] is None, "what it costs in quality is not measured here"
     assert job["batch"] == 16
     assert len(job["timing"]["ready_s"]) == 4
-    made = ("create", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--sync", "step")
-    planned = commlayer("plan", *made, cwd=tmp_path)
+    arguments = ("create", "job.json", "--profile", "profile.json", "--nodes", "3xcpu@20/5Mb", "--sync", "step")
+    planned = commlayer("plan", *arguments, cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "topk" in (tmp_path / "plan.json").read_text()
-    chosen = commlayer("plan", *made, "--codec", "topk(ratio=0.01)", "--codec", "identity()", cwd=tmp_path)
+    chosen = commlayer("plan", *arguments, "--codec", "topk(ratio=0.01)", "--codec", "identity()", cwd=tmp_path)
     assert chosen.returncode == 0, chosen.stderr
     assert profile["server"]["slope_s"] > 0
     assert profile["bucket_s"] > 0
@@ -68,7 +68,7 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.commit(3)
-@pytest.mark.parametrize(("words", "code", "said"), [
+@pytest.mark.parametrize(("words", "code", "lines"), [
     (("none.py",), "E-USER-CODE", "commlayer: none.py: "),
     (("mine.py:absent",), "E-USER-CODE", "commlayer: mine.py:absent: "),
     (("mine.py:wrong",), "E-USER-CODE", "commlayer: mine.py:wrong: "),
@@ -83,11 +83,11 @@ def test_what_is_measured_can_be_planned_with(tmp_path: Path) -> None:
     (("--out", "absent/p.json"), "E-CLI-OPTION", "commlayer: absent/p.json: the folder "),
     (("--codec", "topq()"), "E-CODEC-NAME", "commlayer: codec 'topq()': 'topq' is unknown"),
 ])
-def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], code: str, said: str) -> None:
+def test_what_is_wrong_is_one_line_and_code_2(tmp_path: Path, words: tuple[str, ...], code: str, lines: str) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = commlayer("profile", "--codec", "identity()", *words, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(lines)
     assert done.stderr.endswith(f"[{code}]\n")
     assert done.stderr.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir() if file.suffix != ".py"] in ([], ["__pycache__"]), "nothing half written"

@@ -107,27 +107,27 @@ def test_keys_that_only_dial_serve_nothing_and_no_line_is_printed_to_copy(tmp_pa
 
 
 def test_a_port_in_use_is_one_line(served: Any) -> None:
-    _, said = served("--no-server")
-    done = ended("serve", "--no-server", "--port", said["control"].rpartition(":")[2])
+    _, lines = served("--no-server")
+    done = ended("serve", "--no-server", "--port", lines["control"].rpartition(":")[2])
     assert done.returncode == 2
-    assert done.stderr.startswith(f"commlayer: {said['control']} is in use")
+    assert done.stderr.startswith(f"commlayer: {lines['control']} is in use")
     assert done.stderr.endswith("[E-ADDRESS]\n")
 
 
 def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
-    process, said = served("--no-server", "--workers", "1")
-    assert said["data"] == ""
+    process, lines = served("--no-server", "--workers", "1")
+    assert lines["data"] == ""
     request = messages.worker_request("job", 0, 0, plan=b"p")
-    member = client.join(said["control"], request, quick(token=said["token"]), Failures())
+    member = client.join(lines["control"], request, quick(token=lines["token"]), Failures())
     assert process.poll() is None
     member.leave()
     assert process.wait(WAIT_S) == 0
 
 
 def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(served: Any) -> None:
-    process, said = served("--no-server", "--workers", "1")
+    process, lines = served("--no-server", "--workers", "1")
     for reason, code in (("an error", None), (messages.FINISHED, 0)):
-        member = client.join(said["control"], messages.worker_request("job", 0, 0, plan=b"p"), quick(token=said["token"]),
+        member = client.join(lines["control"], messages.worker_request("job", 0, 0, plan=b"p"), quick(token=lines["token"]),
                              Failures())
         member.leave(reason)
         if code is not None:
@@ -138,10 +138,10 @@ def test_after_a_job_that_failed_another_one_is_served_at_the_same_address(serve
 @pytest.mark.nightly
 def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> None:
     """Also if the worker has left before the server has tried the plan."""
-    process, said = served("--workers", "1")
+    process, lines = served("--workers", "1")
     for leaves in (False, True):
         request = messages.worker_request("job", 0, 1, plan=b"no plan")
-        member = client.join(said["control"], request, quick(token=said["token"]), Failures())
+        member = client.join(lines["control"], request, quick(token=lines["token"]), Failures())
         if leaves:
             member.leave("an error")
         line = next(line for line in process.stderr if "the job failed" in line)
@@ -152,17 +152,17 @@ def test_after_a_plan_that_does_not_fit_another_job_is_served(served: Any) -> No
 
 
 def test_a_secret_that_was_given_is_not_told_again(served: Any) -> None:
-    process, said = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
-    assert set(said) == {"control", "data"}
-    member = client.join(said["control"], messages.worker_request("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
+    process, lines = served("--no-server", "--workers", "1", COMMLAYER_TOKEN="a-secret-of-ours")
+    assert set(lines) == {"control", "data"}
+    member = client.join(lines["control"], messages.worker_request("job", 0, 1), quick(token="a-secret-of-ours"), Failures())
     member.leave()
     assert process.wait(WAIT_S) == 0
     assert "a-secret-of-ours" not in process.stderr.read()
 
 
 def test_settings_reach_serve_through_the_environment(served: Any) -> None:
-    _, said = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
-    assert said["control"].startswith("127.0.0.4:")
+    _, lines = served("--no-server", COMMLAYER_BIND="127.0.0.3", COMMLAYER_ADVERTISE="127.0.0.4", COMMLAYER_BACKEND="fallback")
+    assert lines["control"].startswith("127.0.0.4:")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])

@@ -33,9 +33,9 @@ def measured(rank: int, per_node: int, budget_s: float) -> calibration.Collectiv
 ])
 def test_collectives_are_measured_alike_on_all_ranks(world: int, per_node: int, inside: bool, across: bool) -> None:
     results = pool(world).call(measured, per_node, BUDGET_S)
-    assert all(found == results[0] for found in results)
-    for line, there in zip(results[0], (inside, across), strict=True):
-        assert (line.slope_s > 0) == there
+    assert all(rows == results[0] for rows in results)
+    for line, present in zip(results[0], (inside, across), strict=True):
+        assert (line.slope_s > 0) == present
         assert line == calibration.NO_COLLECTIVES or line.floor_s < 1.0, "a message inside a machine takes no second"
 
 
@@ -47,8 +47,8 @@ def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> 
 
 def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
     before = threading.active_count()
-    found = calibration.measure_overheads(sizes=(16, 1 << 14), steps=2)
-    for line in found:
+    results = calibration.measure_overheads(sizes=(16, 1 << 14), steps=2)
+    for line in results:
         assert 0 < line(16) < 0.1
         assert line(1 << 14) >= line(16)
     until = time.monotonic() + 10.0  # threads end by themselves once their sockets are closed
@@ -74,16 +74,16 @@ def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool
 def test_what_was_measured_inside_nodes_goes_before_what_they_say() -> None:
     path = "node.reduce net.allreduce node.broadcast"
     slower = structs.replace(PROFILE, inside=Line(1e-3, 1e-9))
-    said = seconds(PROFILE, path)
+    lines = seconds(PROFILE, path)
     # Two nodes, each with a reduce and a broadcast of two messages in a row.
-    assert seconds(slower, path) - said == pytest.approx(2 * 2 * (2 * (1e-3 - 1e-5) + 4 * (1 << 20) * (1e-9 - 8 / 100e9)))
+    assert seconds(slower, path) - lines == pytest.approx(2 * 2 * (2 * (1e-3 - 1e-5) + 4 * (1 << 20) * (1e-9 - 8 / 100e9)))
 
 
 def test_no_collective_between_nodes_is_faster_than_its_links() -> None:
     path = "allreduce"
-    said = seconds(PROFILE, path, tall_nodes=False)
+    lines = seconds(PROFILE, path, tall_nodes=False)
     quick, slow = (structs.replace(PROFILE, across=line) for line in (Line(1e-9, 1e-12), Line(5e-3, 20e-9)))
-    assert seconds(quick, path, tall_nodes=False) == said
+    assert seconds(quick, path, tall_nodes=False) == lines
     move = moves("allreduce", 4)
     assert seconds(slow, path, tall_nodes=False) == pytest.approx(move.messages * 5e-3 + move.passes * 4 * (1 << 20) * 20e-9)
 

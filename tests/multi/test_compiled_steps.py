@@ -37,14 +37,14 @@ def trained(rank: int, codec: str, compiled: bool, address: str) -> dict[str, to
 @pytest.mark.commit(1)
 @pytest.mark.parametrize("codec", ["identity()", "topk(ratio=0.1)"])
 def test_a_compiled_step_trains_as_one_that_is_not(codec: str) -> None:
-    found = []
+    results = []
     for compiled in (False, True):
-        with coordinators(1, WORLD, 1) as made:
-            found += pool(WORLD).call(trained, codec, compiled, made[0].address)
-    for other in found[1:]:
-        for name, tensor in found[0].items():
+        with coordinators(1, WORLD, 1) as jobs:
+            results += pool(WORLD).call(trained, codec, compiled, jobs[0].address)
+    for other in results[1:]:
+        for name, tensor in results[0].items():
             torch.testing.assert_close(other[name], tensor)
-    assert all(torch.equal(found[2][name], found[3][name]) for name in found[2]), "ranks are alike"
+    assert all(torch.equal(results[2][name], results[3][name]) for name in results[2]), "ranks are alike"
 
 
 def test_hooks_do_without_what_torch_2_6_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

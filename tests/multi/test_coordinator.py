@@ -58,10 +58,10 @@ def test_a_host_name_that_cannot_be_resolved_is_named(who: str, monkeypatch: pyt
     attendance = SiteLease(address, config, messages.site_request(1, messages.ANY), lambda _: None)
     meet = {"home": lambda: attendance.meet(60.0),
             "worker": lambda: client.join(address, messages.worker_request("job", 0, 1), config, Failures())}[who]
-    with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as told:
+    with pytest.raises(CommError, match=r"'no-such-host\.invalid'.*E-ADDRESS") as report:
         meet()
-    assert told.value.peer == f"coordinator {address}"
-    assert not isinstance(told.value, DeadlineExceeded)
+    assert report.value.peer == f"coordinator {address}"
+    assert not isinstance(report.value, DeadlineExceeded)
 
 
 def test_a_plan_travels_once_though_its_seat_was_freed(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,10 +171,10 @@ def test_a_call_of_a_version_that_says_more_is_refused_for_its_version(opened: l
     channel = client.CoordinatorChannel(coordinator.address)
     opened.append(channel)
     mine = msgspec.structs.asdict(messages.worker_request("job", 0, 1))
-    for said, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
+    for lines, line in (({"version": "9.9"}, "commlayer 9.9, but this process .*E-VERSION"),
                        ({}, "Join .*`more`.*E-FRAME")):
         with pytest.raises(Refused, match=line):
-            channel.call("Join", Later(**mine | said), messages.JoinReply, WAIT_S)
+            channel.call("Join", Later(**mine | lines), messages.JoinReply, WAIT_S)
     assert not coordinator._state.registrations
 
 
@@ -333,16 +333,16 @@ def test_of_several_that_end_at_once_the_one_that_was_lost_is_named() -> None:
     assert str(named) == str(lost).replace("worker 1", "worker 1 (ben)")
     left = because_of(named, "worker 0")
     tenth = because_of(PeerLost("left the job: KeyboardInterrupt", peer="worker 0", step=3), "worker 10")
-    for heard, first in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
-        assert client.root_cause(heard) is first
+    for received, first in (([left, lost, tenth], lost), ([tenth, left], left), ([tenth, lost], tenth), ([lost], lost)):
+        assert client.root_cause(received) is first
 
 
-@pytest.mark.parametrize(("error", "said"), [
+@pytest.mark.parametrize(("error", "lines"), [
     (KeyboardInterrupt(), "KeyboardInterrupt"), (ValueError("no room\nfor it"), "ValueError: no room"),
     (PeerLost("is gone", peer="worker 1"), "PeerLost: worker 1: is gone [E-PEER-LOST]"),
 ])
-def test_what_others_hear_of_an_end_is_one_line(error: BaseException, said: str) -> None:
-    assert cause_of(error) == said
+def test_what_others_hear_of_an_end_is_one_line(error: BaseException, lines: str) -> None:
+    assert cause_of(error) == lines
 
 
 def test_a_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from commlayer.errors import CommError
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator(quick())
-    yield made
-    made.close()
+    hub = Coordinator(quick())
+    yield hub
+    hub.close()
 
 
 def wait_gone(pid: int) -> None:
@@ -66,12 +66,12 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
         monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     config = quick()
     child = EmbeddedServer.start(quick(dead_after_s=60.0), workers=1, servers=0, number=None)
-    told: queue.Queue[float] = queue.Queue()
+    report: queue.Queue[float] = queue.Queue()
     real, failures = uplink.Uplink._on_silence, Failures()
 
     def silent(self: uplink.Uplink, silent_s: float) -> None:
         real(self, silent_s)
-        told.put(silent_s)
+        report.put(silent_s)
 
     monkeypatch.setattr(uplink.Uplink, "_on_silence", silent)
     link = uplink.connect(child.control, messages.worker_request("job", 0, 1), config)
@@ -79,15 +79,15 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
     try:
         for outage in (1, 2):
             os.kill(child.pid, signal.SIGSTOP)
-            assert told.get(timeout=WAIT_S) >= config.dead_after_s
-            assert [told.get(timeout=WAIT_S) for _ in range(2)], "it goes on asking"
+            assert report.get(timeout=WAIT_S) >= config.dead_after_s
+            assert [report.get(timeout=WAIT_S) for _ in range(2)], "it goes on asking"
             os.kill(child.pid, signal.SIGCONT)
             until = time.monotonic() + WAIT_S
             while len(lines := [line for line in caplog.messages if child.control in line]) < 2 * outage:
                 assert time.monotonic() < until, lines
                 time.sleep(0.01)
-            while not told.empty():
-                told.get()
+            while not report.empty():
+                report.get()
             assert ["answers again" in line for line in lines] == [False, True] * outage, lines
             assert "training continues" in lines[-2]
         assert failures.errors == [], "training can do without it"
@@ -151,12 +151,12 @@ def test_an_embedded_server_ends_with_its_killed_trainer(coordinator: Coordinato
     how = "embed_and_fork" if pipe_held else "embed"
     trainer = Process(coordinator.address, 0, 1, how=how)
     trainer.told()
-    told = trainer.told()
+    report = trainer.told()
     trainer.process.kill()
     trainer.process.wait(WAIT_S)
-    wait_gone(told["embedded"])
+    wait_gone(report["embedded"])
     if pipe_held:
-        os.kill(told["forked"], signal.SIGKILL)
+        os.kill(report["forked"], signal.SIGKILL)
     trainer.kill()
 
 

@@ -60,8 +60,8 @@ print(call(2, 64, 2, ctypes.c_uint64(1), 1, (ctypes.c_void_p * 1)(ctypes.address
 
 def run_sanitized(kernel: str) -> subprocess.CompletedProcess[str]:
     assert COMPILER is not None
-    asked = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    runtime = asked.stdout.strip()
+    requested = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    runtime = requested.stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip("the compiler has no sanitizer runtime")
     library = build([SHIM / "faults.cu"], "-fsanitize=address", "-g1")

@@ -26,16 +26,16 @@ CODECS = ["int8(block=64)", "topk(ratio=0.1, values='int8')"]
 STEPS = 3
 
 
-def run(rank: int, cases: list[tuple[str, str]], there: bool) -> list[Any]:
+def run(rank: int, cases: list[tuple[str, str]], present: bool) -> list[Any]:
     """For each path and codec: averages of all steps, debts, and whether any kernel was launched."""
-    if not there:
+    if not present:
         return [trained(rank, text, codec, torch.device("cpu")) for text, codec in cases]
     with running(resident=2) as launcher:
-        found = []
+        results = []
         for text, codec in cases:
             launcher.launched.clear()
-            found.append((*trained(rank, text, codec, DEVICE), bool(launcher.launched)))
-        return found
+            results.append((*trained(rank, text, codec, DEVICE), bool(launcher.launched)))
+        return results
 
 
 def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[list[Any], list[torch.Tensor]]:
@@ -63,7 +63,7 @@ def test_where_a_path_codes_does_not_change_what_it_gives(codec: str) -> None:
     with running():
         pass  # compiled once, ahead of the ranks
     cases = [(text, codec) for text in PATHS]
-    hosts, devices = (pool(WORLD).call(run, cases, there) for there in (False, True))
+    hosts, devices = (pool(WORLD).call(run, cases, present) for present in (False, True))
     for host, device in zip(hosts, devices, strict=True):
         for (text, _), (averages, debts), (theirs, owed, launched) in zip(cases, host, device, strict=True):
             assert launched, f"{text}: nothing ran on the device"

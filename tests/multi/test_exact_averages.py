@@ -53,9 +53,9 @@ def attached(run: Run) -> dict[str, Any]:
 def test_doubles_train_as_under_ddp(how: str, codec: str) -> None:
     ranks = pool(WORLD)
     wanted = ranks.call(play, WORLD, as_ddp, None)
-    with coordinators(1, WORLD, 1 if codec else 0) as made:
+    with coordinators(1, WORLD, 1 if codec else 0) as jobs:
         # Without a codec: the default plan, of one node.
-        setting = Setting(how, tuple(each.address for each in made), codec, servers=1) if codec else \
+        setting = Setting(how, tuple(each.address for each in jobs), codec, servers=1) if codec else \
             Setting(how, plan="auto", ranks_per_node=WORLD)
         results = ranks.call(play, WORLD, attached, setting)
     for name, one in wanted[0].items():
@@ -68,10 +68,10 @@ class Still(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        made = torch.Generator().manual_seed(3)
+        draw = torch.Generator().manual_seed(3)
         self.body, self.norm = nn.Linear(12, 3), nn.BatchNorm1d(12)
         for name, dtype in (("f32", torch.float32), ("f64", torch.float64), ("bf16", torch.bfloat16), ("f16", torch.float16)):
-            self.register_buffer(name, torch.randn(300, generator=made, dtype=torch.float64).to(dtype))
+            self.register_buffer(name, torch.randn(300, generator=draw, dtype=torch.float64).to(dtype))
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("whole", torch.arange(5))
         self.register_buffer("mask", torch.tensor([True, False]))
@@ -101,8 +101,8 @@ def stay(rank: int, address: str, plan: str, per_node: int, steps: int) -> tuple
 
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2), ("int8()", 1)])
 def test_buffers_that_are_equal_everywhere_keep_their_bits(plan: str, per_node: int) -> None:
-    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as made:
-        results = pool(WORLD).call(stay, made[0].address if made else "", plan, per_node, 20)
+    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:
+        results = pool(WORLD).call(stay, jobs[0].address if jobs else "", plan, per_node, 20)
     (one, same), (other, too) = results
     assert same == too == [True] * 7
     assert torch.equal(one["norm.running_mean"], other["norm.running_mean"])
@@ -124,8 +124,8 @@ def light(rank: int, plan: str, per_node: int, address: str) -> bool:
 
 @pytest.mark.parametrize(("plan", "per_node"), [("auto", 2), ("identity()", 1), ("identity()", 2)])
 def test_a_rank_without_weight_changes_nothing(plan: str, per_node: int) -> None:
-    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as made:
-        assert pool(WORLD).call(light, plan, per_node, made[0].address if made else "") == [True, True]
+    with coordinators(1, WORLD, 0 if plan == "auto" else 1) as jobs:
+        assert pool(WORLD).call(light, plan, per_node, jobs[0].address if jobs else "") == [True, True]
 
 
 def differ(rank: int) -> list[torch.Tensor]:
@@ -153,9 +153,9 @@ def test_all_ranks_continue_from_the_weighted_mean_of_a_changed_buffer() -> None
 
 def halves(plan: Plan) -> Plan:
     """The same with every slice in two buckets."""
-    made = [structs.replace(b, slices=(Slice(s.tensor, low, high),), shape=()) for b in plan.buckets for s in b.slices
+    layout = [structs.replace(b, slices=(Slice(s.tensor, low, high),), shape=()) for b in plan.buckets for s in b.slices
             for low, high in pairwise(sorted({s.start, (s.start + s.stop) // 2, s.stop}))]
-    return structs.replace(plan, buckets=tuple(structs.replace(b, id=i) for i, b in enumerate(made)))
+    return structs.replace(plan, buckets=tuple(structs.replace(b, id=i) for i, b in enumerate(layout)))
 
 
 def switched(rank: int) -> tuple[bool, torch.Tensor]:

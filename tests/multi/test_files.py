@@ -60,6 +60,6 @@ def test_processes_that_write_one_file_never_mix(tmp_path: Path) -> None:
     with ProcessPoolExecutor(2, get_context("spawn")) as processes:
         for done in [processes.submit(rewrite, path, 200) for _ in range(2)]:
             done.result()
-    whole = path.read_bytes()
-    assert whole == whole[: len(whole) // 4096] * 4096
+    complete = path.read_bytes()
+    assert complete == complete[: len(complete) // 4096] * 4096
     assert [each.name for each in tmp_path.iterdir()] == ["a"]

@@ -18,7 +18,7 @@ from commlayer.planner import default_plan
 WORLD, SERVERS = 2, 2
 
 
-def rising(run: Run, asked: bool) -> Any:
+def rising(run: Run, requested: bool) -> Any:
     """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy, "TIME_PART", 1e9)
@@ -29,7 +29,7 @@ def rising(run: Run, asked: bool) -> Any:
         model(torch.ones(2, 12)).sum().backward()
         session.switch(default_plan(job_of(model), codec="int8(block=32)", path="service", servers=SERVERS,
                                                ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096))
-        session.inspect.connection.terms.auto = not asked
+        session.inspect.connection.terms.auto = not requested
         before_s = session.metrics()["guard_s"]
         for step in range(130):
             model.zero_grad()
@@ -40,12 +40,12 @@ def rising(run: Run, asked: bool) -> Any:
 
 
 @pytest.mark.commit(1)
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(asked: bool) -> None:
-    with coordinators(1, WORLD, SERVERS) as made:
-        setting = Setting("module", (made[0].address,), servers=SERVERS, plan="auto")
-        results = pool(WORLD).call(play, WORLD, rising, setting, asked)
-    for said, codecs, check_s in results:
-        assert not [line for line in said if "the loss has risen" in line or "codecs are finer" in line]
-        assert not asked or codecs == {"int8(block=32)"}
-        assert (check_s > 0) is not asked, "a plan that somebody asked for is theirs, and nothing was named to hold it to"
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(requested: bool) -> None:
+    with coordinators(1, WORLD, SERVERS) as jobs:
+        setting = Setting("module", (jobs[0].address,), servers=SERVERS, plan="auto")
+        results = pool(WORLD).call(play, WORLD, rising, setting, requested)
+    for lines, codecs, check_s in results:
+        assert not [line for line in lines if "the loss has risen" in line or "codecs are finer" in line]
+        assert not requested or codecs == {"int8(block=32)"}
+        assert (check_s > 0) is not requested, "a plan that somebody asked for is theirs, and nothing was named to hold it to"

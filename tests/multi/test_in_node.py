@@ -29,8 +29,8 @@ def planned(numel: int, owners: list[int]) -> list[Bucket]:
 def through(rank: int, numel: int, owners: list[int]) -> dict[str, Any]:
     """Rounds of: ranks 1, 2, 3 and 4 added up, its owner's result the sum times ten, weight and used with it."""
     groups, seen = Groups(RANKS, 30.0, torch.device("cpu")), []
-    here, tensors = torch.device("cpu"), job([(numel,)])
-    buckets: list[Any] = [bucket_of(b, tensors, codec_of(b, 0), here, 0, local=rank, rank=rank) for b in planned(numel, owners)]
+    cpu, tensors = torch.device("cpu"), job([(numel,)])
+    buckets: list[Any] = [bucket_of(b, tensors, codec_of(b, 0), cpu, 0, local=rank, rank=rank) for b in planned(numel, owners)]
     ones = node_sums(buckets, RANKS, rank)
     try:
         for _ in range(3):
@@ -97,7 +97,7 @@ def crosswise(rank: int, key: str) -> bool:
     store, until = distributed_c10d._get_default_store(), time.monotonic() + 20.0
     try:
         if rank == 1:
-            said = late.allreduce(torch.zeros(1))
+            lines = late.allreduce(torch.zeros(1))
             time.sleep(0.3)
             store.set(key, b"")
             ready.allreduce(torch.zeros(1)).wait(until)
@@ -105,8 +105,8 @@ def crosswise(rank: int, key: str) -> bool:
         else:
             ready.allreduce(torch.zeros(1)).wait(until)
             good = store.check([key])
-            said = late.allreduce(torch.zeros(1))
-        said.wait(until)
+            lines = late.allreduce(torch.zeros(1))
+        lines.wait(until)
         return good
     finally:
         groups.close()

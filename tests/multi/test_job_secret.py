@@ -39,9 +39,9 @@ WRONG = [("", "no secret.*COMMLAYER_TOKEN.*E-SECRET"),
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    made = Coordinator(quick(token=SECRET))
-    yield made
-    made.close()
+    hub = Coordinator(quick(token=SECRET))
+    yield hub
+    hub.close()
 
 
 def request(rank: int, job: str = "jobA") -> messages.Join:
@@ -99,12 +99,12 @@ class Spoiled(CallAuthenticator):
 
 
 def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proof_wrong() -> None:
-    judge, connection, anew = CallVerifier(SECRET), ["old"], iter(["new", "newer", "newest"])
+    judge, connection, again = CallVerifier(SECRET), ["old"], iter(["new", "newer", "newest"])
 
     def call(method: str, data: bytes, _: float) -> bytes:
         if method == "Challenge":
             return judge.challenge(connection[0])
-        connection[0] = next(anew, connection[0])
+        connection[0] = next(again, connection[0])
         return judge.sealed(data, judge.opened(connection[0], method, data))
 
     for kind in (CallAuthenticator, Spoiled):
@@ -136,9 +136,9 @@ def test_large_and_many_calls_of_strangers_cost_the_coordinator_little() -> None
 
 
 def peak_nbytes(pid: int) -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) << 10
+    results = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert results is not None
+    return int(results[1]) << 10
 
 
 def test_calls_that_never_come_whole_hold_nobody_up(coordinator: Coordinator) -> None:
@@ -168,13 +168,13 @@ def server(**settings: Any) -> StreamTransport:
 
 
 def dialled(address: tuple[str, int], token: str = SECRET, job: str = "jobA") -> StreamTransport:
-    made = StreamTransport(Hello(job, 1), settings=Settings(secret=token))
+    peer = StreamTransport(Hello(job, 1), settings=Settings(secret=token))
     try:
-        made.dial(SERVER_BASE, address, soon())
+        peer.dial(SERVER_BASE, address, soon())
     except BaseException:
-        made.close()
+        peer.close()
         raise
-    return made
+    return peer
 
 
 @pytest.mark.parametrize(("token", "line"), WRONG)

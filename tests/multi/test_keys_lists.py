@@ -79,20 +79,20 @@ def test_a_certificate_replaced_in_use_is_taken_with_the_next_start(ca: Path) ->
     keys.revoked()
     other = Keys(ca / "gpu-2")
     assert Keys(ca / "gpu-1").own != keys.own
-    here, there = (tls.TlsSocket(sock, k, tls.DATA, server=side)
+    local, present = (tls.TlsSocket(sock, k, tls.DATA, server=side)
                    for sock, k, side in zip(socket.socketpair(), (keys, other), (False, True), strict=True))
 
     def refuse() -> None:
         with pytest.raises(Refused):
-            there.handshake(soon())
+            present.handshake(soon())
 
     thread = threading.Thread(target=refuse)
     thread.start()
-    here.handshake(soon())
+    local.handshake(soon())
     with pytest.raises(Refused, match="gpu-1 .*E-CERTIFICATE-REVOKED"):  # the certificate that it says it is of
-        here.recv_into(bytearray(1))
+        local.recv_into(bytearray(1))
     thread.join()
-    for sock in (here, there):
+    for sock in (local, present):
         sock.close()
 
 
@@ -134,11 +134,11 @@ def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: p
     handshake = tls.TlsSocket.handshake
 
     def outrun(sock: tls.TlsSocket, deadline: float) -> PeerCertificate:
-        found = handshake(sock, deadline)
+        results = handshake(sock, deadline)
         if sock._server:
             authority.revoke(ca.parent, "gpu-1")
             front.drop(front._keys.revoked())
-        return found
+        return results
 
     monkeypatch.setattr(tls.TlsSocket, "handshake", outrun)
     behind: Any = SimpleNamespace(start=lambda _: inner.getsockname()[1], close=lambda: None)
@@ -168,13 +168,13 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
     assert until_answered(link).unknown_token
     coordinator.close()
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked), port=port), workers=1)
-    heard: list[str] = []
+    received: list[str] = []
     heartbeat = coordinator._judge.opened
-    coordinator._judge.opened = lambda *args: (heard.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
+    coordinator._judge.opened = lambda *args: (received.append(args[1]), heartbeat(*args))[1]  # type: ignore[method-assign]
     for _ in range(3):  # and every thread's call, not only the first one's that finds out
         with pytest.raises(Refused, match="E-CERTIFICATE-REVOKED"):
             until_answered(link)
-    assert heard == [], "and hears nothing"
+    assert received == [], "and hears nothing"
     member.close()
     coordinator.close()
 

@@ -79,8 +79,8 @@ def plain(where: End, _: Folders) -> socket.socket:
 
 
 def showing(bare: Callable[[Folders], Bare], protocol: str = "") -> Callable[[End, Folders], socket.socket]:
-    def connect(where: End, made: Folders) -> socket.socket:
-        keys: Any = bare(made)
+    def connect(where: End, made_keys: Folders) -> socket.socket:
+        keys: Any = bare(made_keys)
         sock = tls.TlsSocket(socket.create_connection(where.address, WAIT_S), keys, protocol or where.protocol, server=False)
         sock.handshake(soon())
         sock.settimeout(WAIT_S)
@@ -132,10 +132,10 @@ def read_to_end(sock: socket.socket) -> None:
 def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     """The refusal is written on a thread of the listener's."""
     until = time.monotonic() + WAIT_S
-    while not (found := [r.getMessage() for r in caplog.records if reason in r.getMessage()]):
+    while not (results := [r.getMessage() for r in caplog.records if reason in r.getMessage()]):
         assert time.monotonic() < until, [r.getMessage() for r in caplog.records]
         time.sleep(0.01)
-    assert all("127.0.0.1:" in line for line in found), "and says where from"
+    assert all("127.0.0.1:" in line for line in results), "and says where from"
 
 
 # ---- what the refused are told
@@ -169,12 +169,12 @@ def test_a_key_that_may_only_dial_is_no_server(folders: Folders) -> None:
         each.close()
 
 
-@pytest.mark.parametrize(("here", "there", "line"), [
+@pytest.mark.parametrize(("local", "present", "line"), [
     ("worker", "", "COMMLAYER_KEYS.*(E-TLS|E-PEER-LOST)"),
     ("", "server", r"(COMMLAYER_KEYS.*E-TLS|connection closed.*E-PEER-LOST)\]"),
 ])
-def test_keys_on_one_end_only(here: str, there: str, line: str, folders: Folders) -> None:
-    mine, theirs = (str(getattr(folders, name)) if name else "" for name in (here, there))
+def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Folders) -> None:
+    mine, theirs = (str(getattr(folders, name)) if name else "" for name in (local, present))
     server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(theirs) if theirs else None))
     worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(mine) if mine else None))
     with pytest.raises(CommError, match=line):
@@ -244,12 +244,12 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
         again = tls.TlsSocket(socket.create_connection(address, WAIT_S), Keys(folders.worker), tls.DATA, server=False)
         again.handshake(soon())
         again.settimeout(WAIT_S)
-        for said in first.said:
-            again.sendall(said)
-        heard = bytearray()
+        for lines in first.said:
+            again.sendall(lines)
+        received = bytearray()
         with pytest.raises(EndOfStream):
-            read_frames(again, heard)
-        assert handshake.NOT_AUTHENTICATED.encode() in heard
+            read_frames(again, received)
+        assert handshake.NOT_AUTHENTICATED.encode() in received
         logged(caplog, handshake.NOT_AUTHENTICATED)
         # A proof for another connection, as a member would pass it on that sits between two others.
         for channel in (b"", bytes(64), Keys(folders.second).own.fingerprint + Keys(folders.server).own.fingerprint):
@@ -258,10 +258,10 @@ def test_what_was_said_on_one_connection_is_of_no_use_on_another(folders: Folder
     server.close()
 
 
-def read_frames(sock: socket.socket, heard: bytearray) -> None:
+def read_frames(sock: socket.socket, received: bytearray) -> None:
     data = bytearray(1 << 16)
     while n := sock.recv_into(data):
-        heard += data[:n]
+        received += data[:n]
     sock.close()
     raise EndOfStream
 
@@ -311,17 +311,17 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
     from commlayer.cluster import authority
 
     authority.init(tmp_path / "job")
-    here, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
-    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(here)))
+    local, gone = (authority.add(tmp_path / "job", name) for name in ("server-1", "gpu-9"))
+    server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(secret=SECRET, keys=Keys(local)))
     worker = StreamTransport(Hello("job", 1), settings=Settings(secret=SECRET, keys=Keys(gone)))
     worker.dial(SERVER_BASE, server.listen(), soon())
     assert exchange_pair(worker, server)
-    coordinator = Coordinator(quick(token=SECRET, keys=str(here)), workers=2)
+    coordinator = Coordinator(quick(token=SECRET, keys=str(local)), workers=2)
     requests = [messages.worker_request("job", rank, 2, plan=b"a plan") for rank in range(2)]
     failures, members = [Failures(), Failures()], []
 
     def join(rank: int) -> None:
-        members.append(client.join(coordinator.address, requests[rank], quick(token=SECRET, keys=str((here, gone)[rank])),
+        members.append(client.join(coordinator.address, requests[rank], quick(token=SECRET, keys=str((local, gone)[rank])),
                                    failures[rank]))
 
     joining = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]

@@ -42,8 +42,8 @@ def until(what: Callable[[], bool]) -> bool:
 
 
 def there(desk: KvClient, *names: str) -> list[bool]:
-    found = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).values
-    return [value is not None for value in found]
+    results = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).values
+    return [value is not None for value in results]
 
 
 # ---- views
@@ -107,12 +107,12 @@ def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list
     coordinator, _ = met(opened, 3, min_workers=1)
     assert (told(coordinator).free_seats, told(coordinator).closed_reason) == (0, ""), "it has not begun"
     members = joined(opened, coordinator, 3)
-    said = told(coordinator)
-    assert (said.free_seats, said.full) == (0, True)
-    assert said.closed_reason.startswith("the job is running with all its 3 workers")
+    lines = told(coordinator)
+    assert (lines.free_seats, lines.full) == (0, True)
+    assert lines.closed_reason.startswith("the job is running with all its 3 workers")
     members[2].leave("it breaks off")
-    said = told(coordinator)
-    assert (said.free_seats, said.full, said.closed_reason) == (1, False, "")
+    lines = told(coordinator)
+    assert (lines.free_seats, lines.full, lines.closed_reason) == (1, False, "")
     for member in members[:2]:
         member.leave()
     assert (told(coordinator).free_seats, told(coordinator).closed_reason) == (0, "the job is over")
@@ -145,14 +145,14 @@ def test_homes_that_store_too_much_are_named(opened: list[Any], monkeypatch: pyt
 
 def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
     now = [0.0]
-    made = RendezvousService(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
+    service = RendezvousService(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
     anna, ben = (msgspec.structs.replace(messages.site_request(1, name=name), certificate=name) for name in ("anna", "ben"))
     again = msgspec.structs.replace(messages.site_request(1, name="anna"), certificate="anna")
     for one in (anna, ben):
-        made.register(one)
+        service.register(one)
     now[0] = 30.0
-    assert made.supersede(again, {}, 30.0) == (frozenset(), "")
-    made.tick(still_s=30.0)
-    assert made.supersede(again, {}) == (frozenset(), "")
+    assert service.supersede(again, {}, 30.0) == (frozenset(), "")
+    service.tick(still_s=30.0)
+    assert service.supersede(again, {}) == (frozenset(), "")
     now[0] = 60.0
-    assert made.supersede(again, {})[1]
+    assert service.supersede(again, {})[1]

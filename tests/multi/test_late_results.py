@@ -29,12 +29,12 @@ _ranks = rank_pool.ranks_first(WORLD)
 
 
 def plan(job: Job, codec: str = "identity()", late: str = "some", per_node: int = 1) -> Plan:
-    made = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=per_node, fuse_nbytes=2048,
+    base = default_plan(job, codec=codec, path="service", servers=SERVERS, ranks_per_node=per_node, fuse_nbytes=2048,
                         cut_nbytes=4096)
-    last = 2 * len(made.buckets) // 3
-    chosen = {"none": set[int](), "some": {0, *(b.id for b in made.buckets[last:])}, "all": {b.id for b in made.buckets}}[late]
+    last = 2 * len(base.buckets) // 3
+    chosen = {"none": set[int](), "some": {0, *(b.id for b in base.buckets[last:])}, "all": {b.id for b in base.buckets}}[late]
     return msgspec.structs.replace(
-        made, buckets=tuple(msgspec.structs.replace(b, stale=b.id in chosen, down="identity()") for b in made.buckets)
+        base, buckets=tuple(msgspec.structs.replace(b, stale=b.id in chosen, down="identity()") for b in base.buckets)
     )
 
 
@@ -42,14 +42,14 @@ class Training:
     """One rank's, attached."""
 
     def __init__(
-        self, rank: int, address: str, made: Callable[[Job], Plan], optimizer: str = "plain", how: str = "module",
+        self, rank: int, address: str, planned: Callable[[Job], Plan], optimizer: str = "plain", how: str = "module",
         per_node: int = 1,
     ) -> None:
         self.rank, self.model = rank, mlp(width=64)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.called: Any = self.model if how == "module" else DistributedDataParallel(self.model, bucket_cap_mb=0.002)
         config = rank_pool.quick(join=address, servers="each", ranks_per_node=per_node)
-        first: Any = made(job_of(self.model)) if how == "module" else commlayer.compressors.identity()
+        first: Any = planned(job_of(self.model)) if how == "module" else commlayer.compressors.identity()
         self.session = commlayer.attach(self.called, self.optimizer, plan=first, config=config)
 
     def train(self, first: int, last: int) -> None:
@@ -74,9 +74,9 @@ def by_hand(late: str, optimizer: str, begin: int) -> list[torch.Tensor]:
     Until step `begin` nothing is late.
     """
     model = mlp(width=64)
-    made = plan(job_of(model), late=late)
+    layout = plan(job_of(model), late=late)
     masks = [torch.zeros(p.numel(), dtype=torch.bool) for p in model.parameters()]
-    for bucket in made.buckets:
+    for bucket in layout.buckets:
         for part in bucket.slices:
             masks[part.tensor][part.start : part.stop] = bucket.stale
     update = OPTIMIZERS[optimizer](model.parameters())

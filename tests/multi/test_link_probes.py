@@ -86,14 +86,14 @@ class Pings:
         return self.clock
 
 
-@pytest.mark.parametrize(("seconds", "wanted", "asked"), [
+@pytest.mark.parametrize(("seconds", "wanted", "requested"), [
     ((0.08, 0.081), 0.08, 2), ((0.2, 0.08, 0.084), 0.08, 3), ((0.2, 0.1, 0.15, 0.08), 0.08, 4),
 ])
-def test_a_round_trip_is_known_when_two_agree(seconds: tuple[float, ...], wanted: float, asked: int) -> None:
+def test_a_round_trip_is_known_when_two_agree(seconds: tuple[float, ...], wanted: float, requested: int) -> None:
     network = Pings(*seconds)
     assert link_rates.round_trip(network, 0, 1.0) == pytest.approx(wanted)
     assert next(network.answers, None) is None
-    assert asked == len(seconds)
+    assert requested == len(seconds)
 
 
 UP_ALONE = Throughput(BUSILY.up, SELDOM.down)
@@ -126,8 +126,8 @@ def probing(run: Run) -> list[dict[str, Any]]:
 def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
     # Over loopback a round trip takes nothing; what counts here is who asks for what.
     results = pool(WORLD).call(play, WORLD, probing, Setting("module", servers=SERVERS))
-    told, half, nothing, behind_another = zip(*results, strict=True)
-    for result in told:
+    report, half, nothing, behind_another = zip(*results, strict=True)
+    for result in report:
         assert result["asked"] == []
         assert result["found"] == pytest.approx(TOLD)
         assert result["alpha_s"] > 0
@@ -156,12 +156,12 @@ class Clock:
 def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
     """When this rank asks, which way, for how long, and with what expected; by a round trip of which it is told."""
     run.wrap(mlp())
-    clock, asked = Clock(), list[tuple[float, int, float, float]]()
+    clock, requested = Clock(), list[tuple[float, int, float, float]]()
 
     def rate(_network: Any, way: int, _servers: Any, round_trip_s: float, budget_s: float, _patience_s: float, *,
              expected_bps: float) -> float:
         assert round_trip_s == [ROUND_TRIP_S, SLOW_S][run.rank]
-        asked.append((clock.now, way, budget_s, expected_bps))
+        requested.append((clock.now, way, budget_s, expected_bps))
         return 4e6
 
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +169,7 @@ def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
         patch.setattr(link_rates, "round_trip", lambda *_: [ROUND_TRIP_S, SLOW_S][run.rank])
         patch.setattr(link_rates, "rate", rate)
         assert probed(run.sessions[0].inspect.connection, BUDGET_S, expected=EXPECTED)[:2] == (4e6, 4e6)
-    return asked
+    return requested
 
 
 @pytest.mark.nightly
@@ -177,8 +177,8 @@ def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() 
     results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
     turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # nobody waits for one of two seconds
     assert turns == WORLD
-    for rank, asked in enumerate(results):
-        assert [way for _, way, _, _ in asked] == [link_rates.UP, link_rates.DOWN]
-        assert [at for at, *_ in asked] == pytest.approx([rank * turn_s, (turns + rank) * turn_s])
-        assert [budget_s for _, _, budget_s, _ in asked] == pytest.approx([turn_s - DRAINED * LONGEST_S] * 2)
-        assert [bps for *_, bps in asked] == [EXPECTED.up_bps, max(EXPECTED.down_bps, 4e6)]
+    for rank, requested in enumerate(results):
+        assert [way for _, way, _, _ in requested] == [link_rates.UP, link_rates.DOWN]
+        assert [at for at, *_ in requested] == pytest.approx([rank * turn_s, (turns + rank) * turn_s])
+        assert [budget_s for _, _, budget_s, _ in requested] == pytest.approx([turn_s - DRAINED * LONGEST_S] * 2)
+        assert [bps for *_, bps in requested] == [EXPECTED.up_bps, max(EXPECTED.down_bps, 4e6)]

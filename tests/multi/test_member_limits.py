@@ -33,9 +33,9 @@ def audit(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keyed(folders: Folders, audit: Path) -> Iterator[Coordinator]:
-    made = Coordinator(quick(token=SECRET, audit=str(audit), keys=str(folders.server)), workers=2)
-    yield made
-    made.close()
+    coordinator = Coordinator(quick(token=SECRET, audit=str(audit), keys=str(folders.server)), workers=2)
+    yield coordinator
+    coordinator.close()
 
 
 def noted(path: Path, event: str) -> list[dict[str, Any]]:
@@ -62,10 +62,10 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     front = keyed._port
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
-    (said,) = [r.getMessage() for r in caplog.records]
-    found = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", said)
-    assert found, said
-    where, address = found.groups()
+    (lines,) = [r.getMessage() for r in caplog.records]
+    results = re.match(f"connection from (gpu-1 at (127.0.0.1:\\d+)) refused: {line}", lines)
+    assert results, lines
+    where, address = results.groups()
     assert where in {one.where for one in front._known.values()}
     assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
     (entry,) = noted(audit, "refused")
@@ -90,15 +90,15 @@ def test_a_flood_of_requests_that_are_refused_fills_neither_log(
     request_: messages.Join, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("commlayer.cluster.audit.MOST_REFUSED", 5)
-    made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
-    mine = channel(made)
+    coordinator = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
+    mine = channel(coordinator)
     with caplog.at_level(logging.WARNING, "commlayer"):
         for _ in range(20):
             assert mine.call("Join", request_, messages.JoinReply, WAIT_S).error
     assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
     assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
     mine.close()
-    made.close()
+    coordinator.close()
 
 
 # ---- what they write of themselves
@@ -106,8 +106,8 @@ def test_a_flood_of_requests_that_are_refused_fills_neither_log(
 
 def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, caplog: pytest.LogCaptureFixture) -> None:
     forged = "a\nLOG worker 0: FORGED" + "x" * 100_000
-    made = Coordinator(quick(token=SECRET, audit=str(audit)), workers=2)
-    mine = channel(made)
+    coordinator = Coordinator(quick(token=SECRET, audit=str(audit)), workers=2)
+    mine = channel(coordinator)
     requests = [messages.worker_request("job", rank, 2, plan=b"a plan") for rank in range(2)]
     with caplog.at_level(logging.INFO, "commlayer"):
         answers = [
@@ -132,4 +132,4 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
     assert sum("FORGED" in line for line in lines) >= 4, "it is said who they say they are"
     assert len(audit.read_text()) < 10_000
     mine.close()
-    made.close()
+    coordinator.close()

@@ -70,13 +70,13 @@ def trained(run: Run, kind: str, *, lazy: bool, cleared: bool) -> dict[str, Any]
             optimizer.flush()
     worker = run.sessions[0].inspect.connection.worker
     kept = sum(isinstance(bucket.compact, SparseResult) for bucket in worker.buckets)
-    told: dict[str, Any] = {"layouts": layouts, "kept": kept}
-    return told | {name: p.detach().clone() for name, p in model.named_parameters()}
+    report: dict[str, Any] = {"layouts": layouts, "kept": kept}
+    return report | {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def played(codec: str, *script: Any, fields: tuple[tuple[str, Any], ...] = ()) -> list[dict[str, Any]]:
-    with coordinators(1, WORLD, 1) as made:
-        setting = Setting("module", tuple(each.address for each in made), codec, fields=fields)
+    with coordinators(1, WORLD, 1) as jobs:
+        setting = Setting("module", tuple(each.address for each in jobs), codec, fields=fields)
         return pool(WORLD).call(play, WORLD, train, setting, *script)
 
 
@@ -85,8 +85,8 @@ OFF = (("guard", "off"),)
 
 @pytest.mark.parametrize(("kind", "cleared"), [("sgd", False), ("adamw", False), ("sgd", True)])
 def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(kind: str, cleared: bool) -> None:
-    found = [played("topk(ratio=0.02)", kind, lazy, cleared, fields=OFF) for lazy in (True, False)]
-    sparse, dense = found
+    results = [played("topk(ratio=0.02)", kind, lazy, cleared, fields=OFF) for lazy in (True, False)]
+    sparse, dense = results
     assert all(layout[FIRST] and sum(layout) <= 2 for layout in sparse[0]["layouts"])
     assert sum(layout[SPARE] for layout in sparse[0]["layouts"]) >= STEPS / 3
     assert not any(any(layout) for layout in dense[0]["layouts"])
@@ -104,8 +104,8 @@ def test_a_lazy_optimizer_takes_sparse_averages_and_trains_as_torchs(kind: str, 
 def test_averages_that_stay_entries_train_to_the_bit_as_those_that_are_looked_through(
     codec: str, fields: tuple[tuple[str, Any], ...],
 ) -> None:
-    found = [played(codec, "sgd", True, True, looks, fields=fields) for looks in (False, True)]
-    ours, theirs = found[0][0], found[1][0]
+    results = [played(codec, "sgd", True, True, looks, fields=fields) for looks in (False, True)]
+    ours, theirs = results[0][0], results[1][0]
     assert ours.pop("kept")
     assert not theirs.pop("kept")
     assert ours["layouts"] == theirs["layouts"]
@@ -125,7 +125,7 @@ def test_entries_are_joined_where_they_are_few_and_finite() -> None:
     many = [(idx, torch.ones(3)), (idx + 10, torch.ones(4)[:3]), (idx + 40, torch.full((3,), float("inf")))]
     assert joined(many, shape) is None
     assert joined(many[2:], shape) is None
-    made = joined([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
-    assert made is not None
-    assert made._nnz() == 5
-    assert made.to_dense().flatten()[[0, 10, 11, 12]].tolist() == [1.0, 1.0, 0.0, 2.0]
+    result = joined([many[0], (idx + 10, torch.tensor([1.0, 2.0**-130, 2.0]))], shape)
+    assert result is not None
+    assert result._nnz() == 5
+    assert result.to_dense().flatten()[[0, 10, 11, 12]].tolist() == [1.0, 1.0, 0.0, 2.0]

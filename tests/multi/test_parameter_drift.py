@@ -26,9 +26,9 @@ WORLD, STEPS = 2, 14
 
 
 def plan_of(model: nn.Module, **fields: Any) -> Any:
-    made = default_plan(job_of(model), codec="identity()", path="allreduce", servers=0, ranks_per_node=WORLD, fuse_nbytes=4096,
+    base = default_plan(job_of(model), codec="identity()", path="allreduce", servers=0, ranks_per_node=WORLD, fuse_nbytes=4096,
                         cut_nbytes=4096)
-    return structs.replace(made, **fields)
+    return structs.replace(base, **fields)
 
 
 def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -93,11 +93,11 @@ def test_a_changed_weight_is_reported_and_handled_as_configured(how: str, drift:
 def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
     model = mlp()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    made = default_plan(job_of(model), codec=plan, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+    layout = default_plan(job_of(model), codec=plan, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
                         cut_nbytes=4096)
     if stale:
-        made = structs.replace(made, buckets=tuple(structs.replace(b, stale=b.id < 2) for b in made.buckets))
-    with commlayer.attach(model, optimizer, plan=made, config=quick(join=address, drift="end", drift_steps=1)) as session:
+        layout = structs.replace(layout, buckets=tuple(structs.replace(b, stale=b.id < 2) for b in layout.buckets))
+    with commlayer.attach(model, optimizer, plan=layout, config=quick(join=address, drift="end", drift_steps=1)) as session:
         for step in range(8):
             session.weight(1 + rank + step % 2)
             optimizer.zero_grad()
@@ -109,8 +109,8 @@ def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
 
 @pytest.mark.parametrize(("plan", "stale"), [("error_feedback(topk(ratio=0.1))", False), ("error_feedback(int8())", True)])
 def test_codecs_and_late_results_leave_ranks_alike(plan: str, stale: bool) -> None:
-    with Servers(WORLD) as made:
-        assert pool(WORLD).call(coded, made.address, plan, stale) == [[], []]
+    with Servers(WORLD) as servers:
+        assert pool(WORLD).call(coded, servers.address, plan, stale) == [[], []]
 
 
 def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str]]:
@@ -118,7 +118,7 @@ def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
-    said = ""
+    lines = ""
     session = commlayer.attach(wrapped, optimizer, config=quick(ranks_per_node=WORLD, drift=drift, drift_steps=4))
     try:
         for number in range(16):
@@ -129,10 +129,10 @@ def stepped(rank: int, how: str, drift: str, uneven: str) -> tuple[str, list[str
                 optimizer.step()
                 optimizer.zero_grad()
     except commlayer.CommError as error:
-        said = str(error)
+        lines = str(error)
     decisions = session.inspect.decisions()
     session.close()
-    return said, decisions
+    return lines, decisions
 
 
 APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers after different exchanges \(\d and \d steps .*\): ranks"
@@ -142,15 +142,15 @@ APART = r"step \d+: rank 1 and rank 0 have stepped their optimizers after differ
     ("module", "end", True), ("module", "resync", True), ("ddp", "resync", True), ("module", "warn", False)])
 def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends: bool) -> None:
     """Averages are of different steps then, and equal parameters would not change that."""
-    for said, decisions in pool(WORLD).call(stepped, how, drift, "always"):
-        assert (bool(re.match(APART, said)), code_of(said)) == (ends, "E-REPLICAS" if ends else ""), said
+    for lines, decisions in pool(WORLD).call(stepped, how, drift, "always"):
+        assert (bool(re.match(APART, lines)), code_of(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
         told = [line for line in decisions if re.match(APART, line)]
         assert len(told) == (drift != "end"), "once, ahead of the end"
 
 
 def test_one_step_left_out_is_told_and_ends_nothing() -> None:
     results = pool(WORLD).call(stepped, "module", "resync", "once")
-    assert [said for said, _ in results] == ["", ""]
+    assert [lines for lines, _ in results] == ["", ""]
     assert len([line for line in results[0][1] if re.match(APART, line)]) == 1
     assert any("the weights of" in line for line in results[0][1])
 
@@ -197,8 +197,8 @@ def told(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int = 4 
 @pytest.mark.parametrize("kind", [Digests, _Sums])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8])
 def test_any_change_changes_the_digest_of_that_tensor(kind: type[Digests], dtype: torch.dtype) -> None:
-    made = torch.Generator().manual_seed(5)
-    tensors = [(100 * torch.rand(shape, generator=made)).to(dtype) for shape in ((3000,), (7, 5), (), (70, 70, 3, 3), (0,))]
+    draw = torch.Generator().manual_seed(5)
+    tensors = [(100 * torch.rand(shape, generator=draw)).to(dtype) for shape in ((3000,), (7, 5), (), (70, 70, 3, 3), (0,))]
     tensors[3] = tensors[3].to(memory_format=torch.channels_last)
     before = told(kind, tensors)
     assert before == told(kind, [t.clone() for t in tensors])

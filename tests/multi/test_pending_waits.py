@@ -49,10 +49,10 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "found"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
+@pytest.mark.parametrize(("rows", "results"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
 def test_blamed_is_for_whom_half_have_waited_and_who_waits_for_nobody(
-        rows: list[tuple[int, dict[int, float]]], found: list[int]) -> None:
-    assert blamed(several(), *rows) == found
+        rows: list[tuple[int, dict[int, float]]], results: list[int]) -> None:
+    assert blamed(several(), *rows) == results
 
 
 def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over() -> None:
@@ -61,11 +61,11 @@ def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over
     assert blamed(several(least=3), *rows) == []
 
 
-@pytest.mark.parametrize(("ago_s", "limit_s", "found"), [
+@pytest.mark.parametrize(("ago_s", "limit_s", "results"), [
     (0.5, LIMIT_S, []), (59.0, LIMIT_S, []), (60.0, LIMIT_S, [2]), (500.0, LIMIT_S, [2])])
-def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, found: list[int]) -> None:
+def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, results: list[int]) -> None:
     """As one that was held up by a third, who is gone now."""
-    assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == found
+    assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == results
 
 
 def test_where_a_group_may_take_longer_it_may() -> None:

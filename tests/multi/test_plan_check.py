@@ -25,7 +25,7 @@ def plan(**fields: Any) -> Plan:
     return Plan(JOB.digest(), (bucket,), servers=1, ranks_per_node=2)
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "lines"), [
     ({"path": "allreduce", "codec": "topq()"}, "'topq' is unknown"),
     ({"codec": "topk(ratio=0.1)", "down": "topq()"}, "'topq' is unknown"),
     ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes have 9 elements together, but the bucket has 64"),
@@ -38,10 +38,10 @@ def plan(**fields: Any) -> Plan:
     ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
     ({"path": SERVED}, "must be written as 'service'"),
 ])
-def test_what_cannot_run_is_told(fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_run_is_told(fields: dict[str, Any], lines: str) -> None:
     (line,) = unsuited(plan(**fields), 2, 2)
     assert line.startswith("bucket 0: ")
-    assert said in line
+    assert lines in line
     assert "\n" not in line
 
 
@@ -64,16 +64,16 @@ def test_layouts_and_devices() -> None:
     assert unsuited(plan(), 2, 2, cuda=True) == []
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "lines"), [
     ({"path": "encode@cpu all.allgather"}, "after 'encode@cpu all.allgather': got the end, allowed: decode@cpu"),
     ({"path": "all.allgather"}, "at the beginning: got all.allgather, allowed: "),
     ({"path": "all.allreduce all.allreduce"}, "got all.allreduce, allowed: the end"),
     ({"path": GATHERED, "owner": 2}, "owner 2, the plan has 2 ranks per node"),
 ])
-def test_verify_knows_the_tree(fields: dict[str, Any], said: str) -> None:
+def test_verify_knows_the_tree(fields: dict[str, Any], lines: str) -> None:
     for problems in (verify(plan(**fields), JOB), verify_alone(plan(**fields))):
         assert len(problems) == 1
-        assert said in problems[0]
+        assert lines in problems[0]
 
 
 def begin(rank: int) -> str:

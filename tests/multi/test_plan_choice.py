@@ -31,7 +31,7 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
     return Plan(JOB.digest(), buckets, servers=1, step_s=0.5, **fields)
 
 
-@pytest.mark.parametrize(("planned", "asked", "wanted"), [
+@pytest.mark.parametrize(("planned", "requested", "wanted"), [
     ({}, {}, {}),
     ({}, {"every": 4, "overlap": "round", "fragments": 2}, {"local_steps": 4, "overlap": "round", "fragments": 2}),
     ({}, {"codes": "updates"}, {"codes": "updates"}),
@@ -40,14 +40,14 @@ def plan(*, stale: bool = False, **fields: Any) -> Plan:
     ({"overlap": "forward"}, {"overlap": "forward"}, {"overlap": "forward"}),
     ({}, {"every": 4, "fragments": 4}, {"local_steps": 4, "fragments": 2}),
 ])
-def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[str, Any], wanted: dict[str, Any]) -> None:
-    laid = with_modes(plan(**planned), requested_modes(sync_of(**asked)))
+def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], requested: dict[str, Any], wanted: dict[str, Any]) -> None:
+    laid = with_modes(plan(**planned), requested_modes(sync_of(**requested)))
     as_planned = structs.replace(laid, step_s=0.5) == plan(**planned)
     assert laid == structs.replace(plan(**wanted), step_s=0.5 if as_planned else 0.0)
     assert verify_alone(laid) == []
 
 
-@pytest.mark.parametrize(("planned", "asked", "said"), [
+@pytest.mark.parametrize(("planned", "requested", "lines"), [
     ({"local_steps": 8}, LocalSteps(4), r"every=4\b.* 8 local.*E-SYNC-PLAN"),
     ({"codes": "updates"}, "step", "sync='step'.* weight changes.*E-SYNC-PLAN"),
     ({"codes": "updates"}, "forward", "sync='forward'.* weight changes.*E-SYNC-PLAN"),
@@ -58,13 +58,13 @@ def test_arguments_are_laid_into_the_plan(planned: dict[str, Any], asked: dict[s
     ({"local_steps": 4, "fragments": 2}, LocalSteps(4, False, 1), r"fragments=1\b.* 2 fragments.*E-SYNC-PLAN"),
     ({"stale": True}, LocalSteps(1), "late.* weight changes.*E-SYNC-MODE"),
 ])
-def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], asked: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
-        with_modes(plan(**planned), requested_modes(asked))
+def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any], requested: Any, lines: str) -> None:
+    with pytest.raises(ValueError, match=lines) as caught:
+        with_modes(plan(**planned), requested_modes(requested))
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("fields", "said"), [
+@pytest.mark.parametrize(("fields", "lines"), [
     ({"overlap": "round"}, "allowed: local_steps of 2 or more"),
     ({"overlap": "forward", "local_steps": 4}, "has 4 local steps, and overlap='forward'"),
     ({"overlap": "forward", "codes": "updates"}, "has coded updates, and overlap='forward'"),
@@ -73,9 +73,9 @@ def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any]
     ({"local_steps": 4, "fragments": 3}, "of 4 local steps, and fragments=3"),
     ({"fragments": 0}, "fragments is 0, allowed: at least 1"),
 ])
-def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], said: str) -> None:
+def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], lines: str) -> None:
     (line,) = verify_alone(plan(**fields))
-    assert said in line
+    assert lines in line
 
 
 def test_a_plan_names_its_ways() -> None:
@@ -118,23 +118,23 @@ def follow(rank: int, address: str, planned: Plan, how: dict[str, Any]) -> dict[
         optimizer.step()
     session.flush()
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    found = {"plan": session.inspect.plan, "weights": weights, "stats": session.metrics()}
+    results = {"plan": session.inspect.plan, "weights": weights, "stats": session.metrics()}
     session.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_plan_runs_as_the_arguments_would(way: str) -> None:
-    made = default_plan(job_of(mlp()), codec="int8(block=32)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
+    layout = default_plan(job_of(mlp()), codec="int8(block=32)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
                         cut_nbytes=4096)
-    told = WAYS[way]
-    laid = with_modes(made, requested_modes(sync_of(**told)))
+    report = WAYS[way]
+    laid = with_modes(layout, requested_modes(sync_of(**report)))
     runs = []
-    for planned, how in ((made, told), (laid, {})):
+    for planned, how in ((layout, report), (laid, {})):
         with Servers(2, 1) as servers:
             runs.append(pool(2).call(follow, servers.address, planned, how))
-    said, by_plan = runs
-    assert said[0]["plan"] == by_plan[0]["plan"] == laid
+    lines, by_plan = runs
+    assert lines[0]["plan"] == by_plan[0]["plan"] == laid
     for key in ("steps", "sent_nbytes"):
-        assert said[0]["stats"][key] == by_plan[0]["stats"][key]
-    assert all(torch.equal(r["weights"], said[0]["weights"]) for r in (*said, *by_plan))
+        assert lines[0]["stats"][key] == by_plan[0]["stats"][key]
+    assert all(torch.equal(r["weights"], lines[0]["weights"]) for r in (*lines, *by_plan))

@@ -37,24 +37,24 @@ def after(
     steps: list[tuple[Plan | None, float]], state: observers.StaleState = BEGIN, *, first: int = 1,
 ) -> tuple[observers.StaleState, list[StalePlan]]:
     """The state behind these steps, and what was said."""
-    said = []
+    lines = []
     for number, (requested, seconds) in enumerate(steps, first):
         state, stale = observers.decide(state, requested, number, seconds)
-        said += [stale] if stale else []
-    return state, said
+        lines += [stale] if stale else []
+    return state, lines
 
 
 @pytest.mark.parametrize("seconds", [1.26, 0.74])
 def test_a_prediction_that_does_not_hold_is_said_once(seconds: float) -> None:
     requested = planned(1.0)
-    state, said = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
-    assert said == [], "the first step is partly another plan's, and a few others are no trend"
-    state, said = after([(requested, seconds)], state, first=PATIENCE + 1)
-    assert said == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
-    state, said = after([(requested, seconds)] * 200, state)
-    assert said == [], "from then on that is what is expected"
-    _, said = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
-    assert [event.usual for event in said] == [True]
+    state, lines = after([(requested, 9.0)] + [(requested, seconds)] * (PATIENCE - 1))
+    assert lines == [], "the first step is partly another plan's, and a few others are no trend"
+    state, lines = after([(requested, seconds)], state, first=PATIENCE + 1)
+    assert lines == [StalePlan(PATIENCE + 1, 1.0, seconds, PATIENCE)]
+    state, lines = after([(requested, seconds)] * 200, state)
+    assert lines == [], "from then on that is what is expected"
+    _, lines = after([(requested, 2 * seconds)] * (PATIENCE + 2), state)
+    assert [event.usual for event in lines] == [True]
 
 
 @pytest.mark.parametrize("seconds", [1.25, 0.75])
@@ -70,8 +70,8 @@ def test_what_is_not_predicted_or_watched_by_others_is_left_alone() -> None:
 
 def test_another_plan_begins_anew() -> None:
     first, other = planned(1.0), planned(5.0)
-    state, said = after([(first, 9.0)] * PATIENCE + [(other, 9.0)] * PATIENCE)
-    assert said == []
+    state, lines = after([(first, 9.0)] * PATIENCE + [(other, 9.0)] * PATIENCE)
+    assert lines == []
     assert [event.predicted_s for event in after([(other, 9.0)], state)[1]] == [5.0]
     state, _ = after([(None, 9.0)], state)
     assert after([(other, 9.0)] * PATIENCE, state)[1] == [], "a plan that was found meanwhile is another, too"
@@ -80,37 +80,37 @@ def test_another_plan_begins_anew() -> None:
 @pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
 def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    made = JobContext()
-    made.plan = planned(predicted_s)
-    watch = observers.StalePlanWatch(made)
+    context = JobContext()
+    context.plan = planned(predicted_s)
+    watch = observers.StalePlanWatch(context)
     for _ in range(PATIENCE + 1):
-        assert (made.events, made.decisions) == ([], [])
+        assert (context.events, context.decisions) == ([], [])
         watch()
-    (line,) = made.decisions
+    (line,) = context.decisions
     slower = level == logging.WARNING
-    assert [(e.predicted_s, e.lasted, e.usual) for e in made.events] == [(predicted_s, PATIENCE, False)] * slower
+    assert [(e.predicted_s, e.lasted, e.usual) for e in context.events] == [(predicted_s, PATIENCE, False)] * slower
     assert ("stale" in line, "it is kept" in line) == (slower, slower)
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(level, line)]
 
 
 def test_a_plan_for_other_machines_says_so() -> None:
     job, machines = builtin("lstm"), cluster_from_line("3xrtx3060@fiber-1000")
-    said: list[str] = []
+    lines: list[str] = []
     basis = Basis(plan(job, machines, policy=Policy(objective="step")), PlanInputs(job, machines))
-    with_server_nodes(basis.plan, basis, 2, said.append)
-    assert said[0] == "the plan was made for 3 nodes, but this job has 2: its predictions do not apply"
-    assert "no rank trains on node 2; to run servers on other machines, start `commlayer serve`" in said[1]
-    said.clear()
-    with_server_nodes(basis.plan, basis, 3, said.append)
-    assert said == []
+    with_server_nodes(basis.plan, basis, 2, lines.append)
+    assert lines[0] == "the plan was made for 3 nodes, but this job has 2: its predictions do not apply"
+    assert "no rank trains on node 2; to run servers on other machines, start `commlayer serve`" in lines[1]
+    lines.clear()
+    with_server_nodes(basis.plan, basis, 3, lines.append)
+    assert lines == []
 
 
 def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan], list[str]]:
     model = mlp()
-    asked = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
+    plan = default_plan(job_of(model), codec="identity()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=1 << 20,
                          cut_nbytes=1 << 20)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    with commlayer.attach(model, optimizer, plan=structs.replace(asked, step_s=predicted_s),
+    with commlayer.attach(model, optimizer, plan=structs.replace(plan, step_s=predicted_s),
                           config=quick(join=address)) as session:
         for step in range(PATIENCE + 1):
             optimizer.zero_grad()
@@ -123,8 +123,8 @@ def train(rank: int, address: str, predicted_s: float) -> tuple[list[StalePlan],
 def test_a_session_tells_it_on_rank_0() -> None:
     ranks = pool(2)
     ranks.ready(__name__)
-    with Servers(2) as made:
-        (events, decisions), other = ranks.call(train, made.address, SHORTEST_S)
+    with Servers(2) as servers:
+        (events, decisions), other = ranks.call(train, servers.address, SHORTEST_S)
     assert other == ([], [])
     assert [event.predicted_s for event in events] == [SHORTEST_S]
     assert len(decisions) == 1

@@ -52,8 +52,8 @@ class Job:
 
 @pytest.fixture(name="job", params=["keys", "a token"])
 def made_job(request: pytest.FixtureRequest, folders: Folders, tmp_path: Path) -> Iterator[Job]:
-    with contextlib.closing(Job(tmp_path / "audit", folders if request.param == "keys" else None)) as made:
-        yield made
+    with contextlib.closing(Job(tmp_path / "audit", folders if request.param == "keys" else None)) as description:
+        yield description
 
 
 def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -89,11 +89,11 @@ def test_who_closes_without_a_word_is_noted_as_a_probe(job: Job, how: Callable[[
     assert {(line["event"], line["why"]) for line in job.lines()} == {("probed", NOTHING)}
 
 
-@pytest.mark.parametrize("said", [b"\x16", b"C"])
-def test_who_closes_behind_a_single_byte_is_refused(job: Job, said: bytes) -> None:
+@pytest.mark.parametrize("messages", [b"\x16", b"C"])
+def test_who_closes_behind_a_single_byte_is_refused(job: Job, messages: bytes) -> None:
     for count, address in enumerate(ports(job)):
         with socket.create_connection(host_port(address), WAIT_S) as sock:
-            sock.sendall(said)
+            sock.sendall(messages)
         until(lambda count=count: len(job.lines()) > count, "it is noted")  # type: ignore[misc]
     assert {line["event"] for line in job.lines()} == {"refused"}
 

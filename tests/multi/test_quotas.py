@@ -68,14 +68,14 @@ def test_who_codes_again_since_another_one_changed_its_weight_uses_up_no_quota()
     ops = Doubles()
     ops.in_means = True
     core, _ = service(ops=ops)
-    told = 99.0
+    report = 99.0
     for again in range(2 * REPEATS):
         weights = [1.0, 2.0, 3.0 + again % 2]  # the last one's is another one each time
         flags = Flag.AGAIN if again else Flag.NONE
         for sender, value in enumerate(VALUES):
-            replies = core.push(push(sender, value, total=told, weight=weights[sender], flags=flags), 0.0)
+            replies = core.push(push(sender, value, total=report, weight=weights[sender], flags=flags), 0.0)
         assert {reply.header.flags & Flag.AGAIN for reply in replies} == {Flag.AGAIN}
-        told = sum(weights)
+        report = sum(weights)
 
 
 def audited(folder: Path) -> list[dict[str, Any]]:
@@ -86,11 +86,11 @@ def audited(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders: Folders, tmp_path: Path) -> None:
-    made = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
-    link = CoordinatorChannel(made.address, SECRET, Keys(folders.worker))
+    coordinator = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
+    link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("nobody")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
-    for connection in list(made._port._known.values()):
+    for connection in list(coordinator._port._known.values()):
         shut_down(connection.sock)
     until = time.monotonic() + WAIT_S
     while True:
@@ -106,5 +106,5 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
         with pytest.raises(Exception, match="does not prove"):
             link._send("Heartbeat", forged, WAIT_S)
     link.close()
-    made.close()
+    coordinator.close()
     assert [line["where"].split()[0] for line in audited(tmp_path) if line["event"] == "refused"] == ["gpu-1"]

@@ -48,13 +48,13 @@ class Outcome:
             shapes = [info.shape for info in job.job.tensors]
 
             def train(rank: int) -> list[torch.Tensor]:
-                worker, told = job.workers[rank], []
+                worker, report = job.workers[rank], []
                 for n in range(STEPS):
                     if weighed:
                         worker.units.weight = 1.0 + (3 * rank + 2 * n) % 5
-                    told += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
+                    report += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
                 worker.drain()  # of what is a step late, nobody has waited for the last
-                return told
+                return report
 
             self.results = on_ranks(WORLD, train, 60.0)
             self.repeats = sum(getattr(t, "repeats", 0) for t in job.transports)
@@ -99,10 +99,10 @@ def test_a_step_that_is_coded_again_is_coded_so_once() -> None:
 
 @pytest.mark.parametrize("which", ["some", "all"])
 def test_results_that_are_a_step_late_are_the_same_too(which: str) -> None:
-    made = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
+    layout = default_plan(job(), codec="topk(ratio=0.1)", path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048,
                         cut_nbytes=4096)
-    late = tuple(msgspec.structs.replace(b, stale=which == "all" or b.id % 3 == 1) for b in made.buckets)
-    same_when_cut("", 4, plan=msgspec.structs.replace(made, buckets=late))
+    late = tuple(msgspec.structs.replace(b, stale=which == "all" or b.id % 3 == 1) for b in layout.buckets)
+    same_when_cut("", 4, plan=msgspec.structs.replace(layout, buckets=late))
 
 
 def test_bodies_that_travel_in_parts_begin_anew() -> None:

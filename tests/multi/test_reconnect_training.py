@@ -74,14 +74,14 @@ def test_training_goes_on_with_the_same_bits(how: str, monkeypatch: pytest.Monke
         return real(join_host(*cutters[-1].address), *rest, **more)
 
     monkeypatch.setattr(messages, "server_request", behind_a_cutter)
-    found = []
+    results = []
     for name in ("plain", "cut"):
         with Servers(WORLD, 1) as servers:
-            found.append(pool(WORLD).call(trained, servers.address, how, str(tmp_path / name)))
+            results.append(pool(WORLD).call(trained, servers.address, how, str(tmp_path / name)))
         passed = cutters[-1].passed
         cutters[-1].close()
     assert cutters[1].shots
-    assert sum(stats["reconnects"] for _, stats in found[0]) == 0
-    assert sum(stats["reconnects"] for _, stats in found[1]) > 0
-    for (plain, _), (cut, _) in zip(*found, strict=True):
+    assert sum(stats["reconnects"] for _, stats in results[0]) == 0
+    assert sum(stats["reconnects"] for _, stats in results[1]) > 0
+    for (plain, _), (cut, _) in zip(*results, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))

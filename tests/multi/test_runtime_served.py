@@ -50,29 +50,29 @@ SHAPES = [(NUMELS[i % 4],) for i in range(len(CASES))]
 
 
 def plan() -> Plan:
-    made = job(SHAPES)
+    description = job(SHAPES)
     buckets = tuple(
         Bucket(i, (Slice(i, 0, numel),), path, server=i % SERVERS, owner=i % PER_NODE, **CODINGS[name])
         for i, ((path, name), (numel,)) in enumerate(zip(CASES, SHAPES, strict=True))
     )
-    return lower(Plan(made.digest(), buckets, servers=SERVERS, ranks_per_node=PER_NODE))
+    return lower(Plan(description.digest(), buckets, servers=SERVERS, ranks_per_node=PER_NODE))
 
 
 def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
-    made = torch.Generator().manual_seed(100 * number + rank)
-    return [torch.randn(shape, generator=made) for shape in SHAPES]
+    draw = torch.Generator().manual_seed(100 * number + rank)
+    return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
 
 def run(rank: int, address: str) -> dict[str, Any]:
     """What was applied in each step, and what this rank still owes, per tensor."""
     with Start(None, torch.device("cpu")) as start:
-        made = connect(job(SHAPES), torch.device("cpu"), start, plan=plan(), config=config(address))
+        layout = connect(job(SHAPES), torch.device("cpu"), start, plan=plan(), config=config(address))
     try:
-        assert made.worker is not None
-        applied = [step(made.worker, gradients(rank, number)) for number in range(STEPS)]
-        return {"applied": applied, "owed": spread([d for bucket in made.worker.buckets for d in bucket.ledger.residuals()])}
+        assert layout.worker is not None
+        applied = [step(layout.worker, gradients(rank, number)) for number in range(STEPS)]
+        return {"applied": applied, "owed": spread([d for bucket in layout.worker.buckets for d in bucket.ledger.residuals()])}
     finally:
-        made.close()
+        layout.close()
 
 
 def _here(rank: int) -> int:
@@ -96,9 +96,9 @@ def spread(debts: list[Any]) -> list[torch.Tensor]:
 def results() -> list[dict[str, Any]]:
     """Of the ranks, then of the servers."""
     pool(WORLD).call(_here)  # servers wait for ranks, which take their time to start
-    with Servers(WORLD, SERVERS) as made:
-        ranks = pool(WORLD).call(run, made.address)
-        debts = [debt for serving in made.serving for ops in serving._ops.values() for debt in ops.debts()]
+    with Servers(WORLD, SERVERS) as servers:
+        ranks = pool(WORLD).call(run, servers.address)
+        debts = [debt for serving in servers.serving for ops in serving._ops.values() for debt in ops.debts()]
         return [*ranks, {"owed": [values.clone() for values in spread(debts)]}]
 
 

@@ -53,11 +53,11 @@ def run(rank: int, text: str, codec: str, steps: int) -> list[list[torch.Tensor 
 
 def means(number: int) -> list[torch.Tensor | None]:
     per_rank = [gradients(rank, number) for rank in range(WORLD)]
-    found: list[torch.Tensor | None] = []
+    results: list[torch.Tensor | None] = []
     for tensors in zip(*per_rank, strict=True):
-        there = [t.double() for t in tensors if t is not None]
-        found.append(sum(there[1:], there[0]).div(WORLD).float() if there else None)
-    return found
+        present = [t.double() for t in tensors if t is not None]
+        results.append(sum(present[1:], present[0]).div(WORLD).float() if present else None)
+    return results
 
 
 @pytest.mark.commit(8)

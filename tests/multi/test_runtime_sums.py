@@ -26,16 +26,16 @@ BROKEN = 1, 2
 
 
 def plan(codec: str) -> Plan:
-    made = job(SHAPES)
+    description = job(SHAPES)
     buckets = tuple(Bucket(i, (Slice(i, 0, t.numel),), PATHS[i // 3], codec, owner=i % PER_NODE, shape=t.shape)
-                    for i, t in enumerate(made.tensors))
-    return Plan(made.digest(), buckets, ranks_per_node=PER_NODE)
+                    for i, t in enumerate(description.tensors))
+    return Plan(description.digest(), buckets, ranks_per_node=PER_NODE)
 
 
 def gradients(rank: int, number: int, broken: bool) -> list[torch.Tensor | None]:
-    made = torch.Generator().manual_seed(100 * number + rank)
-    found = [torch.randn(shape, generator=made) for shape in SHAPES]
-    return [g.fill_(float("inf")) if broken and (number, rank) == BROKEN else g for g in found]
+    draw = torch.Generator().manual_seed(100 * number + rank)
+    results = [torch.randn(shape, generator=draw) for shape in SHAPES]
+    return [g.fill_(float("inf")) if broken and (number, rank) == BROKEN else g for g in results]
 
 
 def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:

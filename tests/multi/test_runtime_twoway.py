@@ -19,14 +19,14 @@ STEPS = 30
 
 
 def plan(codec: str, **fields: object) -> Plan:
-    made = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
-    return msgspec.structs.replace(made, buckets=tuple(msgspec.structs.replace(b, **fields) for b in made.buckets))
+    layout = default_plan(job(), codec=codec, path="service", servers=2, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+    return msgspec.structs.replace(layout, buckets=tuple(msgspec.structs.replace(b, **fields) for b in layout.buckets))
 
 
 def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
     """The same every step, so that with error feedback the results' mean tends to theirs."""
-    made = torch.Generator().manual_seed(rank)
-    return [torch.randn(info.shape, generator=made) for info in job().tensors]
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randn(info.shape, generator=draw) for info in job().tensors]
 
 
 @pytest.mark.parametrize(("codec", "fields"), [

@@ -52,11 +52,11 @@ class Asked:
 
 
 def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:
-    asked = Asked(opened)
+    requested = Asked(opened)
     for _ in range(2):
-        assert asked.answer(asked.next) == "", "said twice is done once"
-    core = asked.serving._server._core  # type: ignore[union-attr]
-    assert (core.generation, core.cells[0].members) == (wire_generation(asked.next), (0, 1))
+        assert requested.answer(requested.next) == "", "said twice is done once"
+    core = requested.serving._server._core  # type: ignore[union-attr]
+    assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
 
 
 @pytest.mark.parametrize(("plan", "told", "line"), [
@@ -67,21 +67,21 @@ def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[A
 def test_what_cannot_be_done_is_refused_before_anything_has_ended(
     plan: bytes, told: bool, line: str, opened: list[Any],
 ) -> None:
-    asked = Asked(opened, told=told)
-    assert line in asked.answer(asked.next, plan)
-    assert not asked.changed
+    requested = Asked(opened, told=told)
+    assert line in requested.answer(requested.next, plan)
+    assert not requested.changed
     if told:
-        assert asked.answer(asked.next) == ""
+        assert requested.answer(requested.next) == ""
 
 
-@pytest.mark.parametrize(("there", "then"), [
+@pytest.mark.parametrize(("present", "then"), [
     ((0, 1, 5), (0, 1, 5, 4)),  # 4 and 5 are of one home, and 5 was ready first
     ((0, 1, 5), (0, 1, 4)),
     ((0, 1), (0, 1, 5, 4)),
     ((3,), (3, 0)),
 ])
-def test_who_joins_stands_behind_all_others_whatever_their_numbers(there: tuple[int, ...], then: tuple[int, ...]) -> None:
-    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, there), (2, then)))
+def test_who_joins_stands_behind_all_others_whatever_their_numbers(present: tuple[int, ...], then: tuple[int, ...]) -> None:
+    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
     assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
 
 
@@ -103,20 +103,20 @@ WRONG = [
 def test_a_member_cannot_say_who_is_a_member(
     fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
 ) -> None:
-    asked = Asked(opened)
+    requested = Asked(opened)
     if "members" in fields:
-        every = view_of(DATA, asked.serving, 4).members
+        every = view_of(DATA, requested.serving, 4).members
         fields = {"members": tuple(every[rank] for rank in fields["members"])}
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
-        asked.answer(msgspec.structs.replace(asked.next, **fields), generation=generation)
+        requested.answer(msgspec.structs.replace(requested.next, **fields), generation=generation)
     assert f"dropped worker 0: PLAN frame with a change of members is invalid: {line}" in caplog.text.replace(
         "CorruptFrame: ", "")
-    assert not asked.changed
+    assert not requested.changed
 
 
 def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    asked = Asked(opened, stays=True)
+    requested = Asked(opened, stays=True)
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
-        asked.answer(asked.next)
+        requested.answer(requested.next)
     assert "sent a change of members, but the members of this job cannot change" in caplog.text
-    assert not asked.changed
+    assert not requested.changed

@@ -48,15 +48,15 @@ def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
     return [torch.randn(info.shape, generator=generator) for info in job().tensors]
 
 
-def undisturbed(made: Plan) -> list[Any]:
-    with Rig(WORLD, "", plan=made) as rig:
+def undisturbed(plan: Plan) -> list[Any]:
+    with Rig(WORLD, "", plan=plan) as rig:
         return on_ranks(WORLD, lambda rank: [step(rig.workers[rank], gradients(rank, n)) for n in range(STEPS)])
 
 
 class Served:
     """Workers here, their server in a process of its own, with the coordinator or without."""
 
-    def __init__(self, made: Plan, journal: Path, *, together: bool) -> None:
+    def __init__(self, layout: Plan, journal: Path, *, together: bool) -> None:
         settings = {"token": TOKEN, "dead_after_s": 20.0, "reconnect_s": 20.0, "deadline_s": 30.0}
         self.coordinator = None if together else Coordinator(quick(**settings), servers=1)
         self.command = [*SERVE, "--journal", str(journal)]
@@ -68,18 +68,18 @@ class Served:
         self.config = quick(join=address, **settings)
         self.said: list[str] = []
         self.failures = Failures()
-        requests = [messages.worker_request(made.job, rank, WORLD, plan=records.encode(made)) for rank in range(WORLD)]
+        requests = [messages.worker_request(layout.job, rank, WORLD, plan=records.encode(layout)) for rank in range(WORLD)]
         with ThreadPoolExecutor(WORLD) as pool:
             self.ups = list(pool.map(lambda r: uplink.connect(address, r, self.config), requests))
-        self.workers = [self.worker(made, rank) for rank in range(WORLD)]
+        self.workers = [self.worker(layout, rank) for rank in range(WORLD)]
         self.steps = [0] * WORLD
 
     def started(self) -> subprocess.Popen[str]:
         return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=CLEAN)
 
-    def worker(self, made: Plan, rank: int) -> Worker:
-        codecs = {b.id: codec_of(b, rank, made) for b in made.buckets}
-        worker = Worker(job(), made, codecs, torch.device("cpu"), rank=rank, members=WORLD, transport=self.ups[rank].transport,
+    def worker(self, plan: Plan, rank: int) -> Worker:
+        codecs = {b.id: codec_of(b, rank, plan) for b in plan.buckets}
+        worker = Worker(job(), plan, codecs, torch.device("cpu"), rank=rank, members=WORLD, transport=self.ups[rank].transport,
                         recycle=self.ups[rank].recycle)
 
         def fail(error: Any) -> None:
@@ -90,11 +90,11 @@ class Served:
         return worker
 
     def train(self, rank: int) -> list[Any]:
-        found = []
+        results = []
         for number in range(STEPS):
-            found.append(step(self.workers[rank], gradients(rank, number), deadline_s=30.0))
+            results.append(step(self.workers[rank], gradients(rank, number), deadline_s=30.0))
             self.steps[rank] = number + 1
-        return found
+        return results
 
     def killed(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(number)
@@ -128,9 +128,9 @@ def opened() -> Iterator[list[Any]]:
 @pytest.mark.parametrize(("codec", "together"), [("topk(ratio=0.1)", False), ("powersgd(rank=2)", True)],
                          ids=["a server", "with its coordinator"])
 def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:
-    made, chance = plan(codec), random.Random(codec)
-    expected = undisturbed(made)
-    served = Served(made, tmp_path / "journal", together=together)
+    layout, chance = plan(codec), random.Random(codec)
+    expected = undisturbed(layout)
+    served = Served(layout, tmp_path / "journal", together=together)
     opened.append(served)
     results: list[Any] = []
     trains = threading.Thread(target=lambda: results.extend(on_ranks(WORLD, served.train, 90.0)))
@@ -153,7 +153,7 @@ def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: b
     served.close()
     assert served.failures.errors == []
     again = "resumed in generation 1; "
-    assert [again in said for said in served.said] == [False, True, True, True], served.said
+    assert [again in lines for lines in served.said] == [False, True, True, True], served.said
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
 
@@ -169,7 +169,7 @@ def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: l
     opened.clear()
     served.close()
     again = "resumed in generation 3; "
-    assert [again in said for said in served.said] == [False, True, True], served.said
+    assert [again in lines for lines in served.said] == [False, True, True], served.said
     assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
 
 
@@ -194,14 +194,14 @@ def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
 
 
 def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
-    found = []
+    results = []
     for _ in range(2):
         serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
-        made = plan("int8()")
+        layout = plan("int8()")
         view = View(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
-                    messages.digest_of(records.encode(made)))
-        found.append((serving.address, serving.streams))
-        serving.start(view, records.encode(made), 0)
+                    messages.digest_of(records.encode(layout)))
+        results.append((serving.address, serving.streams))
+        serving.start(view, records.encode(layout), 0)
         serving.close(over=False)
-    assert found[0] == found[1]
-    assert found[0][1]
+    assert results[0] == results[1]
+    assert results[0][1]

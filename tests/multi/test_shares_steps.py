@@ -95,11 +95,11 @@ class Session:
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
-    made = Exchange()
+    rows_of_all = Exchange()
     monkeypatch.setattr(balancing, "reporting", lambda _connection, observers: observers)
     monkeypatch.setattr(balancing.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(balancing.dist, "get_world_size", lambda: WORLD)
-    return made
+    return rows_of_all
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -118,8 +118,8 @@ def test_one_rank_may_save_in_the_body(exchange: Exchange, first: int) -> None:
         return controller, session.decisions
 
     with ThreadPoolExecutor(WORLD) as threads:
-        (saves, said), (other, heard) = threads.map(train, range(WORLD))
-    assert said == heard
+        (saves, lines), (other, received) = threads.map(train, range(WORLD))
+    assert lines == received
     assert saves.events == other.events
     assert any(isinstance(event, Decision) for event in saves.events)
     assert saves.sampler.step == other.sampler.step == 10

@@ -40,23 +40,23 @@ def test_two_homes_that_nobody_can_dial_train_together(tmp_path: Path) -> None:
         assert server.stdout is not None
         assert server.stderr is not None
         assert json.loads(server.stdout.readline()) == {"control": f"{SERVER}:{PORT}", "data": f"{SERVER}:{PORT + 1}"}
-        line = next(said for said in server.stderr if "on each other machine run: " in said)
+        line = next(lines for lines in server.stderr if "on each other machine run: " in lines)
         assert line.endswith(f" run: commlayer join --keys ITS-KEYS {SERVER}:{PORT} SCRIPT\n")
         script = [f"{SERVER}:{PORT}", site_training.__file__, "plain"]
         both = [nat.popen(1 + home, [*COMMAND, "join", "--keys", keys[1 + home], *script], **piped) for home in range(2)]
-        told = []
+        report = []
         for home in both:
             out, errors = home.communicate(timeout=WAIT_S)
             assert home.returncode == 0, errors
-            told.append(json.loads(out.splitlines()[-1]))
-        assert sorted(one["rank"] for one in told) == [0, 1]
-        assert {one["sha"] for one in told} == set(site_training.torchrun_digests("plain", 2))
+            report.append(json.loads(out.splitlines()[-1]))
+        assert sorted(one["rank"] for one in report) == [0, 1]
+        assert {one["sha"] for one in report} == set(site_training.torchrun_digests("plain", 2))
         assert nat.dialled == [{(SERVER, PORT), (SERVER, PORT + 1)}] * 2, "nothing else was tried"
         assert nat.dropped == [0, 0]
         for home in range(2):  # the translator does what it is there for
             denied = nat.popen(0, [sys.executable, "-c", dial(public(home), PORT)], **piped)
             assert "let in" not in denied.communicate(timeout=WAIT_S)[0]
         assert min(nat.dropped) > 0
-        _, said = server.communicate(timeout=WAIT_S)
-        assert "home home-a (pid " in said
-        assert server.returncode == 0, said
+        _, lines = server.communicate(timeout=WAIT_S)
+        assert "home home-a (pid " in lines
+        assert server.returncode == 0, lines

@@ -67,8 +67,8 @@ SETTINGS = {"service": Setting("module"), "all-reduce": Setting("module", server
 @pytest.mark.parametrize("path", SETTINGS)
 @pytest.mark.parametrize(("kind", "micro"), [("adam", 1), ("sgd", 1), ("sgd", 2)])
 def test_as_alone(kind: str, micro: int, path: str) -> None:
-    with coordinators(1, WORLD, SETTINGS[path].servers) as made:
-        setting = SETTINGS[path]._replace(addresses=tuple(m.address for m in made))
+    with coordinators(1, WORLD, SETTINGS[path].servers) as jobs:
+        setting = SETTINGS[path]._replace(addresses=tuple(m.address for m in jobs))
         one, other = pool(WORLD).call(play, WORLD, trained, setting, kind, micro)
     alone = play(0, WORLD, trained, None, kind, micro)
     assert one.pop("layouts") == other.pop("layouts") == alone.pop("layouts")

@@ -22,7 +22,7 @@ from commlayer.config import read_launch
 from commlayer.engine.start import RankRow, problem_of, ranks_per_node
 
 WORLD = 3
-AT_ONCE_S = 10.0
+AT_ONCE_S = 45.0
 """Far below any deadline that a rank could wait for, far above what a loaded machine takes."""
 
 
@@ -36,7 +36,7 @@ def timed(act: Callable[[], Any]) -> tuple[str, float]:
 # ---- ranks that were started differently
 
 def attach(rank: int, **how: Any) -> Any:
-    return commlayer.attach(mlp(), config=quick(join_deadline_s=60.0) | how.pop("config", {}), **how)
+    return commlayer.attach(mlp(), config=quick() | how.pop("config", {}), **how)
 
 
 def setting(rank: int, name: str, value: Any) -> Any:
@@ -82,7 +82,7 @@ ROWS: dict[str, tuple[Callable[[int], Any], str, tuple[str, ...]]] = {
     "unknown setting": (lambda rank: setting(rank, "deadlin_s", 3), "E-SETTING", ("deadlin_s: ",)),
     "plain text": (lambda rank: setting(rank, "bind", "10.0.0.9"), "E-PLAIN-TEXT", ("bind: 10.0.0.9 ",)),
     "plan": (lambda rank: attach(rank, compression=None if rank else "fp16"), "E-RANKS-DIFFER",
-             ("plan: fp16() on rank 0 (", "auto on rank 1-2 (")),
+             ("plan: fp16 on rank 0 (", "auto on rank 1-2 (")),
     "optimizer": (optimizer_on_some, "E-RANKS-DIFFER", ("optimizer: not given on rank 0 (", "given on rank 1-2")),
     "wrapper": (ddp_on_one, "E-RANKS-DIFFER", ("wrapper: DistributedDataParallel on rank 0 (", "none on rank 1-2")),
     "sync": (lambda rank: attach(rank, sync="never" if rank == 2 else "step"), "E-SYNC-MODE", ("sync: got 'never'",)),
@@ -181,9 +181,9 @@ def under(changes: dict[str, str | None]) -> tuple[int, int, int]:
             os.environ[name] = value
     try:
         with commlayer.attach(mlp(), config=quick()) as session:
-            made = session.inspect.connection
+            context = session.inspect.connection
             assert session.inspect.plan is not None
-            return made.rank, made.world, session.inspect.plan.ranks_per_node
+            return context.rank, context.world, session.inspect.plan.ranks_per_node
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -50,11 +50,11 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
             with session.no_sync() if micro == 0 and how != "DDP" else wrapped.no_sync() if micro == 0 else torch.enable_grad():
                 nn.functional.mse_loss(wrapped(x), y).backward()
         optimizer.step()
-    found = {"stats": session.metrics(), "step": session.step, "nbytes": nbytes, "unsent": 0}
+    results = {"stats": session.metrics(), "step": session.step, "nbytes": nbytes, "unsent": 0}
     if (local := session.inspect.connection.local) is not None:
-        found["unsent"] = local.unsent
+        results["unsent"] = local.unsent
     session.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("how", "exchanges", "unsent"), [
@@ -64,15 +64,15 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
 def test_counters_mean_the_same_in_every_job(how: str, exchanges: int, unsent: int) -> None:
     with Servers(WORLD, 1) as servers:
         address = servers.address if how not in ("allreduce", "staged") else ""
-        for found in pool(WORLD).call(train, how, address):
-            stats = found["stats"]
+        for results in pool(WORLD).call(train, how, address):
+            stats = results["stats"]
             assert list(stats) == KEYS
-            assert (stats["steps"], found["step"], stats["exchanges"]) == (STEPS, STEPS, exchanges)
-            assert found["unsent"] == unsent
+            assert (stats["steps"], results["step"], stats["exchanges"]) == (STEPS, STEPS, exchanges)
+            assert results["unsent"] == unsent
             # With two ranks a ring, too, sends what the gradients have: (2 - 1) / 2 of them, twice.
             begun = exchanges + (how == "overlapped")
             for key in ("sent_nbytes", "received_nbytes"):
-                assert 0.94 * exchanges <= stats[key] / found["nbytes"] <= 1.06 * begun
+                assert 0.94 * exchanges <= stats[key] / results["nbytes"] <= 1.06 * begun
 
 
 @pytest.mark.parametrize("how", ["alone", "no optimizer"])

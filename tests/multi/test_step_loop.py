@@ -37,8 +37,8 @@ def watched(run: Run) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("how", ["module", "ddp"])
 def test_observers_are_called_by_their_places_before_and_after_the_commit(how: str) -> None:
-    with coordinators(1, WORLD, 1) as made:
-        seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (made[0].address,)))
+    with coordinators(1, WORLD, 1) as jobs:
+        seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
     assert seen == [[("before_commit", place, 1) for place in PLACES] + [("after_step", place, 2) for place in PLACES]] * WORLD
 
 

@@ -70,11 +70,11 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
     """How many groups a training with rows from all ranks makes once attach() has returned."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    real, made = dist.new_group, 0
+    real, count = dist.new_group, 0
 
     def counted(*args: Any, **named: Any) -> Any:
-        nonlocal made
-        made += 1
+        nonlocal count
+        count += 1
         return real(*args, **named)
 
     with commlayer.attach(model, optimizer, compression="fp16", config=quick(drift_steps=2), sync=sync_of(**how)) as session:
@@ -88,7 +88,7 @@ def made_behind_attach(rank: int, how: dict[str, Any]) -> int:
         finally:
             dist.new_group = real
         assert session.inspect.connection.rows is not None
-    return made
+    return count
 
 
 @pytest.mark.parametrize("how", [{}, {"every": 2}], ids=["gradients", "local steps"])

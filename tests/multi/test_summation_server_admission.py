@@ -72,14 +72,14 @@ def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
 
 
 def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
-    here, there = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
-    opened.extend((here, there))
-    here.limit_kept(1500)
-    there.dial(0, here.listen(), time.monotonic() + WAIT_S)
+    local, present = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
+    opened.extend((local, present))
+    local.limit_kept(1500)
+    present.dial(0, local.listen(), time.monotonic() + WAIT_S)
     for step in range(2):
-        there.send(0, Header(Kind.DATA, step=step, sender=1), bytes(900))
+        present.send(0, Header(Kind.DATA, step=step, sender=1), bytes(900))
     with pytest.raises(PeerLost, match="worker 0: connection.*E-PEER-LOST"):
-        there.wait(there.recv(0), time.monotonic() + WAIT_S)
+        present.wait(present.recv(0), time.monotonic() + WAIT_S)
 
 
 @pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
@@ -112,7 +112,7 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     job.stalled.clear()
     assert job.stalled.wait(WAIT_S), "it is said again"
     assert job.failures.errors == []
-    job.ups[1].subscribe(job.failures, lambda *_: None, lambda *told: job.left.put(told), 1)
+    job.ups[1].subscribe(job.failures, lambda *_: None, lambda *report: job.left.put(report), 1)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
 
 
@@ -128,8 +128,8 @@ def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[
 
 
 def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
-    whole = Job((TensorInfo("weight", (6 << 20,)),))
-    plan = default_plan(whole, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
+    complete = Job((TensorInfo("weight", (6 << 20,)),))
+    plan = default_plan(complete, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
                         cut_nbytes=32 << 20)
     up = Pair(opened, plan, WAIT_S, FAR).ups[0]
     state = up.fetch_state(0, 0, 0)

@@ -35,9 +35,9 @@ def plan(model: nn.Module, kind: str) -> Plan:
     """Results come down uncompressed, so only workers have residuals."""
     path = "encode@cpu all.allgather decode@cpu" if "staged" in kind else "allreduce" if "dense" in kind else "service"
     codec = "identity()" if "dense" in kind else "topk(ratio=0.1)" if "topk" in kind else "int8(block=32)"
-    made = plan_of(model, codec, path, servers=SERVERS, nbytes=(2048, 4096) if "small" in kind else (1 << 20, 1 << 20),
+    layout = plan_of(model, codec, path, servers=SERVERS, nbytes=(2048, 4096) if "small" in kind else (1 << 20, 1 << 20),
                    bucket={"down": "identity()"} if path == "service" else {})
-    return structs.replace(made, servers=SERVERS)
+    return structs.replace(layout, servers=SERVERS)
 
 
 def on_ranks(script: Any, *args: Any, plan: str = "codec") -> list[Any]:
@@ -185,9 +185,9 @@ def test_a_server_that_refuses_the_plan_ends_the_job_on_all_ranks() -> None:
     with coordinators(1, WORLD, SERVERS) as jobs:
         jobs[0].refuse_plans(1, "no room")
         results = pool(WORLD).call(play, WORLD, refused, Setting("module", (jobs[0].address,), "int8()", servers=SERVERS))
-    asked = next(rank for rank, lines in enumerate(results) if lines[0].endswith("[E-PLAN-REFUSED]"))
-    assert_refused(results[asked][0], "E-PLAN-REFUSED", f"server {asked} ", "no room")
-    assert_refused(results[1 - asked][0], "E-OTHER-RANK", "switch()", f"rank {asked}")
+    requested = next(rank for rank, lines in enumerate(results) if lines[0].endswith("[E-PLAN-REFUSED]"))
+    assert_refused(results[requested][0], "E-PLAN-REFUSED", f"server {requested} ", "no room")
+    assert_refused(results[1 - requested][0], "E-OTHER-RANK", "switch()", f"rank {requested}")
     assert all(first == again for first, again in results)
 
 
@@ -281,8 +281,8 @@ def fragmented(rank: int, address: str) -> list[dict[str, Any]]:
     training, rows = Training(rank, address, "gradients"), []
     for mode, count in MODES:
         training.train(3)
-        made = sync_modes.plan(training.connection.worker.job, mode, **({"fragments": count} if mode == "round" else {}))
-        automatic.switch(training.connection, made if rank == 0 else None, by_itself=True)
+        layout = sync_modes.plan(training.connection.worker.job, mode, **({"fragments": count} if mode == "round" else {}))
+        automatic.switch(training.connection, layout if rank == 0 else None, by_itself=True)
         worker = training.connection.worker
         rows.append({"fragments": [[b.id for b in fragment] for fragment in worker.fragments], "plan": worker.plan,
                      "weights": training.tensors()})

@@ -72,18 +72,18 @@ def test_it_waits_for_a_plan_and_begins_anew_with_another(
     file = tmp_path / "trace.json"
     ranks = pool(WORLD)
     ranks.ready(__name__)
-    with Servers(WORLD) as made:
-        assert ranks.call(train, made.address, str(file), changes, 20) == [done] * WORLD
-    told = read_comparison(file)
-    assert (told.first_step, told.steps, told.ranks, told.note) == (first, trace.STEPS, WORLD, note)
-    assert {row.predicted_s is None for row in told.rows} == {bool(note)}
+    with Servers(WORLD) as servers:
+        assert ranks.call(train, servers.address, str(file), changes, 20) == [done] * WORLD
+    report = read_comparison(file)
+    assert (report.first_step, report.steps, report.ranks, report.note) == (first, trace.STEPS, WORLD, note)
+    assert {row.predicted_s is None for row in report.rows} == {bool(note)}
 
 
 def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
     ranks = pool(WORLD)
     ranks.ready(__name__)
-    with Servers(WORLD) as made:
-        assert ranks.call(train, made.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
+    with Servers(WORLD) as servers:
+        assert ranks.call(train, servers.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
 
 
 def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def refused(rank: int, address: str, file: str) -> str:
 def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
     ranks = pool(WORLD)
     ranks.ready(__name__)
-    with Servers(WORLD) as made:
-        said = ranks.call(refused, made.address, str(tmp_path / "t.json"))
-    assert [code_of(line) for line in said] == ["E-TRACE"] * WORLD
-    assert all("local steps" in line for line in said)
+    with Servers(WORLD) as servers:
+        lines = ranks.call(refused, servers.address, str(tmp_path / "t.json"))
+    assert [code_of(line) for line in lines] == ["E-TRACE"] * WORLD
+    assert all("local steps" in line for line in lines)
 
 
 def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,9 +63,9 @@ class Server:
             member = seat.result(WAIT_S)
             self.opened.enter_context(contextlib.closing(SimpleNamespace(close=member.leave)))
             self.serving.start(member.view, member.plan, member.rank)
-            made = up.result(WAIT_S)
-        self.opened.callback(made.close)
-        return made
+            connected = up.result(WAIT_S)
+        self.opened.callback(connected.close)
+        return connected
 
 
 def channel(up: Any) -> str:
@@ -147,9 +147,9 @@ def test_where_tcp_does_not_get_through_grpc_does(
     monkeypatch.setattr(uplink, "TCP_S", 0.3)
     caplog.set_level(logging.INFO, "commlayer")
     server = Server(opened)
-    there = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
+    present = {"closed": closed_port, "web": lambda: opened.enter_context(answering(web_server)),
              "swallow": lambda: opened.enter_context(answering(swallow))}[how]()
-    up = server.worker(data=there)
+    up = server.worker(data=present)
     assert channel(up) == "GrpcStream"
     (line,) = said(caplog)
     assert line.startswith(f"server 0: over gRPC at {server.coordinator.address}, because TCP failed: ")
@@ -177,13 +177,13 @@ def test_a_server_of_its_own_takes_streams_at_a_port_of_its_own(secured: bool, o
     assert channel(server.worker(carrier="grpc", **fields)) == "GrpcStream"
 
 
-@pytest.mark.parametrize(("here", "there", "line"), [
+@pytest.mark.parametrize(("local", "present", "line"), [
     ("grpc", "tcp", "server 0: .*accepts no gRPC .*carrier.*E-SETTING"),
     ("tcp", "grpc", "server 0: accepts only gRPC .*carrier.*E-SETTING"),
 ])
-def test_settings_that_do_not_meet_are_said(here: str, there: str, line: str, opened: contextlib.ExitStack) -> None:
+def test_settings_that_do_not_meet_are_said(local: str, present: str, line: str, opened: contextlib.ExitStack) -> None:
     with pytest.raises(Refused, match=line):
-        Server(opened, carrier=there).worker(carrier=here)
+        Server(opened, carrier=present).worker(carrier=local)
 
 
 def test_neither_gets_through(opened: contextlib.ExitStack) -> None:
@@ -212,9 +212,9 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
     worker = StreamTransport(Hello("job", 0))
     opened.callback(worker.close)
     host, port = end.listen()
-    there = ServerInfo(0, f"{host}:{port}", streams=closed_port())
+    present = ServerInfo(0, f"{host}:{port}", streams=closed_port())
     with pytest.raises(Refused, match="server 0: not today.*E-REFUSED"):
-        uplink.make_dial(worker, there, "", quick(), None)(soon())
+        uplink.make_dial(worker, present, "", quick(), None)(soon())
     assert seen == ["job"]
 
 
@@ -245,9 +245,9 @@ def test_silence_is_broken_by_empty_messages_that_nobody_sees(
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
         (one,) = end._connections.values()
-        told, last_s = one._sock, one._sock._wrote_s
-        with told._changed:
-            assert told._changed.wait_for(lambda told=told, last_s=last_s: told._wrote_s > last_s, WAIT_S)
+        report, last_s = one._sock, one._sock._wrote_s
+        with report._changed:
+            assert report._changed.wait_for(lambda report=report, last_s=last_s: report._wrote_s > last_s, WAIT_S)
         assert exchange_pair(end, other)
 
 

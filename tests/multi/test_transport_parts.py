@@ -84,11 +84,11 @@ def test_bodies_that_travel_between_parts_of_others_come_out_whole_and_in_that_o
 ])
 def test_what_breaks_the_rules_of_parts_ends_the_connection(frames: object, words: str) -> None:
     end = Receiver()
-    made = frames(in_parts(BULK, bytes(100), 30))  # type: ignore[operator]
-    assert end.feed(*made[:-1]) == []
+    parts = frames(in_parts(BULK, bytes(100), 30))  # type: ignore[operator]
+    assert end.feed(*parts[:-1]) == []
     before = len(end.taken)
     with pytest.raises(CorruptFrame, match=words):
-        end.feed(made[-1])
+        end.feed(parts[-1])
     assert len(end.taken) == before, "something was allocated for it"
 
 

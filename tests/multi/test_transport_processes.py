@@ -62,15 +62,15 @@ def ranks() -> Iterator[Ranks]:
 
 
 def survivors_say(ranks: Ranks, n: int, error: str, code: str) -> list[dict[str, Any]]:
-    said = [ranks.line(rank) for rank in range(n - 1)]
-    for line in said:
+    lines = [ranks.line(rank) for rank in range(n - 1)]
+    for line in lines:
         assert (line.get("error"), line.get("code"), line.get("peer")) == (error, code, f"worker {n - 1}"), line
     for process in ranks.running[: n - 1]:
         assert process.stdin is not None
         process.stdin.close()
     for process in ranks.running[: n - 1]:
         assert process.wait(30) == 0
-    return said
+    return lines
 
 
 def test_a_killed_trainer_is_lost_at_once_though_its_dataloader_worker_lives(ranks: Ranks) -> None:

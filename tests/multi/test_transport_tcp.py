@@ -125,8 +125,8 @@ def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
     """So that a path which swallows what is sent is not tried for a quarter of an hour."""
     ends = [StreamTransport(Hello("test", rank), settings=Settings(user_timeout_s=7.5)) for rank in range(2)]
     connect_all(ends)
-    found = [one for end in ends for one in end._connections.values()]
-    assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in found] == [7500, 7500]
+    results = [one for end in ends for one in end._connections.values()]
+    assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
     for end in ends:
         end.close()
 

@@ -18,9 +18,9 @@ WORLD, LIMIT_S = 2, 60.0
 _ranks = ranks_first(WORLD)
 
 
-def until(there: Callable[[], bool]) -> None:
+def until(present: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
-    while not there():
+    while not present():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

@@ -147,10 +147,10 @@ def test_a_connection_has_it_refused_with_its_step_and_the_cap_of_any_body() -> 
 
     assert_refused(outcome(lambda: feed(4999)), "E-FRAME", "5000 bytes", "1 to 4999 (step 8, bucket 3)")
     assert taken == [len(SHORT)]
-    whole = feed(5000)
-    assert whole is not None
-    assert whole.header == Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN)
-    assert len(whole.body) == 5000
+    complete = feed(5000)
+    assert complete is not None
+    assert complete.header == Header(Kind.PUSH, step=8, bucket=3, flags=Flag.MEAN)
+    assert len(complete.body) == 5000
 
 
 # ---- on sockets
@@ -194,21 +194,21 @@ def test_fewer_bytes_are_on_the_socket_of_payloads_alone_and_parts_say_so(kind: 
         reader, frames, counted = Reader(), list[Frame](), 0
         assembly = Assembly(allocate_bytes, lambda: len(body), lambda: 2 * len(body))
         reader.place = assembly.place
-        whole: Frame | None = None
-        while whole is None:
+        complete: Frame | None = None
+        while complete is None:
             n = sock.recv_into(room := reader.wanted(), len(room))
             assert n
             reader.filled(n)
             counted += n
             while (one := reader.next()) is not None:
                 frames.append(one)
-                whole = assembly.whole(one)
+                complete = assembly.whole(one)
         end.wait(sent, soon())
         sock.close()
     finally:
         end.close()
     assert sent.error() is None
-    assert whole.body == body
+    assert complete.body == body
     assert len(frames) > 1
     shorter = kind in (Kind.PUSH, Kind.RESULT)
     assert [bool(one.header.flags & Flag.WITHOUT_ZEROS) for one in frames] == [shorter] * len(frames)
@@ -225,13 +225,13 @@ class Sockets:
         self._servers: list[StreamTransport] = []
 
     def transport(self, peer: int) -> StreamTransport:
-        made = StreamTransport(Hello("test", peer))
+        transport = StreamTransport(Hello("test", peer))
         if peer >= SERVER_BASE:
-            self._servers.append(made)
+            self._servers.append(transport)
         else:
             for server in self._servers:
-                made.dial(server.rank, server.listen(), soon())
-        return made
+                transport.dial(server.rank, server.listen(), soon())
+        return transport
 
 
 def gradients_of_embedding(rank: int, number: int) -> list[torch.Tensor | None]:
