@@ -1,4 +1,4 @@
-"""The audit log: a line of JSON for each thing that happens, whoever writes; floods are counted, full disks end no job."""
+"""The audit log: one line of JSON for each event of all writers; floods are counted, and full disks end no job."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
         for channel in channels:
             channel._asker._challenge = bytes(16)  # of a connection that is gone
             with contextlib.suppress(Refused):
-                channel.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, 10.0)
+                channel.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)
     assert [r.levelno for r in caplog.records if "does not prove" in r.getMessage()] == [logging.WARNING] * (not knows)
     for each in (*channels, coordinator):

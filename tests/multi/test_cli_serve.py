@@ -190,4 +190,4 @@ def test_it_does_so_wherever_the_main_thread_is() -> None:
     assert (done.stdout, done.stderr) == ("True\n", "")
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.stderr = None\n{IN_A_LOCK}"], capture_output=True, text=True,
                           timeout=WAIT_S, cwd=ROOT)
-    assert (done.stdout, done.stderr) == ("True\n", ""), "also where there is nowhere to say what holds it up"
+    assert (done.stdout, done.stderr) == ("True\n", ""), "also where it cannot log why it waits"

@@ -218,7 +218,7 @@ def test_an_orderly_leave_is_information_any_other_a_failure(opened: list[Any]) 
     assert (server.name, server.plan) == ("server 0", PLAN)
     first.leave("ValueError: out of data")
     assert not coordinator.over.is_set()
-    # A second leave comes after the first on every path, so what the server hears last tells of both.
+    # A second leave comes after the first on every path, so the server's last message has both.
     second.leave()
     assert ended.wait(WAIT_S)
     assert coordinator.over.wait(WAIT_S)
@@ -240,7 +240,7 @@ def test_who_gives_a_server_up_first_is_not_named_in_its_place(lives: bool, name
         server = serving.result(WAIT_S)
     opened.extend((server, second))
     if not lives:
-        server.close()  # without a word, so it is missed much later than the other worker is told of
+        server.close()  # without a message, so its loss is noticed much later than the other's leave
     first.leave("PeerLost: server 0: connection lost, and it could not be reached again")
     assert failures.came.wait(WAIT_S)
     assert [error.peer for error in failures.errors] == [named]

@@ -27,7 +27,7 @@ STEPS = 3
 
 
 def run(rank: int, cases: list[tuple[str, str]], present: bool) -> list[Any]:
-    """For each path and codec: averages of all steps, debts, and whether any kernel was launched."""
+    """For each path and codec: averages of all steps, residuals, and whether any kernel was launched."""
     if not present:
         return [trained(rank, text, codec, torch.device("cpu")) for text, codec in cases]
     with running(resident=2) as launcher:
@@ -61,7 +61,7 @@ def trained(rank: int, text: str, codec: str, device: torch.device) -> tuple[lis
 @pytest.mark.parametrize("codec", CODECS)
 def test_where_a_path_codes_does_not_change_what_it_gives(codec: str) -> None:
     with running():
-        pass  # compiled once, ahead of the ranks
+        pass  # compiled once, before the ranks start
     cases = [(text, codec) for text in PATHS]
     hosts, devices = (pool(WORLD).call(run, cases, present) for present in (False, True))
     for host, device in zip(hosts, devices, strict=True):

@@ -1,4 +1,4 @@
-"""The guard of an automatic plan where no budget is named: gradients are compared with what is usual, and no loss is judged."""
+"""The guard of an automatic plan without a budget compares gradients with the usual ones, and does not judge the loss."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(requested: bool) 
     for lines, codecs, check_s in results:
         assert not [line for line in lines if "the loss has risen" in line or "codecs are finer" in line]
         assert not requested or codecs == {"int8(block=32)"}
-        assert (check_s > 0) is not requested, "a plan that somebody asked for is theirs, and nothing was named to hold it to"
+        assert (check_s > 0) is not requested, "a requested plan is not judged without a budget"

@@ -1,4 +1,4 @@
-"""Who does not know the job's secret takes no seat, learns nothing, holds nobody up and costs little."""
+"""A peer without the job's secret is not admitted, learns nothing, delays no member and costs little."""
 
 from __future__ import annotations
 

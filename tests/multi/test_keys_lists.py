@@ -1,4 +1,4 @@
-"""Lists of the revoked as they come to running processes: both ends heed them, and no file stops whoever listens."""
+"""Revocation lists that reach running processes: both ends apply them, and a file cannot stop the process that lists."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_revoked_coordinator_is_refused_ahead_of_the_first_word(folders: Folde
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.revoked)), workers=1)
     with pytest.raises(Refused, match="E-CERTIFICATE-REVOKED"):
         joined(coordinator.address, folders.worker)
-    assert not coordinator._state.registrations, "nobody has told it anything"
+    assert not coordinator._state.registrations, "it has no list yet"
     coordinator.close()
 
 
@@ -153,14 +153,14 @@ def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: p
 
 
 def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folders) -> None:
-    """A stolen key that was revoked takes the coordinator's place while a job runs: gRPC connects anew, and knows no list."""
+    """A stolen key that was revoked takes the coordinator's place while a job runs: gRPC connects again, and knows no list."""
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     address, port = coordinator.address, int(coordinator.address.rsplit(":", 1)[1])
     member = client.join(address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(folders.worker)),
                          Failures())
     link = member._channel
-    request = messages.Heartbeat("nobody")
+    request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     # A restarted one, with a key as good as before, is taken.
     coordinator.close()
@@ -183,7 +183,7 @@ def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(ca / "server-1")), workers=1)
     member = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"),
                          quick(token=SECRET, keys=str(ca / "gpu-1")), Failures())
-    request = messages.Heartbeat("nobody")
+    request = messages.Heartbeat("unknown")
     assert member._channel.call("Heartbeat", request, messages.HeartbeatReply, 5.0).unknown_token
     authority.revoke(ca.parent, "server-1")
     with pytest.raises(Refused, match=r"\(server-1\).*E-CERTIFICATE-REVOKED"):
@@ -193,11 +193,11 @@ def test_a_coordinator_that_is_revoked_while_one_is_connected(ca: Path) -> None:
 
 
 def until_answered(link: CoordinatorChannel) -> messages.HeartbeatReply:
-    """Past the time that it takes to connect anew."""
+    """Past the time that it takes to connect again."""
     until = time.monotonic() + 20.0
     while True:
         try:
-            return link.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, 2.0)
+            return link.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 2.0)
         except (PeerLost, DeadlineExceeded):
             assert time.monotonic() < until
             time.sleep(0.05)

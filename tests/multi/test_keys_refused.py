@@ -1,4 +1,4 @@
-"""Whoever has no good key is refused, told why, and logged: every case on both kinds of connection, over real sockets."""
+"""Peers without a good key are refused and logged with the reason, on both kinds of connection and over real sockets."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def logged(caplog: pytest.LogCaptureFixture, reason: str) -> None:
     assert all("127.0.0.1:" in line for line in results), "and says where from"
 
 
-# ---- what the refused are told
+# ---- the error of a refused peer
 
 
 TOLD = [
@@ -275,7 +275,7 @@ def test_a_call_that_another_proved_is_refused(folders: Folders) -> None:
     sent: list[bytes] = []
     send = mine._asker._call
     mine._asker._call = lambda method, data, timeout_s: (sent.append(data), send(method, data, timeout_s))[1]
-    request = messages.Heartbeat("nobody")
+    request = messages.Heartbeat("unknown")
     assert mine.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     with pytest.raises(Exception, match="does not prove"):
         other._send("Heartbeat", sent[-1], WAIT_S)

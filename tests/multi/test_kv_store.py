@@ -26,7 +26,7 @@ PART = bytes(PART_NBYTES)
 
 
 def told(coordinator: Coordinator) -> messages.StatusReply:
-    """As the doctor hears it."""
+    """As the doctor reads it."""
     link = CoordinatorChannel(coordinator.address, quick().token, None)
     try:
         return link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
@@ -58,7 +58,7 @@ def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_th
     assert one.value.peer == "worker 2"
     with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
         desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
-    assert one.value.peer == f"coordinator {coordinator.address}", "it is told of itself"
+    assert one.value.peer == f"coordinator {coordinator.address}", "its own row is there"
 
 
 def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +85,7 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
     desks[0].request(soon, put=[("view2/group/0/0", PART)])
 
     def beaten() -> None:
-        """Each has told once more what is in force there."""
+        """Each has sent its state again."""
         for place in [place for place in coordinator._state.registrations.values() if place.present]:
             for _ in range(2):
                 before = coordinator._state.registrations[place.join.token].seen_s
@@ -96,7 +96,7 @@ def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_t
 
     stay[0].view = stay[0].newest
     beaten()
-    assert there(desks[0], *names) == [True] * 4, "one has not gone over, and may ask for them"
+    assert there(desks[0], *names) == [True] * 4, "one has not switched, and may ask for them"
     stay[1].view = stay[1].newest
     assert until(lambda: there(desks[0], *names) == [False] * 4)
     assert there(desks[1], "view2/group/0/0") == [True]

@@ -1,4 +1,4 @@
-"""What is probed of links, and what steps have told already: by hand, and with real ranks that ask real servers."""
+"""Probes of links, and rates that steps have already shown: computed by hand, and with real ranks and servers."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Clock:
 
 
 def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
-    """When this rank asks, which way, for how long, and with what expected; by a round trip of which it is told."""
+    """When this rank asks, which way, for how long, and with what expected; by a given round trip."""
     run.wrap(mlp())
     clock, requested = Clock(), list[tuple[float, int, float, float]]()
 
@@ -175,7 +175,7 @@ def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
 @pytest.mark.nightly
 def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() -> None:
     results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
-    turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # nobody waits for one of two seconds
+    turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # a round trip of two seconds is not waited for
     assert turns == WORLD
     for rank, requested in enumerate(results):
         assert [way for _, way, _, _ in requested] == [link_rates.UP, link_rates.DOWN]

@@ -47,7 +47,7 @@ def points(rank: int, step: int) -> npt.NDArray[np.float64]:
 
 
 def cut_at(ends: Sequence[int]) -> list[tuple[Slice, ...]]:
-    """Buckets that end behind so many elements of all tensors, the last tensor first; they need not hold whole ones."""
+    """Buckets that end after these numbers of elements, the last tensor first. A tensor may be in two buckets."""
     parts = []
     for start, stop in pairwise((0, *ends)):
         each = [(TENSORS - 1 - t, max(start - t * SIZE, 0), min(stop - t * SIZE, SIZE)) for t in range(TENSORS)]
@@ -101,7 +101,7 @@ class Training:
 
 def reference(steps: int, fragments: Sequence[Any], outer: OuterSGD, *, overlap: bool, every: int = H,
               shares: Sequence[float] = (0.5, 0.5)) -> Any:
-    """All workers' weights behind each step, and what they have in common. `fragments`: tensors, or which elements of all."""
+    """All workers' weights after each step, and their common weights. `fragments`: tensors, or which elements of all."""
     common = np.stack([np.full(SIZE, float(t)) for t in range(TENSORS)])
     workers, velocity = [common.copy() for _ in range(WORLD)], np.zeros_like(common)
     sent: Any = None

@@ -1,4 +1,4 @@
-"""Calls of members with good keys: who breaks the protocol is let go, and neither floods nor forged lines fill the logs."""
+"""Calls of members with good keys: a member that breaks the protocol is removed; floods and forged lines cost little."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
+    assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
     front = keyed._port
     with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(Refused, match=f"gpu-1 at .*: {line}.*E-FRAME"):
         bad.call(method, request_, messages.HeartbeatReply, WAIT_S)
@@ -71,13 +71,13 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     (entry,) = noted(audit, "refused")
     assert entry["where"] == where
     assert re.match(line, entry["why"])
-    with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is heard any more
+    with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
         bad._send("Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S
     while where in {one.where for one in front._known.copy().values()}:
         assert time.monotonic() < until, "its connection is still there"
         time.sleep(0.02)
-    assert good.call("Heartbeat", messages.Heartbeat("nobody"), messages.HeartbeatReply, WAIT_S).unknown_token
+    assert good.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, WAIT_S).unknown_token
     for each in (bad, good):
         each.close()
 

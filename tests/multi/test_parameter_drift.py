@@ -145,7 +145,7 @@ def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends
     for lines, decisions in pool(WORLD).call(stepped, how, drift, "always"):
         assert (bool(re.match(APART, lines)), code_of(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
         told = [line for line in decisions if re.match(APART, line)]
-        assert len(told) == (drift != "end"), "once, ahead of the end"
+        assert len(told) == (drift != "end"), "once, before the end"
 
 
 def test_one_step_left_out_is_told_and_ends_nothing() -> None:

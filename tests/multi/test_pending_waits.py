@@ -33,7 +33,7 @@ def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = L
 
 ALL = {0: 400.0, 1: 390.0, 3: 380.0}
 SAID = [
-    ("nobody waits", [], []),
+    ("no rank waits", [], []),
     ("all others", [(2, ALL)], [2]),
     ("half of all who are here", [(2, {0: 400.0, 1: 390.0})], [2]),
     ("in several places", [(2, {0: 400.0, 3: 390.0}), (2, ALL)], [2]),
@@ -64,7 +64,7 @@ def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over
 @pytest.mark.parametrize(("ago_s", "limit_s", "results"), [
     (0.5, LIMIT_S, []), (59.0, LIMIT_S, []), (60.0, LIMIT_S, [2]), (500.0, LIMIT_S, [2])])
 def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, results: list[int]) -> None:
-    """As one that was held up by a third, who is gone now."""
+    """As a rank that waited for a third rank, which has left."""
     assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == results
 
 
@@ -85,13 +85,13 @@ def summing(state: State) -> State:
 
 
 def test_while_a_sum_waits_that_counts_alone() -> None:
-    """As long as somebody may be the one that waits in it."""
+    """While a rank may still wait in it."""
     assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0})) == []
     assert blamed(several(), (2, {0: 400.0, 1: 390.0})) == [2]
 
 
 def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
-    """Contributions lie there of who has gone on to a collective, or is dead."""
+    """There are contributions of ranks that are in a collective, or dead."""
     assert blamed(summing(several()), (2, ALL)) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
     assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
@@ -122,7 +122,7 @@ def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks
     assert rows(meetings, 14.0) == [PendingWait(3, {0: 4.0}, 5.0)]
     assert rows(meetings, 13.0 + sites.WAIT_EXPIRES_S) == []
     meetings.add(0, [("a/3", 3)], 5.0, 50.0)
-    assert rows(meetings, 51.0) == [PendingWait(3, {0: 1.0}, 5.0)], "it begins anew"
+    assert rows(meetings, 51.0) == [PendingWait(3, {0: 1.0}, 5.0)], "it starts again"
 
 
 def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
@@ -172,7 +172,7 @@ def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[lis
 
 
 def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any]) -> None:
-    # Nobody is dead for a heartbeat that a busy machine makes late.
+    # A late heartbeat of a busy machine is no death.
     coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1, dead_after_s=WAIT_S)
     members = joined(opened, coordinator, 3)
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
@@ -195,7 +195,7 @@ def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
     joined(opened, coordinator, 3)
     waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
-    until(lambda: bool(coordinator._rendezvous.pending_waits()), "somebody waits")
+    until(lambda: bool(coordinator._rendezvous.pending_waits()), "a rank waits")
     assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
 
 
@@ -204,7 +204,7 @@ def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) ->
     joined(opened, coordinator, 3)
     coordinator._heartbeat_s = WAIT_S
     threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
-    until(lambda: bool(coordinator._late), "somebody seems to hang")
+    until(lambda: bool(coordinator._late), "a rank seems to hang")
     assert list(coordinator._late) == [2]
     desks[2].request(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
     for thread in threads:

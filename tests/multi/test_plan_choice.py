@@ -1,4 +1,4 @@
-"""How steps are exchanged is a part of the plan: what attach() is told is laid into it, and such a plan runs so."""
+"""The sync mode is a part of the plan: arguments of attach() change it, and a plan with a sync mode runs with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan that somebody asked for is watched: when its prediction does not hold, rank 0 says so once, and keeps the plan."""
+"""A requested plan is watched: if its prediction does not hold, rank 0 logs it once and keeps the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(predicted_s: float) -> Plan:
 def after(
     steps: list[tuple[Plan | None, float]], state: observers.StaleState = BEGIN, *, first: int = 1,
 ) -> tuple[observers.StaleState, list[StalePlan]]:
-    """The state behind these steps, and what was said."""
+    """The state behind these steps, and its decisions."""
     lines = []
     for number, (requested, seconds) in enumerate(steps, first):
         state, stale = observers.decide(state, requested, number, seconds)

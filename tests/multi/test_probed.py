@@ -1,5 +1,4 @@
-"""Who looks whether a port is open, and says nothing there, is noted as that; who says or shows anything, and is not let in, is
-refused."""
+"""A connection that closes without sending anything is logged as a probe; a peer that sends anything wrong is refused."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCapture
 
 
 def ports(job: Job) -> list[str]:
-    """That take plain sockets: without keys gRPC's own does, and tells nobody."""
+    """That take plain sockets: without keys gRPC's own does, and logs nothing."""
     return [job.serving.address, *([job.mine.join, job.serving.streams] if job.mine.keys else [])]
 
 

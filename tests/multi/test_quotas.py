@@ -88,7 +88,7 @@ def audited(folder: Path) -> list[dict[str, Any]]:
 def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders: Folders, tmp_path: Path) -> None:
     coordinator = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
-    request = messages.Heartbeat("nobody")
+    request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
     for connection in list(coordinator._port._known.values()):
         shut_down(connection.sock)

@@ -39,7 +39,7 @@ class Outcome:
     """What the ranks got, and what the servers added."""
 
     def __init__(self, hub: Any, codec: str, *, weighed: bool = False, **rig: Any) -> None:
-        """`weighed`: ranks weigh something else in every step, and do not say so ahead of it."""
+        """`weighed`: ranks weigh something else in every step, and do not announce it."""
         self.added: Counter[tuple[int, int]] = Counter()
         with Rig(WORLD, codec, hub=hub, **rig) as job:
             cells = [cell for server in job.servers for cell in server._core.cells.values()]
@@ -53,7 +53,7 @@ class Outcome:
                     if weighed:
                         worker.units.weight = 1.0 + (3 * rank + 2 * n) % 5
                     report += [t for t in step(worker, gradients(rank, n, shapes)) if t is not None]
-                worker.drain()  # of what is a step late, nobody has waited for the last
+                worker.drain()  # of what is a step late, the last was not waited for
                 return report
 
             self.results = on_ranks(WORLD, train, 60.0)
@@ -221,7 +221,7 @@ def test_a_connection_whose_end_only_one_side_has_seen_gives_way_to_the_new_one(
 
 
 def test_connections_that_break_again_and_again_and_bring_nothing_are_given_up() -> None:
-    """As behind a proxy that takes everybody in, and nothing of what they send through."""
+    """As by a proxy that accepts every connection and forwards nothing."""
     server, worker, cutter = pair(1.0)
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Scripts whose connections break again and again, in every way to exchange steps: the same weights, bit for bit."""
+"""Scripts whose connections break again and again, in each sync mode, train the same weights bit for bit."""
 
 from __future__ import annotations
 

@@ -64,15 +64,16 @@ def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
 
 
 def run(rank: int, address: str) -> dict[str, Any]:
-    """What was applied in each step, and what this rank still owes, per tensor."""
+    """What was applied in each step, and this rank's residuals, per tensor."""
     with Start(None, torch.device("cpu")) as start:
-        layout = connect(job(SHAPES), torch.device("cpu"), start, plan=plan(), config=config(address))
+        connection = connect(job(SHAPES), torch.device("cpu"), start, plan=plan(), config=config(address))
     try:
-        assert layout.worker is not None
-        applied = [step(layout.worker, gradients(rank, number)) for number in range(STEPS)]
-        return {"applied": applied, "owed": spread([d for bucket in layout.worker.buckets for d in bucket.ledger.residuals()])}
+        assert connection.worker is not None
+        applied = [step(connection.worker, gradients(rank, number)) for number in range(STEPS)]
+        residuals = [each for bucket in connection.worker.buckets for each in bucket.ledger.residuals()]
+        return {"applied": applied, "residual": spread(residuals)}
     finally:
-        layout.close()
+        connection.close()
 
 
 def _here(rank: int) -> int:
@@ -99,7 +100,7 @@ def results() -> list[dict[str, Any]]:
     with Servers(WORLD, SERVERS) as servers:
         ranks = pool(WORLD).call(run, servers.address)
         debts = [debt for serving in servers.serving for ops in serving._ops.values() for debt in ops.debts()]
-        return [*ranks, {"owed": [values.clone() for values in spread(debts)]}]
+        return [*ranks, {"residual": [values.clone() for values in spread(debts)]}]
 
 
 def test_the_cases_are_all_that_there_are() -> None:
@@ -117,6 +118,6 @@ def test_every_class_sums_and_owes_what_it_did_not_send(results: list[dict[str, 
             if name in BOUNDS:
                 assert (got[number] - put).abs().max() <= BOUNDS[name] * (1 + put.abs().max()), CASES[tensor]
         if name not in ROUNDED:
-            owed = torch.stack([r["owed"][tensor] for r in results]).sum(0)
+            owed = torch.stack([r["residual"][tensor] for r in results]).sum(0)
             put = torch.stack([g for parts in every for g in parts]).sum(0)
             torch.testing.assert_close(torch.stack(got).sum(0) + owed, put, rtol=1e-4, atol=1e-4)

@@ -39,7 +39,7 @@ def gradients(rank: int, number: int, broken: bool) -> list[torch.Tensor | None]
 
 
 def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
-    """What each step gave, and what this rank owes in the end, per tensor."""
+    """What each step gave, and this rank's residuals at the end, per tensor."""
     groups = Groups(PER_NODE, 30.0, torch.device("cpu"))
     wanted = plan(codec)
     worker = Worker(job(SHAPES), wanted, {b.id: codec_of(b) for b in wanted.buckets}, torch.device("cpu"), rank=rank,
@@ -50,7 +50,7 @@ def run(rank: int, codec: str, broken: bool) -> dict[str, Any]:
         for bucket in worker.buckets:
             for debt in bucket.ledger.residuals():
                 owed[debt.tensor][debt.start : debt.stop] += torch.as_tensor(debt.values)
-        return {"results": results, "owed": owed}
+        return {"results": results, "residual": owed}
     finally:
         worker.close()
         groups.close()
@@ -70,7 +70,7 @@ def test_what_is_applied_and_owed_is_what_was_put_in(codec: str, broken: bool) -
             assert all(bool(t.isfinite().all()) == finite for t in same)
             assert not finite or all(torch.equal(t, same[0]) for t in same)
         applied = sum(same[0] for same in per_step if bool(same[0].isfinite().all()))
-        got = WORLD * applied + sum(r["owed"][tensor] for r in results)
+        got = WORLD * applied + sum(r["residual"][tensor] for r in results)
         put = [g.view(-1) for rank in range(WORLD) for n in range(STEPS) if (g := gradients(rank, n, False)[tensor]) is not None
                and not (broken and n == BROKEN[0])]  # a step that is skipped is dropped, as torch alone drops it
         torch.testing.assert_close(got, sum(put), rtol=1e-4, atol=1e-4)

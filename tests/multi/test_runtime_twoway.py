@@ -49,7 +49,7 @@ def test_the_mean_over_steps_tends_to_the_plain_mean(codec: str, fields: dict[st
         over_steps = sum(results[0][n][tensor] for n in range(STEPS)) / STEPS
         assert all(torch.equal(r[n][tensor], results[0][n][tensor]) for r in results for n in range(STEPS))
         assert isinstance(mean, torch.Tensor)
-        # What is owed at the end is bounded whatever the number of steps: some 1 / ratio of a gradient.
+        # The residual is bounded, whatever the number of steps: about 1 / ratio of a gradient.
         assert (over_steps - mean).norm() <= 0.35 * mean.norm() + 1e-6
 
 

@@ -85,7 +85,7 @@ def test_silence_is_a_reason_too_but_not_once_the_job_has_begun() -> None:
     assert sites.tick(begun, 45.0, 10.0) == begun
     assert sites.tick(begun, 45.0, 10.0, {0}) == begun, "home a was heard 5 s ago"
     left = sites.tick(begun, 45.0, 10.0, {0, 1})
-    assert list(left.present) == [a.token], "it may have left while nobody was there to hear it"
+    assert list(left.present) == [a.token], "it may have left unnoticed"
     assert "after its workers ended" in left.left[1]
 
 
@@ -134,8 +134,8 @@ def test_a_home_asks_again_while_what_keeps_it_out_may_pass() -> None:
 
 @pytest.mark.parametrize(("certificates", "again", "now", "found"), [
     (("anna", "ben"), ("0", "anna"), 5.0, 0), (("anna", "ben"), ("x", "anna"), 5.0, None),  # on another machine
-    (("anna", "ben"), ("0", "anna"), 4.9, None),  # it was heard a moment ago
-    (("anna", "ben"), ("0", "cleo"), 5.0, None), (("", ""), ("0", ""), 5.0, None),  # without keys it is nobody
+    (("anna", "ben"), ("0", "anna"), 4.9, None),  # a moment ago it answered
+    (("anna", "ben"), ("0", "cleo"), 5.0, None), (("", ""), ("0", ""), 5.0, None),  # without keys it is unknown
     (("rack", "rack"), ("1", "rack"), 5.0, 1), (("rack", "rack"), ("x", "rack"), 5.0, None),  # a shared certificate
 ])
 def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_silent(

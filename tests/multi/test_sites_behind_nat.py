@@ -1,4 +1,4 @@
-"""Two homes behind routers that let nobody in, and one server with an address: `commlayer join` trains there, over TLS."""
+"""Two homes behind routers that accept no connections, and one server with an address: `commlayer join` trains there."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def batch(part: int, step: int) -> torch.Tensor:
 
 
 def loss_of(run: Run, model: Any, step: int) -> torch.Tensor:
-    """Rank 1 does not use the bags in step 2, and nobody does in step 3."""
+    """Rank 1 does not use the bags in step 2, and no rank does in step 3."""
     return torch.stack([(model(batch(part, step), bags=step != 3 and (step, part) != (2, 1)) ** 2).mean()
                         for part in run.parts]).mean()
 

@@ -43,7 +43,7 @@ def test_observers_are_called_by_their_places_before_and_after_the_commit(how: s
 
 
 def compared(rank: int, fails: bool) -> tuple[list[float], str]:
-    """Gradients behind a step of which an observer has seen the sum, and the error that it ended with."""
+    """Gradients after a step whose sum an observer has seen, and the error that it ended with."""
     model = torch.nn.Linear(2, 1, bias=False)
     error = ""
 

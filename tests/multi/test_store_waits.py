@@ -1,7 +1,4 @@
-"""torch's store falls silent: who waits in it ends in time, says so, and its process can end. Behind attach() nobody asks it.
-
-Run as a script: a rank of a world whose store is a process of its own, which is stopped.
-"""
+"""torch's store does not answer: a wait ends in time with an error, and the process can end. After attach()."""
 
 from __future__ import annotations
 

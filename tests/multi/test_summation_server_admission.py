@@ -106,14 +106,14 @@ def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
     job = Pair(opened)
     payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
     job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
-    assert job.stalled.wait(WAIT_S), "the server has said whom it waits for, once"
+    assert job.stalled.wait(WAIT_S), "the server has named the missing worker once"
     job.ups[0].close(exchanges=exchanges)
     assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)
     job.stalled.clear()
-    assert job.stalled.wait(WAIT_S), "it is said again"
+    assert job.stalled.wait(WAIT_S), "it is sent again"
     assert job.failures.errors == []
     job.ups[1].subscribe(job.failures, lambda *_: None, lambda *report: job.left.put(report), 1)
-    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does who goes over to another plan"
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does a worker that switches to another plan"
 
 
 def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""When a trace is recorded: once the plan stands, on all ranks at one step, and anew where the plan changes meanwhile."""
+"""A trace is recorded once the plan is final, on all ranks at one step, and again after a change of plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(rank: int, address: str, file: str, changes: dict[int, str], steps: in
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
-        session.inspect.connection.terms.auto = True  # as if somebody were looking for a plan
+        session.inspect.connection.terms.auto = True  # as if the controller were searching
         trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
         for done in range(steps):
             what = changes.get(done)

@@ -52,7 +52,7 @@ class Server:
         opened.callback(self.serving.close)
 
     def worker(self, *, joined: str = "", data: str = "", **fields: Any) -> uplink.Uplink:
-        """One that joins by that address and hears that TCP is there."""
+        """A worker that joins by that address and learns that TCP is offered."""
         address = joined or self.coordinator.address
         with ThreadPoolExecutor(2) as pool:
             request = messages.server_request(data or self.serving.address, colocated=self.colocated,
@@ -219,7 +219,7 @@ def test_a_refusal_is_not_asked_twice(opened: contextlib.ExitStack) -> None:
 
 
 def test_a_server_that_waits_for_its_plan_is_waited_for(opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has said its first word, so TCP gets through. What got through once is dialled again, and nothing else."""
+    """The handshake has begun, so TCP works. What got through once is dialled again, and nothing else."""
     monkeypatch.setattr(uplink, "TCP_S", 0.2)
     late = threading.Event()
     threading.Timer(0.5, late.set).start()
@@ -263,7 +263,7 @@ def test_a_stream_that_says_nothing_gives_way_and_is_logged(opened: contextlib.E
 
 @pytest.mark.parametrize(("carrier", "missed"), [("tcp", ("worker 0",)), ("grpc", ())])
 def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str, ...], opened: contextlib.ExitStack) -> None:
-    """Whom a server is said to miss is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
+    """A worker that a server misses is dead long before reconnect_s; gRPC ends streams for a cut link, too."""
     end = WIRES[carrier].end(Hello("test", SERVER_BASE), settings=Settings(resume=True))
     opened.callback(end.close)
     broken = threading.Event()

@@ -1,4 +1,4 @@
-"""Real processes, over TCP and gRPC: one is killed, one is stopped, and every survivor says who, in time."""
+"""Real processes, over TCP and gRPC: one is killed, one is stopped, and every survivor names it in time."""
 
 from __future__ import annotations
 
