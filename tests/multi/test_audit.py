@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.attached import assert_refused, outcome
 from support.coordinators import Failures, quick
 
 from commlayer.cluster import client, messages
@@ -19,7 +20,7 @@ from commlayer.cluster import coordinator as coordinator_module
 from commlayer.cluster.audit import MOST_REFUSED, Audit
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.errors import RecordError, Refused
+from commlayer.errors import Refused
 from commlayer.transport.handshake import SilentConnection
 
 
@@ -106,8 +107,8 @@ def test_a_flood_of_probes_hides_no_refusal(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(RecordError, match=r"audit: .*audit\.jsonl.*: No such file or directory.*E-SETTING"):
-        Audit(str(tmp_path / "missing" / "audit.jsonl"))
+    line = outcome(lambda: Audit(str(tmp_path / "missing" / "audit.jsonl")))
+    assert_refused(line, "E-SETTING", "audit: ", "audit.jsonl", ": No such file or directory")
     full = Audit("/dev/full")
     full.note("joined", peer="worker 0")
     assert 'No space left on device; this event was not written: {"time"' in caplog.text

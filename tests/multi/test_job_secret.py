@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.attached import mlp
+from support.attached import assert_refused, mlp, outcome
 from support.coordinators import WAIT_S, Failures, quick
 from support.meshes import PATIENCE_S, exchange_pair, soon
 from support.rank_pool import pool
@@ -220,8 +220,7 @@ def test_the_secret_never_travels_and_no_proof_is_made_twice() -> None:
 
 def test_one_who_answers_without_the_secret_is_not_believed() -> None:
     end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
-    with pytest.raises(Refused, match="E-SECRET"):
-        dialled(end.listen())
+    assert_refused(outcome(lambda: dialled(end.listen())), "E-SECRET")
     end.close()
 
 

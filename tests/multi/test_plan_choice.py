@@ -11,14 +11,13 @@ import torch
 from msgspec import structs
 from support import rank_pool
 from support.arguments import sync_of
-from support.attached import data, mlp
+from support.attached import assert_refused, data, mlp, outcome
 from support.rank_pool import Servers, pool
 
 import commlayer
 from commlayer import plan_file, records
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
-from commlayer.errors import RecordError
 from commlayer.planner import default_plan, diff, verify_alone
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo
 
@@ -96,8 +95,7 @@ def test_plan_files_from_before_still_load_and_new_ones_keep_the_fields(tmp_path
     assert plan_file.plan_in(tmp_path / "new.json") == new
     assert [name for name, *_ in diff(plan(local_steps=4), new).fields] == ["overlap", "fragments"]
     (tmp_path / "bad.json").write_bytes(records.encode(structs.replace(new, overlap="always")))  # type: ignore[arg-type]
-    with pytest.raises(RecordError, match=r"bad\.json.*overlap.*E-PLAN-FILE"):
-        plan_file.plan_in(tmp_path / "bad.json")
+    assert_refused(outcome(lambda: plan_file.plan_in(tmp_path / "bad.json")), "E-PLAN-FILE", "bad.json", "overlap")
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.attached import assert_refused, outcome
 from support.rank_pool import pool
 from support.workers import job, step
 
@@ -13,7 +14,6 @@ from commlayer.cluster.collectives import Groups
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_separable, is_summable
 from commlayer.engine.worker import Worker
-from commlayer.errors import CorruptFrame
 from commlayer.planner import tree
 from commlayer.planner.tree import spell
 from commlayer.records import Bucket, Plan, Slice, Spec
@@ -88,8 +88,7 @@ def test_draws_that_differ_are_told_on_all() -> None:
     largest = torch.maximum(both[0].facts, both[1].facts)
     for reduced in both:
         reduced.facts.copy_(largest)
-        with pytest.raises(CorruptFrame, match="seeds.*E-PAYLOAD"):
-            reduced.merge()
+        assert_refused(outcome(reduced.merge), "E-PAYLOAD", "CorruptFrame: ", "seeds")
 
 
 @pytest.mark.parametrize(("codec", "adds", "alone"), [

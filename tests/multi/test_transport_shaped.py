@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.attached import assert_refused, outcome
 from support.loopback import Hub
 from support.meshes import data, soon
 
@@ -51,8 +52,7 @@ print([links.send(0, 10.0, 1000) for _ in range(50)][-1])
 
 @pytest.mark.parametrize("link", [HostLink(0, 1), HostLink(1, -1), HostLink(1, 1, -0.1), HostLink(math.nan, 1)])
 def test_rates_that_make_no_sense(tmp_path: Path, link: HostLink) -> None:
-    with pytest.raises(ValueError, match=rf"host 0 .*{link.up_bps}\b.*E-ARGUMENT"):
-        ShapedLinks(tmp_path / "links", [link])
+    assert_refused(outcome(lambda: ShapedLinks(tmp_path / "links", [link])), "E-ARGUMENT", "host 0 ", f"{link.up_bps}")
 
 
 Mesh = Callable[[list[HostLink]], list[Shaped]]
@@ -82,8 +82,7 @@ def test_the_urgent_frame_goes_first_and_a_loss_comes_after_the_data(mesh: Mesh)
     arrived = [b.wait(b.recv(0), soon()).header.bucket for _ in range(4)]
     assert time.monotonic() - begin >= 4 * 50_000 / 1e6 + 0.01
     assert arrived in ([0, 3, 1, 2], [3, 0, 1, 2])
-    with pytest.raises(PeerLost, match="worker 0: .*E-PEER-ENDED"):
-        b.wait(b.recv(0), soon())
+    assert_refused(outcome(lambda: b.wait(b.recv(0), soon())), "E-PEER-ENDED", "PeerLost: ", "worker 0: ")
 
 
 def test_a_host_shares_its_links_and_inside_it_nothing_is_shaped(mesh: Mesh) -> None:
