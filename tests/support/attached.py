@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from msgspec import structs
 from torch import nn
@@ -165,25 +164,6 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: 
     x, y = data(rank, number)
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
-
-
-def refusals(tries: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    """What each of them is refused with."""
-    said = {}
-    for name, attempt in tries.items():
-        with pytest.raises(ValueError) as caught:
-            attempt()
-        said[name] = str(caught.value)
-    return said
-
-
-def said_in_lines(results: Sequence[dict[str, str]], wanted: dict[str, str]) -> None:
-    """Every rank's refusals are a line each, and have these words."""
-    for said in results:
-        assert said.keys() == wanted.keys()
-        assert not any("\n" in line for line in said.values())
-        for name, words in wanted.items():
-            assert words in said[name], (name, said[name])
 
 
 def mlp(seed: int = 0, width: int = 40) -> nn.Sequential:
