@@ -186,13 +186,13 @@ def test_keys_on_one_end_only(local: str, present: str, line: str, folders: Fold
         each.close()
 
 
-@pytest.mark.parametrize("kind", ["foreign", "revoked"])
-def test_the_first_call_says_what_is_wrong_with_a_certificate(kind: str, folders: Folders,
+@pytest.mark.parametrize(("kind", "code"), [("foreign", "E-CERTIFICATE-CA"), ("revoked", "E-CERTIFICATE-REVOKED")])
+def test_the_first_call_says_what_is_wrong_with_a_certificate(kind: str, code: str, folders: Folders,
                                                               capfd: pytest.CaptureFixture[str]) -> None:
     coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     channel = client.CoordinatorChannel(coordinator.address, SECRET, Keys(getattr(folders, kind)))
     line = outcome(lambda: channel.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S))
-    assert_refused(line, "E-CERTIFICATE", f"{coordinator.address}: ")
+    assert_refused(line, code, f"{coordinator.address}: ")
     channel.close()
     coordinator.close()
     assert capfd.readouterr().err == ""
