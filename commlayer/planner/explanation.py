@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.model import DENSE, Cluster, Policy, Profile
+from commlayer.planner.scenario import PricedPlan
 from commlayer.planner.simulation import Span, Timeline, simulate
 from commlayer.planner.tensors import DOUBLE, is_sparse, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Record, Why
-
-if TYPE_CHECKING:
-    from commlayer.planner.search import PricedPlan
 
 LOOKED_AT = 2.0
 """Steps longer by more than this factor with another option are not simulated to their end."""

@@ -1,0 +1,194 @@
+"""One way to train: a sync mode and a layout of buckets, the options of each bucket, and the price of a choice among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple, cast
+
+from commlayer.planner import buckets
+from commlayer.planner.buckets import Limits, Sort
+from commlayer.planner.choices import Choice, Space, search, uniform
+from commlayer.planner.convergence import Recipe
+from commlayer.planner.costs import Prices, hidden, weights
+from commlayer.planner.model import DENSE, Cluster, Option, Policy, Profile
+from commlayer.planner.options import Catalog
+from commlayer.planner.placement import Part, parts
+from commlayer.planner.simulation import Simulation, exact_s, fragments, locally, urgent
+from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
+from commlayer.records import Bucket, Job, Plan, Slice, Timing
+
+SHARED, FINER = 4, (8, 16, 32)
+"""Target number of parts of the model per server, since fewer could be balanced badly; and finer cuts that are tried."""
+PARTS_WORTH = 0.12
+"""Each doubling of the number of parts must shorten a step by this fraction. A part wakes a dozen threads here and at its
+server, which costs more than its price on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts
+than with 25, where 3 % less was predicted."""
+CODES = 1e6
+"""Burden of coding a bucket: more than any seconds on lanes."""
+
+Kind = tuple[Sort, int]
+"""A bucket's contents and its octave of size. Buckets of one kind have the same options."""
+
+
+class Inputs(NamedTuple):
+    job: Job
+    timing: Timing
+    cluster: Cluster
+    searched: Cluster
+    """The cluster with few kinds of nodes."""
+    profile: Profile
+    policy: Policy
+    placed: dict[tuple[tuple[int, ...], bool], Prices]
+    """Prices of plans, by hosts, and whether exchanges overlap with rounds of local steps."""
+
+    def exact_s(self, plan: Plan) -> float:
+        """Seconds of one step of a plan."""
+        key = plan.hosts, plan.overlap == "round"
+        if key not in self.placed:
+            self.placed[key] = Prices(hidden(self.cluster) if key[1] else self.cluster, self.profile, plan.hosts)
+        return exact_s(plan, self.job, self.cluster, self.profile, self.policy, self.placed[key])
+
+    @property
+    def steps_count(self) -> bool:
+        return self.policy.objective == "loss" and bool(self.profile.learning)
+
+
+class Piece(NamedTuple):
+    """A bucket of a layout."""
+
+    slices: tuple[Slice, ...]
+    numel: int
+    """Elements that are sent."""
+    urgency: float
+    kind: Kind
+
+
+class Layout(NamedTuple):
+    """One way to cut the model."""
+
+    job: Job
+    limits: Limits
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of(cls, job: Job, timing: Timing, limits: Limits) -> Layout:
+        groups = buckets.groups(job, limits)
+        sizes = [sum(s.numel for s in group) for group in groups]
+        return cls(job, limits, tuple(
+            Piece(group, nonzero_numel(job, group), urgent(timing, group), (buckets.sort_of(job, group), size.bit_length()))
+            for group, size in zip(groups, sizes, strict=True)))
+
+
+class Scenario:
+    """One layout with one set of hosts and one sync mode. `useful[b]` lists the options of bucket b by their numbers in the
+    catalog; choices are indexes into it."""
+
+    def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
+        self.inputs, self.layout, self.recipe = inputs, layout, recipe
+        self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
+        plain = Recipe(recipe.optimizer, workers=recipe.workers)
+        self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
+        ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
+        self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1
+        self._placed: dict[tuple[int, ...], PricedPlan] = {}
+
+    @cached_property
+    def space(self) -> Space:
+        job, timing, _, _, profile, policy, _ = self.inputs
+        pieces = self.layout.pieces
+        priced = [self.catalog.load(mine, piece.numel, piece.urgency) for mine, piece in zip(self.useful, pieces, strict=True)]
+        part = weights(job, [piece.slices for piece in pieces], profile.energy)
+        excess, loss = ([[of[o] * mine for o in options] for options, mine in zip(self.useful, part, strict=True)]
+                        for of in self.catalog.costs(self.recipe))
+        burden = [[seconds + CODES * (self.catalog.options[o].codec != DENSE) for o, seconds in zip(mine, held_s, strict=True)]
+                  for mine, (_, held_s) in zip(self.useful, priced, strict=True)]
+        members: dict[tuple[Kind, tuple[int, ...]], list[int]] = {}
+        for b, (piece, mine) in enumerate(zip(pieces, self.useful, strict=True)):
+            members.setdefault((piece.kind, mine), []).append(b)
+        groups = [members[key] for key in sorted(members, key=lambda key: -key[0][1])]
+        parts = fragments(job, timing, pieces, [load for load, _ in priced], self.catalog.prices, self.recipe,
+                          priority=policy.priority)
+        least_s = sum(float(each.problem.ready.reshape(each.problem.nodes, -1)[:, -1].max()) for each in parts)
+        return Space(Simulation(parts), loss, excess, burden, groups, policy.max_loss, least_s)
+
+    @property
+    def starts(self) -> list[list[int]]:
+        """Choices that use one option for every bucket that has it."""
+        places = [{option: place for place, option in enumerate(mine)} for mine in self.useful]
+        tried = dict.fromkeys(option for mine in self.useful for option in mine)
+        return [[of.get(option, 0) for of in places] for option in tried]
+
+    @cached_property
+    def uniform(self) -> list[Choice]:
+        return uniform(self.space, self.starts)
+
+    @cached_property
+    def quick(self) -> Choice:
+        """The best of the uniform choices."""
+        return min(self.uniform, key=lambda choice: choice.order)
+
+    @cached_property
+    def dense(self) -> Choice:
+        """The best uniform choice without compression."""
+        plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
+        return min(plain or self.uniform[:1], key=lambda choice: choice.order)
+
+    def used(self, choice: Choice) -> set[Option]:
+        return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
+
+    def price(self, choice: Choice) -> float:
+        """Seconds per step of dense training, by the search's prices."""
+        return choice.price / self.recipe.every
+
+    @cached_property
+    def searched(self) -> Choice:
+        return search(self.space, self.uniform)
+
+    def placed(self, choice: Choice) -> PricedPlan:
+        """The choice as a plan, priced with each part on its own server. Buckets are cut more finely where that pays."""
+        if choice.options not in self._placed:
+            parts = self._parts(choice, SHARED)
+            plan = self._plan(parts)
+            step_s = self.inputs.exact_s(plan)
+            for finely in FINER if plan.servers else ():
+                if step_s * (1 - PARTS_WORTH / 4) * self.recipe.every <= choice.step_s:
+                    break  # what the search promises would not be worth it
+                other = self._parts(choice, finely)
+                if len(other) > len(parts):
+                    other_s = self.inputs.exact_s(finer := self._plan(other))
+                    if other_s < step_s * (1 - PARTS_WORTH * math.log2(len(other) / len(parts))):
+                        parts, plan, step_s = other, finer, other_s
+            self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
+                                                step_s * (1 + choice.excess), choice.excess)
+        return self._placed[choice.options]
+
+    def _parts(self, choice: Choice, finely: int) -> list[Part]:
+        chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
+        return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
+                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node)
+
+    def _plan(self, parts: Sequence[Part]) -> Plan:
+        job, result = self.inputs.job, []
+        for i, part in enumerate(parts):
+            o = self.catalog.options[part.option]
+            codec, shape = shaped(o.codec, job, part.slices)
+            result.append(Bucket(i, part.slices, o.path, codec, part.server, part.owner, shape, o.down, o.by_node))
+        hosts = self.catalog.prices.hosts if any(bucket.served for bucket in result) else ()
+        return unrounded(Plan(
+            job.digest(), tuple(result), len(hosts), self.ranks_per_node, self.recipe.every,
+            "updates" if locally(self.recipe) else "gradients",
+            cast(Literal["", "round", "forward"], self.recipe.overlap), self.recipe.fragments, hosts=hosts), job)
+
+
+class PricedPlan(NamedTuple):
+    """A plan's origin, its price in seconds per step of dense training, and its excess of steps."""
+
+    scenario: Scenario
+    choice: Choice
+    plan: Plan
+    origins: tuple[int, ...]
+    """By bucket of the plan, the scenario's bucket of which it is all or a part."""
+    price: float
+    excess: float
