@@ -55,7 +55,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},
-        {"choices", "explanation", "options", "placement", "search"},
+        {"choices", "explanation", "options", "placement", "scenario", "search"},
         {"baselines", "plan_lint"},
     ],
     # Ahead of all: what knows no connection, so that it can be read and tested alone. Modules not named here are of it.
