@@ -155,12 +155,14 @@ class ExchangeSchedule:
 
     def drain(self) -> None:
         """Exchanges all steps since the last exchange. All ranks call it after the same step."""
+        self._if_due()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
         with self._connection.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
 
     def settle(self) -> None:
         """Completes an outer step that has begun. All ranks call it after the same step."""
+        self._if_due()
         if self.local is not None and self.local.under_way:
             with self._connection.closed_door():
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)

@@ -316,9 +316,11 @@ class Script(Training):
         losses = []
         for _ in range(steps):
             self.optimizer.zero_grad()
-            for micro in range(3 if "accumulated" in self.how else 1):
+            micros = 3 if "accumulated" in self.how else 1
+            for micro in range(micros):
                 loss = self.loss(3 * self.step + micro)
-                infinite = "scaled" in self.how and self.rank == 1 and self.step in INFINITE
+                # In the last one: in an earlier one it would look like a step that the scaler has skipped already.
+                infinite = "scaled" in self.how and self.rank == 1 and self.step in INFINITE and micro == micros - 1
                 self.scaler.scale(loss * math.inf if infinite else loss).backward()
             if "clipped" in self.how:
                 self.scaler.unscale_(self.optimizer)
