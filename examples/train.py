@@ -5,7 +5,7 @@ import commlayer
 
 
 def make():
-    """The model, and a function that draws a batch and computes its loss. `commlayer plan create` times both."""
+    """The model, and a function that draws a batch and computes its loss. `commlayer estimate` times both."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
     def loss():

@@ -17,9 +17,9 @@ import torch
 from commlayer.errors import InvalidInput
 
 NOT_FINAL = (
-    "the gradient of {} is not final: with overlap='forward' averages arrive after backward(), up to the next forward pass. "
+    "the gradient of {} is not final: under sync='forward' averages arrive after backward(), up to the next forward pass. "
     "Call session.synchronize() before gradients are read or changed; clip with attach(..., clip_grad_norm=), and name a "
-    "GradScaler with attach(..., scaler=)"
+    "GradScaler with attach(..., grad_scaler=)"
 )
 _aten = torch.ops.aten
 _KEEPS = {_aten.detach_.default}

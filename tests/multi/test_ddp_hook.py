@@ -312,7 +312,7 @@ def test_a_closed_session_leaves_no_thread_and_keeps_neither_model_nor_optimizer
 
 
 def residuals(state: commlayer.HookState) -> list[torch.Tensor]:
-    return [t.clone() for name, t in sorted(state.state_dict()["tensors"].items()) if name.endswith("residual")]
+    return [t.clone() for name, t in sorted(state.__getstate__()["state"]["tensors"].items()) if name.startswith("residual.")]
 
 
 def resumed(rank: int, how: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -363,7 +363,7 @@ def first_backward(rank: int, plan: str, dtype: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("plan", "dtype", "code", "name"), [
-    ("missing.json", "float32", "E-PLAN-NAME", "missing.json"), ("auto", "complex64", "E-MODEL-UNSUPPORTED", "complex64"),
+    ("missing.json", "float32", "E-PLAN-FILE", "missing.json"), ("auto", "complex64", "E-MODEL-UNSUPPORTED", "complex64"),
 ])
 def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, code: str, name: str) -> None:
     for first, second in pool(WORLD).call(first_backward, plan, dtype):

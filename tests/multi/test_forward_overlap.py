@@ -181,7 +181,7 @@ def test_gradients_that_are_not_final_and_models_of_another_type_are_refused() -
     with rank_pool.Servers(WORLD, 1) as servers:
         for *lines, converted in pool(WORLD).call(used, servers.address):
             for line in lines:
-                assert_refused(line, "E-GRADIENT-PENDING", "session.synchronize()", "max_norm=")
+                assert_refused(line, "E-GRADIENT-PENDING", "session.synchronize()", "clip_grad_norm=")
             assert_refused(converted, "E-MODEL-CHANGED", "scale ", "torch.float64", "torch.float32")
 
 
