@@ -24,6 +24,7 @@ from commlayer.engine.buckets import BucketExchange, EncodedBucket
 from commlayer.engine.entries_sent import allot_entries
 from commlayer.engine.local_steps import Lengths, OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
+from commlayer.engine.step import Units
 from commlayer.errors import InvalidInput
 from commlayer.optim import OuterSGD, usual
 from commlayer.planner.buckets import fragments_of
@@ -239,7 +240,7 @@ class _Sums:
     def __init__(self, virtual: VirtualWorkers, plan: Plan, fragments: int) -> None:
         self._virtual = virtual
         self._places = fragments_of(plan.buckets, fragments)
-        self.turns = [[plan.buckets[place] for place in places] for places in self._places]
+        self.fragments = [[plan.buckets[place] for place in places] for places in self._places]
         self._given: dict[int, Mapping[int, torch.Tensor]] = {}
         """Changes by rank, of the fragment being summed."""
         self._mean: dict[int, torch.Tensor] = {}
@@ -248,7 +249,7 @@ class _Sums:
         """Lengths by rank, of the fragment being summed."""
 
     def worker(self, rank: int) -> Any:
-        return _Rank(self, rank)
+        return _Rank(self, rank, self._virtual.world)
 
     def lengths(self, rank: int) -> Lengths:
         return _Told(self, rank)
@@ -258,14 +259,14 @@ class _Sums:
         if len(self._telling) == self._virtual.world:
             self.told = [self._telling.pop(each) for each in range(self._virtual.world)]
 
-    def give(self, rank: int, changes: Mapping[int, torch.Tensor], turn: int) -> None:
+    def give(self, rank: int, changes: Mapping[int, torch.Tensor], fragment: int) -> None:
         self._given[rank] = changes
         if len(self._given) == self._virtual.world:
             all_changes = [self._given.pop(each) for each in range(self._virtual.world)]
             self._mean = {t: torch.empty_like(change) for t, change in changes.items()}
-            for place in self._places[turn]:
+            for place in self._places[fragment]:
                 self._virtual.exchange(place, all_changes, self._mean)
-            if turn == len(self.turns) - 1:
+            if fragment == len(self.fragments) - 1:
                 self._virtual.end()
 
     def write(self, targets: Sequence[torch.Tensor | None]) -> None:
@@ -291,32 +292,29 @@ class _Told:
 class _Rank:
     """One worker, as its OuterSteps sees it."""
 
-    def __init__(self, sums: _Sums, rank: int) -> None:
-        self._sums, self._rank, self.turns = sums, rank, sums.turns
-        self.scale = self.rate = self.weight = 1.0
+    def __init__(self, sums: _Sums, rank: int, world: int) -> None:
+        self._sums, self._rank, self.fragments = sums, rank, sums.fragments
+        self.units = Units(world, shared=False)  # all batches weigh the same
         self.not_finite = -1
 
-    def send(self, changes: Mapping[int, torch.Tensor], turn: int = 0) -> None:
-        self._sums.give(self._rank, changes, turn)
+    def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
+        self._sums.give(self._rank, changes, fragment)
 
-    def write(self, targets: Sequence[torch.Tensor | None], turn: int = 0) -> bool:
-        del turn  # only the last summed fragment is available
+    def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
+        del fragment  # only the last summed fragment is available
         self._sums.write(targets)
         return True
-
-    def weigh(self, weight: float, total: float | None) -> None:
-        """All batches weigh the same."""
 
     def complete(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """No action: sums are complete at once."""
 
-    def wait(self, deadline_s: float, turn: int = 0) -> None:
+    def wait(self, deadline_s: float, fragment: int = 0) -> None:
         """No action: results are available at once."""
 
     def end(self, *, finite: bool) -> None:
         """No action: nothing is rolled back."""
 
-    def applied(self, numbers: Sequence[int], turn: int) -> None:
+    def mark_applied(self, numbers: Sequence[int], fragment: int) -> None:
         """No action: all of it was applied."""
 
 
