@@ -142,7 +142,7 @@ def test_a_site_that_makes_another_wait_and_is_interrupted_is_named_there(
 
 
 @pytest.mark.parametrize(("how", "pattern"), [
-    ("refused", r"^commlayer: every: .*-1, .*\[E-SYNC-EVERY\]$"),
+    ("refused", r"^commlayer: sync: got 'never', .*\[E-SYNC-MODE\]$"),
     ("mistaken", "^LookupError: a mistake in the script$"),
 ])
 def test_a_refusal_is_a_line_and_a_mistake_in_the_script_keeps_its_traceback(
