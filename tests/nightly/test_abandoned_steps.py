@@ -9,6 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support import cuda, rank_pool
+from support.arguments import plan_or_codec
 from support.rank_pool import pool
 from torch import nn
 
@@ -65,7 +66,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
     alone = "allreduce" in how or "staged" in how
     config = rank_pool.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if alone else {"join": address}))
     with cuda.unread() if "unread" in how else contextlib.nullcontext():
-        session = commlayer.attach(model, optimizer, plan=planned(model, how, per_node), config=config,
+        session = commlayer.attach(model, optimizer, **plan_or_codec(planned(model, how, per_node)), config=config,
                                    sync="forward" if "forward" in how else None)
     lines, seen = [], []
     try:
