@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.attached import assert_refused, outcome
-from support.coordinators import WAIT_S, Failures, Process, all_opened, quick  # noqa: F401  (a fixture)
+from support.coordinators import PATIENT_S, WAIT_S, Failures, Process, all_opened, quick  # noqa: F401  (a fixture)
 
 from commlayer.cluster import client, messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
@@ -116,8 +116,8 @@ def test_a_keeper_ends_with_its_killed_worker(coordinator: Coordinator) -> None:
     wait_gone(keeper)
 
 
-def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
-    failures = Failures()
+def test_a_held_gil_is_not_death() -> None:
+    failures, coordinator = Failures(), Coordinator(quick(dead_after_s=PATIENT_S))
     holder = Process(coordinator.address, 1, 2, how="hold_gil")
     request = messages.worker_request("job", 0, 2, plan=b"a plan")
     member = client.join(coordinator.address, request, quick(), failures)
@@ -127,6 +127,7 @@ def test_a_held_gil_is_not_death(coordinator: Coordinator) -> None:
     holder.go_on()
     member.leave()
     assert failures.errors == []
+    coordinator.close()
 
 
 def test_an_embedded_coordinator_serves_and_ends_by_itself_after_the_job() -> None:

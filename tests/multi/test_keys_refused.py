@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.attached import assert_refused, outcome
-from support.coordinators import WAIT_S, Failures, Process, quick
+from support.coordinators import PATIENT_S, WAIT_S, Failures, Process, quick
 from support.keys import Bare, Folders, made_folders  # noqa: F401  (a fixture)
 from support.meshes import GrpcEnd, exchange_pair, soon
 
@@ -341,7 +341,7 @@ def test_a_revoked_node_is_dropped_while_it_is_connected(folders: Folders, tmp_p
 
 
 def test_heartbeats_of_a_held_gil_come_over_tls(folders: Folders) -> None:
-    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2)
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server), dead_after_s=PATIENT_S), workers=2)
     failures = Failures()
     holder = Process(coordinator.address, 1, 2, how="hold_gil", token=SECRET, keys=str(folders.second))
     mine = quick(token=SECRET, keys=str(folders.worker))
