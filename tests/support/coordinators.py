@@ -45,8 +45,8 @@ def quick(**fields: Any) -> Any:
 
 
 PATIENT_S, HELD_S = 2.5, 5.0
-"""The silence that counts as death where a worker holds the GIL, and how long it holds it. Heartbeats of a busy machine are up to
-a second late."""
+"""The silence that counts as death where a worker holds the GIL, and how long it holds it. Heartbeats of a busy machine are up
+to a second late."""
 
 
 class Failures:
