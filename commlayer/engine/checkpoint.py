@@ -235,8 +235,9 @@ def load_training(
     """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives it from one that has it. All ranks
     call it together. Returns the state of local steps."""
     with all_or_none(groups, LOADING), reading(found.folder):
-        held = sorted((name for name in _on_disk(found.folder) if name.startswith(TRAINING)), key=lambda name: (
-            name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
+        held = sorted((name for name in _on_disk(found.folder)
+                       if name.startswith(TRAINING) and _belongs(_path(found.folder, name), found.mark)),
+                      key=lambda name: (name != f"{TRAINING}{rank}", int(name.removeprefix(TRAINING))))
         state = read(found.folder, held[0], found.mark) if held else {}
     having = [row[0] for row in gather(groups, [bool(state)])]
     if groups is not None and not all(having):
@@ -569,6 +570,14 @@ def mark_of(path: Path) -> Mark:
         return msgspec.convert(meta, Mark, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidInput("E-CHECKPOINT", f"{path}: the file's header is invalid: {error}") from None
+
+
+def _belongs(path: Path, mark: Mark) -> bool:
+    """Whether a file is complete and belongs to the checkpoint whose header is `mark`."""
+    try:
+        return mark_of(path) == mark
+    except ValueError:
+        return False
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -212,7 +212,7 @@ def fail_everywhere(rank: int, where: Setting, folder: str) -> list[str]:
                 dist.all_gather_object(failures, failed)
                 if len({bool(f) for f in failures}) > 1:
                     wrong.append(f"{at}: {failures}")
-                other = f"rank {victim}," in failed and code_of(failed) == "E-OTHER-RANK"
+                other = f"rank {victim}:" in failed and code_of(failed) == "E-OTHER-RANK"
                 if failed and "No space left" not in failed and not other:
                     wrong.append(f"{at}: {failed}")
                 if not equal(before, job.kept()):
@@ -296,5 +296,5 @@ def test_what_another_checkpoint_has_is_named_as_missing(tmp_path: Path) -> None
     with Servers(WORLD, SERVERS) as servers:
         for rows in pool(WORLD).call(mixtures, setting(servers), str(tmp_path)):
             for decisions in rows:
-                assert any("rank-1" in line and "server-1" in line for line in decisions), decisions
+                assert any("rank-" in line and "which no rank has" in line for line in decisions), decisions
     assert sorted(p.name for p in (tmp_path / "shared").iterdir()) == ["save-2"], "the older one was removed"
