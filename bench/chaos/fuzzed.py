@@ -137,7 +137,7 @@ class _Sockets:
                     began = time.monotonic()
                     self._note(name, number, ways[name](), time.monotonic() - began)
                 except (CommError, ValueError, OSError) as error:
-                    self._note(name, number, f"others do not go on, or nobody is let in: {type(error).__name__}: {error}", 0.0)
+                    self._note(name, number, f"members do not continue, or none can join: {type(error).__name__}: {error}", 0.0)
                     break
             if self._server.process.poll() is None:
                 time.sleep(1.0)  # its threads end after their connections
@@ -183,7 +183,7 @@ class _Sockets:
                 handshake.dial_handshake(sock, Reader(handshake.MAX_NBYTES), mine, SECRET, SERVER_BASE,
                                          time.monotonic() + PATIENCE_S)
             except CommError as error:
-                return f"a member was not let in: {error}"
+                return f"a member could not join: {error}"
             target = self._by_name[self._chance.choice(("frames", "sums"))]
             return self._heard_out(sock, self._damaged(target))
 

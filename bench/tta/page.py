@@ -123,10 +123,10 @@ def _seeds(count: int) -> str:
 
 
 def overview(rows: Sequence[Row]) -> str:
-    """A line per task and link with plan "auto" and its alternatives."""
+    """A line per task and link with sync="auto" and its alternatives."""
     by_system = groups(rows)
     lines = ["| task, link | one machine, no network | each host alone | DDP fp16 | best of the others "
-             "| commlayer, a fixed plan | commlayer, `plan=\"auto\", exact=False` |", "| --- |" + " ---: |" * 6]
+             "| commlayer, a fixed plan | commlayer, `sync=\"auto\"` |", "| --- |" + " ---: |" * 6]
     for task, link, system in by_system:
         if system == "auto":
             def cell(names: Sequence[str], where: str = link, task: str = task) -> str:

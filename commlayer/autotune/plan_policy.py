@@ -292,8 +292,8 @@ def end_search(
     verdict = ReplanVerdict(order.step_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
     kept = structs.replace(kept, steps=best.current_steps, alternatives=() if keep else best.alternatives, discarded=False,
                            price=best.current_price, verdicts=(*lead.verdicts, verdict))
-    line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the one "
-            f"in force takes {_ms(order.step_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
+    line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the "
+            f"current plan takes {_ms(order.step_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
     hint: list[Line] = [Suggestion(best.hint)] if best.hint else []
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s

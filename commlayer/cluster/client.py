@@ -220,7 +220,7 @@ class CoordinatorChannel:
         if missing:
             head, semicolon, tail = missing.partition(";")
             raise DeadlineExceeded(f"{head} before the deadline of {wait_s:g} s{semicolon}{tail}: start the others, or wait "
-                                   "longer (join_deadline_s; --wait of `commlayer launch`)", peer=self.peer)
+                                   "longer (join_deadline_s; --wait of `commlayer join`)", peer=self.peer)
         raise DeadlineExceeded(f"did not answer within {min(answer_s, wait_s):g} s: check that `commlayer serve` is running at "
                                "this address and port, and that firewalls allow connections to it", peer=self.peer)
 

@@ -393,7 +393,7 @@ def leave_job(
     until = time.monotonic() + (notice_s if reason else stay_s)
     delivered = link is None or link.close(reason, stay_s, exchanges)
     if not delivered:
-        until = time.monotonic() + notice_s  # others may still need its servers, as far as it knows
+        until = time.monotonic() + notice_s  # others might still need its servers
     try:
         if children and delivered and not reason and not children[0].over(min(NOTE_AFTER_S, stay_s)):
             names = ", ".join(link.remaining) if link is not None and link.remaining else "others"

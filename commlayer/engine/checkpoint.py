@@ -45,7 +45,7 @@ log = logging.getLogger("commlayer")
 
 RESIDUAL, CARRY = "residual.", "carry."
 """Names of tensors in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier plan."""
-WHAT, LOADING = "checkpoint()", "resume()"
+SAVING, LOADING = "checkpoint()", "resume()"
 
 _Files = dict[str, dict[str, torch.Tensor]]
 """Maps the name of a file to its tensors by name."""
@@ -134,7 +134,7 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
     for act in (*context.complete_exchanges, *context.before_switch):
         act()
     worker, link, groups = context.worker, context.uplink, context.groups  # these calls may have changed them
-    with all_or_none(groups, WHAT):
+    with all_or_none(groups, SAVING):
         with writing(directory):  # first: the calls below roll back what the last step did not apply
             directory.mkdir(parents=True, exist_ok=True)
             highest = max(numbers(directory), default=0)
@@ -142,7 +142,7 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
             worker.drain()
             undone = worker.roll_back()
     contents: _Files = {}
-    with all_or_none(groups, WHAT):
+    with all_or_none(groups, SAVING):
         for server in _servers_of(context):
             assert worker is not None
             assert link is not None
@@ -167,18 +167,18 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
 
     try:
         # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
-        with all_or_none(groups, WHAT):
+        with all_or_none(groups, SAVING):
             state = worker_state(context)
             contents[f"rank-{context.rank}"] = state.get("tensors", {}) | replica.own_state(extra)
             with writing(directory):
                 own = first or (plan is not None and plan.steps_locally)
                 write(folder, contents | (training() if own else {}), mark, plan if first else None)
-        with all_or_none(groups, WHAT), writing(directory):
+        with all_or_none(groups, SAVING), writing(directory):
             if context.logs and not _path(folder, f"{TRAINING}0").exists():
                 write(folder, training(), mark, plan)
             if first:
                 seal(folder, mark)
-        with all_or_none(groups, WHAT), writing(directory):
+        with all_or_none(groups, SAVING), writing(directory):
             if context.logs and not (folder / MANIFEST).exists():
                 seal(folder, mark)
     except Exception as error:
