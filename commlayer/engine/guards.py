@@ -294,7 +294,7 @@ def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
     return next((name for name, p in named if p is parameter), "a parameter")
 
 
-class StrayGradients(NamedTuple):
+class HookedTensors(NamedTuple):
     """The tensors that a DDP communication hook averages."""
 
     named: list[tuple[str, torch.Tensor]]
@@ -305,7 +305,7 @@ class StrayGradients(NamedTuple):
     """Describes gradients and buffers. A plan can be for this job or for the one without buffers."""
 
 
-def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> StrayGradients:
+def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> HookedTensors:
     """Describes the tensors to average. `seen`: all parameters in DDP's order, which is the same on all ranks. Raises
     ValueError if some parameter cannot be averaged."""
     # DDP's order is ready order; a Job is in registration order, which is about the reverse.
@@ -321,7 +321,7 @@ def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> StrayGra
     for name, p in named:
         check_parameter(name, p)
     check_dtypes(job)
-    return StrayGradients(named, job, full_job)
+    return HookedTensors(named, job, full_job)
 
 
 # ---- checks before every optimizer step that the gradients it applies were averaged
