@@ -10,7 +10,7 @@ STAMP := .venv/.commlayer-ready-$(MODULES)
 # Tests that measure links and speeds, which they would share with others beside them. All others pass on a machine that is busy;
 # many wait for processes and deadlines, so three go at a time, in the order of their names, which has no long file last. What takes
 # a worker of pytest's down is tried again with the next one: thrice, and not for an hour.
-ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_,bench_baselines.py autoplan_links.py comm_cost_live.py \
+ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_,autoplan_links.py comm_cost_live.py \
 	shares_live.py balancing_example.py)
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
@@ -64,7 +64,7 @@ rivals: $(foreach rival,$(RIVALS),.rivals/$(rival))
 
 # The CUDA sources for every target (needs nvcc, no GPU).
 cuda: setup
-	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/nightly/test_cuda_compile.py
+	COMMLAYER_CUDA_TARGETS="75 80 86 89 90 100 120" $(BIN)/python -m pytest tests/nightly/test_cuda_codecs.py -k compile
 
 # make bench NAME=overhead
 bench: setup

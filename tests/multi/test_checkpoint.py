@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from support.attached import mlp
 from support.rank_pool import Servers, pool
@@ -32,6 +31,7 @@ def training(rank: int, address: str, mode: str = "gradients", how: str = "scale
     local = mode not in ("gradients", "late", "forward")
     return Training(rank, address, mode, optimizer="adamw", codec=codec, how=how, servers=SERVERS,
                     outer=OuterSGD(lr=0.7, momentum=0.9) if local else None,
+                    **({"ratio_over": "plan", "warmup": 8} if "budget" in how else {}),
                     model=Net().to(torch.bfloat16) if "bfloat16" in how else None)
 
 
@@ -87,6 +87,7 @@ def resumed(rank: int, address: str, mode: str, how: str, before: int, folder: s
     ("gradients", "scaled", 6), ("late", "", 7), ("round", "weighed", 7), ("every", "scaled, weighed", 5),
     ("every", "bfloat16", 5), ("updates", "", 5), ("gradients", "scaled, skipped", 6), ("gradients", "ddp, scaled", 6),
     ("gradients", "ddp, scaled, skipped", 6), ("whole round", "", 5), ("forward", "", 6),
+    ("gradients", "budget", 3), ("gradients", "ddp, budget", 9),  # ratios over the whole plan, during the warm-up and after it
 ])
 def test_a_resumed_run_equals_the_one_that_continued(mode: str, how: str, before: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -300,11 +301,3 @@ def test_what_no_rank_has_is_named(tmp_path: Path) -> None:
         for loaded, decisions in pool(WORLD).call(incomplete, servers.address, str(tmp_path)):
             assert loaded
             assert any("rank-1" in line for line in decisions)
-
-
-def test_codec_state_holds_each_residual_once(tmp_path: Path) -> None:
-    with Servers(WORLD, SERVERS) as servers:
-        pool(WORLD).call(save_and_continue, servers.address, "gradients", "scaled", 1, str(tmp_path))
-    tensors = safetensors.torch.load_file(tmp_path / "save-1" / "rank-0.safetensors")
-    assert any(name.startswith("residual.") for name in tensors)
-    assert not any(name.split(".")[0].isdecimal() and name.endswith(".residual") for name in tensors)

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attached import assert_refused, coordinators, data, mlp, outcome, plan_of, same
-from support.models import Branches
+from support.attached import Branches, assert_refused, coordinators, data, mlp, outcome, plan_of, same
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

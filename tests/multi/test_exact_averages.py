@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from support.arguments import plan_or_codec
-from support.attached import Run, Setting, coordinators, data, play
+from support.attached import Run, Setting, coordinators, data, plan_or_codec, play
 from support.rank_pool import pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.arguments import plan_or_codec, sync_of
-from support.attached import assert_refused, data, mlp, outcome, parameters, plan_of, same
+from support.attached import assert_refused, data, mlp, outcome, parameters, plan_of, plan_or_codec, same, sync_of
 from support.rank_pool import pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -222,18 +221,6 @@ def test_one_who_answers_without_the_secret_is_not_believed() -> None:
     end = StreamTransport(Hello("jobA", SERVER_BASE), settings=Settings(secret="another secret"))
     assert_refused(outcome(lambda: dialled(end.listen())), "E-SECRET")
     end.close()
-
-
-def test_silent_connections_hold_nobody_up() -> None:
-    end = server(hello_s=PATIENCE_S)
-    address = end.listen()
-    silent = [socket.create_connection(address, PATIENCE_S) for _ in range(100)]
-    begin = time.monotonic()
-    worker = dialled(address)
-    assert exchange_pair(worker, end)
-    assert time.monotonic() - begin < PATIENCE_S / 3, "it did not wait for the silent ones"
-    for each in (*silent, worker, end):
-        each.close()
 
 
 # ---- where it comes from

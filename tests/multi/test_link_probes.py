@@ -10,13 +10,11 @@ from support import rank_pool
 from support.attached import Run, Setting, mlp, play
 from support.rank_pool import pool
 
-from commlayer.autotune import measuring
 from commlayer.autotune.measure import link_rates
 from commlayer.autotune.measuring import (
     BUSY,
     DRAINED,
     FAST_BPS,
-    LONGEST_S,
     OPENING,
     SeenTraffic,
     held_up,
@@ -24,7 +22,7 @@ from commlayer.autotune.measuring import (
     sustained,
     turns_of,
 )
-from commlayer.observe.link_monitor import PAYLOAD, Direction, Rates, Throughput
+from commlayer.observe.link_monitor import PAYLOAD, Direction, Throughput
 from commlayer.observe.step_trace import RecordedStep
 
 WORLD, SERVERS, BUDGET_S = 2, 2, 0.2
@@ -134,51 +132,3 @@ def test_what_steps_have_told_of_all_nodes_is_not_probed() -> None:
     for result in (*half, *nothing, *behind_another):
         assert result["asked"] == ["up", "down"], "where one does not know, all send, and then receive"
         assert min(result["found"]) > max(TOLD), "loopback is faster than what was made up"
-
-
-ROUND_TRIP_S, SLOW_S = 0.02, 2.0
-EXPECTED = Rates(3e6, 5e6)
-
-
-class Clock:
-    """For a module that takes its time from it: nothing takes any but sleeping."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def taking_turns(run: Run) -> list[tuple[float, int, float, float]]:
-    """When this rank asks, which way, for how long, and with what expected; by a given round trip."""
-    run.wrap(mlp())
-    clock, requested = Clock(), list[tuple[float, int, float, float]]()
-
-    def rate(_network: Any, way: int, _servers: Any, round_trip_s: float, budget_s: float, _patience_s: float, *,
-             expected_bps: float) -> float:
-        assert round_trip_s == [ROUND_TRIP_S, SLOW_S][run.rank]
-        requested.append((clock.now, way, budget_s, expected_bps))
-        return 4e6
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "time", clock)
-        patch.setattr(link_rates, "round_trip", lambda *_: [ROUND_TRIP_S, SLOW_S][run.rank])
-        patch.setattr(link_rates, "rate", rate)
-        assert probed(run.sessions[0].inspect.connection, BUDGET_S, expected=EXPECTED)[:2] == (4e6, 4e6)
-    return requested
-
-
-@pytest.mark.nightly
-def test_ranks_take_turns_each_way_as_long_as_the_longest_round_trip_asks_for() -> None:
-    results = pool(WORLD).call(play, WORLD, taking_turns, Setting("module", servers=SERVERS))
-    turns, turn_s = turns_of(WORLD, BUDGET_S, LONGEST_S)  # a round trip of two seconds is not waited for
-    assert turns == WORLD
-    for rank, requested in enumerate(results):
-        assert [way for _, way, _, _ in requested] == [link_rates.UP, link_rates.DOWN]
-        assert [at for at, *_ in requested] == pytest.approx([rank * turn_s, (turns + rank) * turn_s])
-        assert [budget_s for _, _, budget_s, _ in requested] == pytest.approx([turn_s - DRAINED * LONGEST_S] * 2)
-        assert [bps for *_, bps in requested] == [EXPECTED.up_bps, max(EXPECTED.down_bps, 4e6)]

@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import rank_pool
-from support.arguments import plan_or_codec, sync_of
-from support.attached import assert_refused, data, outcome, same
+from support.attached import assert_refused, data, outcome, plan_or_codec, same, sync_of
 from support.rank_pool import Servers, pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

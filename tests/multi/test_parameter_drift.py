@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
-from support.arguments import plan_or_codec
-from support.attached import assert_refused, data, mlp, outcome
+from support.attached import assert_refused, data, mlp, outcome, plan_of, plan_or_codec
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,18 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.config import read_config
 from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.optimizers import EXACT_BITS, Digests, job_of, pieces
+from commlayer.engine.optimizers import EXACT_BITS, Digests, pieces
 from commlayer.engine.parameter_drift import LEAST, spacing
 from commlayer.errors import code_of
-from commlayer.planner import default_plan
 
 WORLD, STEPS = 2, 14
-
-
-def plan_of(model: nn.Module, **fields: Any) -> Any:
-    base = default_plan(job_of(model), codec="identity()", path="allreduce", servers=0, ranks_per_node=WORLD, fuse_nbytes=4096,
-                        cut_nbytes=4096)
-    return structs.replace(base, **fields)
 
 
 def momentum(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -40,7 +32,7 @@ def run(rank: int, how: str, drift: str, strays: bool, unlike: bool = False) -> 
     model = mlp().to(memory_format=torch.contiguous_format)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     wrapped: Any = DistributedDataParallel(model) if how == "ddp" else model
-    plan = plan_of(model, local_steps=2) if how == "local" else "auto"
+    plan = "auto" if how != "local" else plan_of(model, path="allreduce", ranks_per_node=WORLD, local_steps=2)
     line = ""
     config = quick(ranks_per_node=WORLD, drift=drift, drift_steps=2)
     session = commlayer.attach(wrapped, optimizer, **plan_or_codec(plan), config=config)
@@ -93,8 +85,7 @@ def test_a_changed_weight_is_reported_and_handled_as_configured(how: str, drift:
 def coded(rank: int, address: str, plan: str, stale: bool) -> list[str]:
     model = mlp()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05)
-    layout = default_plan(job_of(model), codec=plan, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
-                        cut_nbytes=4096)
+    layout = plan_of(model, plan)
     if stale:
         layout = structs.replace(layout, buckets=tuple(structs.replace(b, stale=b.id < 2) for b in layout.buckets))
     with commlayer.attach(model, optimizer, plan=layout, config=quick(join=address, drift="end", drift_steps=1)) as session:

@@ -1,4 +1,5 @@
-"""Connections that break in the middle of a step: the step goes on, with the same bits, and nothing is added twice."""
+"""Connections that break in the middle of a step, in every sync mode: the step goes on with the same bits, and nothing is
+added twice."""
 
 from __future__ import annotations
 
@@ -6,17 +7,29 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from support.attached import assert_refused, outcome
+from support import rank_pool
+from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
 from support.broken import DOWN, UP, Breakable, Counted, Cut, Cutter, random_cuts
-from support.keys import Folders, made_folders  # noqa: F401  a fixture
+from support.keys import (
+    Folders,
+    made_folders,  # noqa: F401  (a fixture)
+)
 from support.meshes import FAR, soon
+from support.rank_pool import Servers, pool
 from support.workers import Rig, job, on_ranks, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import commlayer
+from commlayer.cluster import messages
+from commlayer.config import host_port, join_host
+from commlayer.engine.switch import switch
 from commlayer.errors import CorruptFrame, PeerLost, Refused
 from commlayer.planner import default_plan
 from commlayer.transport import handshake
@@ -245,3 +258,63 @@ def test_another_process_with_the_same_rank_is_refused_while_the_first_is_there(
     assert_refused(outcome(lambda: other.dial(SERVER_BASE, cutter.address, soon())), "E-RANK", "server 0: worker 0 ")
     for end in (other, worker, server, cutter):
         end.close()
+
+
+# ---- in training
+
+PAIR, EXCHANGES = 2, 9
+_ranks = rank_pool.ranks_first(PAIR)
+WAYS: dict[str, dict[str, Any]] = {
+    "gradients": {}, "forward": {"overlap": "forward"}, "every": {"every": 3}, "round": {"every": 3, "overlap": "round"},
+    "ddp": {}, "states": {},
+}
+
+
+def trained(rank: int, address: str, how: str, folder: str) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """In "states" servers are asked for their states, get them back, hear what was not applied, and go over to another plan."""
+    model: Any = mlp(width=64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    called = DistributedDataParallel(model, bucket_cap_mb=0.002) if how == "ddp" else model
+    session = commlayer.attach(called, optimizer, compression=commlayer.compressors.topk(ratio=0.1),
+                               config=rank_pool.quick(join=address), sync=sync_of(**WAYS[how]))
+    for number in range(EXCHANGES):
+        optimizer.zero_grad()
+        x, y = data(rank, number)
+        nn.functional.mse_loss(called(x), y).backward()
+        if how == "states" and number == 2:
+            optimizer.zero_grad()
+            switch(session.inspect.connection, plan_of(model, "int8()") if rank == 0 else None)
+            continue
+        optimizer.step()
+        if how == "states" and number in (4, 6):
+            session.checkpoint(folder, model=False) if number == 4 else session.resume(folder)
+    session.flush()
+    stats = session.metrics()
+    session.close()
+    return [p.detach().clone() for p in model.parameters()], stats
+
+
+@pytest.mark.commit(2)
+@pytest.mark.parametrize("how", WAYS)
+def test_training_goes_on_with_the_same_bits(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cutters: list[Cutter] = []
+    passed = [0, 0]
+    chance, real = random.Random(how), messages.server_request
+
+    def behind_a_cutter(address: str, *rest: Any, **more: Any) -> Any:
+        cuts = [] if not any(passed) else [cut for _ in range(3) for cut in random_cuts(chance, *passed)]
+        cutters.append(Cutter(host_port(address), cuts))
+        return real(join_host(*cutters[-1].address), *rest, **more)
+
+    monkeypatch.setattr(messages, "server_request", behind_a_cutter)
+    results = []
+    for name in ("plain", "cut"):
+        with Servers(PAIR, 1) as servers:
+            results.append(pool(PAIR).call(trained, servers.address, how, str(tmp_path / name)))
+        passed = cutters[-1].passed
+        cutters[-1].close()
+    assert cutters[1].shots
+    assert sum(stats["reconnects"] for _, stats in results[0]) == 0
+    assert sum(stats["reconnects"] for _, stats in results[1]) > 0
+    for (plain, _), (cut, _) in zip(*results, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, cut, strict=True))

@@ -1,12 +1,16 @@
-"""Homes meet at a coordinator and get ranks; what torch's process group does there, over real sockets with homes as threads."""
+"""Sites meet at a coordinator and get ranks; torch's process group and store there, over real sockets with sites as threads;
+quotas, and who waits for whom."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import logging
 import re
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,15 +18,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.attached import assert_refused, outcome
-from support.coordinators import all_opened, quick  # noqa: F401  (a fixture)
-from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
-from support.site_groups import HOMES, asked, leave, met, options, together
+from support.coordinators import (
+    WAIT_S,
+    all_opened,  # noqa: F401  (a fixture)
+    quick,
+    until,
+)
+from support.keys import (
+    Folders,
+    made_folders,  # noqa: F401  (a fixture)
+)
+from support.membership import PATIENCE_S, several
+from support.site_groups import HOMES, asked, joined, leave, met, options, together
 
-from commlayer.cluster import client, kv_store, messages, site_client, sites
+from commlayer.cluster import client, epoch_change, kv_store, membership, messages, site_client, sites
+from commlayer.cluster.audit import Audit
+from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.membership import State
+from commlayer.cluster.messages import Overdue
+from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.site_client import KvClient, SiteLease
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
-from commlayer.errors import CommError, CorruptFrame, Refused
+from commlayer.cluster.sites import PendingWait, WaitTracker
+from commlayer.errors import CommError, CorruptFrame, PeerLost, Refused
 
 
 def come(state: sites.Sites, *all_: messages.Join, now: float = 0.0) -> tuple[sites.Sites, list[messages.JoinReply]]:
@@ -362,3 +381,329 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
         desk.close()
         attendance.close("done")
         coordinator.close()
+
+
+# ---- what sites leave at a coordinator: each has its part of the room, and what was left in a view goes when that is over
+
+PART = bytes(PART_NBYTES)
+
+
+def status_of(coordinator: Coordinator) -> messages.StatusReply:
+    """As the doctor reads it."""
+    link = CoordinatorChannel(coordinator.address, quick().token, None)
+    try:
+        return link.call("Status", messages.StatusRequest(), messages.StatusReply, WAIT_S)
+    finally:
+        link.close()
+
+
+def there(desk: KvClient, *names: str) -> list[bool]:
+    results = desk.request(time.monotonic() + WAIT_S, want=[(name, messages.ANY) for name in names], wait=False).values
+    return [value is not None for value in results]
+
+
+# ---- views
+
+
+def test_who_is_gone_is_named_to_whoever_waits_for_it_and_not_the_coordinator_that_tells(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    members[2].leave("it breaks off")
+    with pytest.raises(PeerLost, match="it breaks off.*E-PEER-LOST") as one:
+        desks[0].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/2", 2)])
+    assert one.value.peer == "worker 2"
+    with pytest.raises(CommError, match="worker 2: .*it breaks off.*E-PEER-LOST") as one:
+        desks[2].request(time.monotonic() + WAIT_S, want=[("regroup2/ready/0", 0)])
+    assert one.value.peer == f"coordinator {coordinator.address}", "its own row is there"
+
+
+def test_of_who_has_finished_it_is_said_that_it_has(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """At a job's end one is always the first: that is no loss."""
+    coordinator, _ = met(opened, 3, min_workers=1)
+    with caplog.at_level(logging.INFO, "commlayer"):
+        members = joined(opened, coordinator, 3)
+        members[1].leave()
+        members[2].leave("it breaks off")
+    assert [line for r in caplog.records if (line := r.getMessage()).startswith("continuing")] == [
+        "continuing with 2 workers; left: worker 1 (finished)", "continuing with 1 workers; left: worker 2"]
+
+
+def test_what_was_left_in_a_view_is_there_until_all_who_stay_have_gone_over_to_the_next(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2)
+    members = joined(opened, coordinator, 3)
+    soon = time.monotonic() + WAIT_S
+    for rank, desk in enumerate(desks):
+        desk.request(soon, put=[(f"world0/group/0/{rank}", PART)], add=("world0/count", 1))
+    desks[2].request(soon, put=[("regroup1/part0/2", PART)], view=1)
+    members[2].leave("it breaks off")
+    stay, names = members[:2], ["world0/group/0/0", "world0/group/0/2", "world0/count", "regroup1/part0/2"]
+    until(lambda: all(member.newest.generation == 2 for member in stay), "the next view")
+    desks[0].request(soon, put=[("view2/group/0/0", PART)])
+
+    def beaten() -> None:
+        """Each has sent its state again."""
+        for place in [place for place in coordinator._state.registrations.values() if place.present]:
+            for _ in range(2):
+                before = coordinator._state.registrations[place.join.token].seen_s
+                until(functools.partial(heard, place.join.token, before), "its state")
+
+    def heard(token: str, since_s: float) -> bool:
+        return coordinator._state.registrations[token].seen_s > since_s
+
+    stay[0].view = stay[0].newest
+    beaten()
+    assert there(desks[0], *names) == [True] * 4, "one has not switched, and may ask for them"
+    stay[1].view = stay[1].newest
+    until(lambda: there(desks[0], *names) == [False] * 4, "it is dropped")
+    assert there(desks[1], "view2/group/0/0") == [True]
+    assert coordinator._rendezvous._store.nbytes < 2 * PART_NBYTES
+
+
+def test_who_asks_whether_a_running_job_has_a_free_place_is_told_so(opened: list[Any]) -> None:
+    coordinator, _ = met(opened, 3, min_workers=1)
+    assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, ""), "it has not begun"
+    members = joined(opened, coordinator, 3)
+    lines = status_of(coordinator)
+    assert (lines.free_seats, lines.full) == (0, True)
+    assert lines.closed_reason.startswith("the job is running with all its 3 workers")
+    members[2].leave("it breaks off")
+    lines = status_of(coordinator)
+    assert (lines.free_seats, lines.full, lines.closed_reason) == (1, False, "")
+    for member in members[:2]:
+        member.leave()
+    assert (status_of(coordinator).free_seats, status_of(coordinator).closed_reason) == (0, "the job is over")
+
+
+def test_a_running_job_without_homes_has_none(opened: list[Any]) -> None:
+    opened.append(coordinator := Coordinator(quick(min_workers=1), workers=2))
+    joined(opened, coordinator, 2, elastic=False)
+    assert "admits no new members: worker 0, worker 1 cannot" in status_of(coordinator).closed_reason
+    assert not status_of(coordinator).full
+    opened.append(coordinator := Coordinator(quick(), workers=1))
+    joined(opened, coordinator, 1)
+    assert "no new members" in status_of(coordinator).closed_reason
+
+
+# ---- how much
+
+
+def test_homes_that_store_too_much_are_named(opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "MAX_KEPT_NBYTES", 4 * PART_NBYTES)
+    monkeypatch.setattr(kv_store, "EACH_NBYTES", 0)
+    _, desks = met(opened, 2)
+    soon = time.monotonic() + WAIT_S
+    desks[1].request(soon, put=[("mine", PART)])
+    for number in range(2):
+        desks[0].request(soon, put=[(f"{number}", PART)])
+    with pytest.raises(CommError, match=r"home [ab] \(pid \d+\) stores most \(328.*E-QUOTA"):
+        desks[1].request(soon, put=[("one more", PART)])
+
+
+def test_a_pause_of_the_server_is_no_silence_of_homes() -> None:
+    now = [0.0]
+    service = RendezvousService(2, 10.0, dict, Audit(""), clock=lambda: now[0], noticed_s=3.0)
+    anna, ben = (msgspec.structs.replace(messages.site_request(1, name=name), certificate=name) for name in ("anna", "ben"))
+    again = msgspec.structs.replace(messages.site_request(1, name="anna"), certificate="anna")
+    for one in (anna, ben):
+        service.register(one)
+    now[0] = 30.0
+    assert service.supersede(again, {}, 30.0) == (frozenset(), "")
+    service.tick(still_s=30.0)
+    assert service.supersede(again, {}) == (frozenset(), "")
+    now[0] = 60.0
+    assert service.supersede(again, {})[1]
+
+
+# ---- who does not come to where sites meet
+
+LIMIT_S = 300.0
+
+
+# ---- whom the coordinator blames
+
+
+def blamed(state: State, *rows: tuple[int, dict[int, float]], limit_s: float = LIMIT_S, ago_s: dict[int, float] | None = None
+           ) -> list[int]:
+    meetings = [PendingWait(rank, waited_s, limit_s) for rank, waited_s in rows]
+    return sorted(epoch_change.hung_in_store(state, meetings, LIMIT_S, ago_s or {}, PATIENCE_S))
+
+
+ALL = {0: 400.0, 1: 390.0, 3: 380.0}
+SAID = [
+    ("no rank waits", [], []),
+    ("all others", [(2, ALL)], [2]),
+    ("half of all who are here", [(2, {0: 400.0, 1: 390.0})], [2]),
+    ("in several places", [(2, {0: 400.0, 3: 390.0}), (2, ALL)], [2]),
+    ("two at once", [(1, {0: 400.0, 3: 390.0}), (2, {0: 400.0, 3: 390.0})], [1, 2]),
+    ("one alone", [(2, {0: 900.0})], []),
+    ("not half for so long", [(2, {0: 900.0, 1: 290.0, 3: 280.0})], []),
+    ("who waits itself", [(2, ALL), (0, {2: 10.0})], []),
+    ("who waits where nobody says for whom", [(0, {2: 400.0, 3: 390.0}), (1, {2: 400.0, 3: 390.0}), (-1, {0: 400.0})], [1]),
+    ("who waits for another that hangs", [(2, {0: 400.0, 1: 390.0}), (3, {0: 400.0, 1: 390.0}), (2, {3: 10.0})], [2]),
+    ("too few would be left", [(rank, {0: 400.0, 9: 400.0, 8: 400.0}) for rank in (1, 2, 3)], []),
+    ("strangers' waiting", [(2, {0: 400.0, 8: 400.0, 9: 400.0})], []),
+    ("a stranger", [(9, ALL)], []),
+]
+
+
+@pytest.mark.parametrize(("rows", "results"), [row[1:] for row in SAID], ids=[row[0] for row in SAID])
+def test_blamed_is_for_whom_half_have_waited_and_who_waits_for_nobody(
+        rows: list[tuple[int, dict[int, float]]], results: list[int]) -> None:
+    assert blamed(several(), *rows) == results
+
+
+def test_as_many_must_be_left_as_go_on_also_without_those_whose_time_is_not_over() -> None:
+    rows = [(2, {0: 400.0, 1: 390.0}), (3, {0: 100.0, 1: 90.0})]
+    assert blamed(several(least=2), *rows) == [2]
+    assert blamed(several(least=3), *rows) == []
+
+
+@pytest.mark.parametrize(("ago_s", "limit_s", "results"), [
+    (0.5, LIMIT_S, []), (59.0, LIMIT_S, []), (60.0, LIMIT_S, [2]), (500.0, LIMIT_S, [2])])
+def test_who_waited_for_another_has_time_to_come_behind_that(ago_s: float, limit_s: float, results: list[int]) -> None:
+    """As a rank that waited for a third rank, which has left."""
+    assert blamed(several(), (2, ALL), limit_s=limit_s, ago_s={2: ago_s, 0: 0.0}) == results
+
+
+def test_where_a_group_may_take_longer_it_may() -> None:
+    assert blamed(several(), (2, ALL), limit_s=500.0) == []
+    assert blamed(several(), (2, ALL), limit_s=1.0) == [2]
+    assert blamed(several(), (2, {0: 200.0, 1: 200.0, 3: 200.0}), limit_s=1.0) == [], "the coordinator's own holds"
+
+
+@pytest.mark.parametrize("state", [several(least=0), several(unable=3), several(least=4)], ids=["all", "unable", "least"])
+def test_where_all_must_stay_nobody_is_blamed(state: State) -> None:
+    assert blamed(state, (2, ALL)) == []
+
+
+def summing(state: State) -> State:
+    place = msgspec.structs.replace(state.registrations["s0"], overdue=Overdue(7))
+    return msgspec.structs.replace(state, registrations={**state.registrations, "s0": place})
+
+
+def test_while_a_sum_waits_that_counts_alone() -> None:
+    """While a rank may still wait in it."""
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0})) == []
+    assert blamed(several(), (2, {0: 400.0, 1: 390.0})) == [2]
+
+
+def test_in_a_sum_nobody_waits_where_all_others_wait_elsewhere() -> None:
+    """There are contributions of ranks that are in a collective, or dead."""
+    assert blamed(summing(several()), (2, ALL)) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 1: 390.0}), (-1, {3: 5.0})) == [2]
+    assert blamed(summing(several()), (2, {0: 400.0, 3: 390.0}), (1, {0: 400.0, 3: 390.0})) == [1, 2]
+    state = membership.evict(summing(several(least=1)), ["w0", "w3"], "killed")
+    assert blamed(state, (2, {1: 400.0})) == [2]
+
+
+def test_the_dead_neither_wait_nor_hang() -> None:
+    state = membership.evict(several(), ["w0"], "killed")
+    assert blamed(state, (2, {0: 400.0, 1: 390.0})) == []
+    assert blamed(state, (2, {1: 400.0, 3: 390.0}), (0, {1: 400.0, 3: 390.0})) == [2]
+
+
+# ---- who waits
+
+
+def rows(meetings: WaitTracker, now: float) -> list[PendingWait]:
+    return sorted(meetings.pending(now), key=lambda one: one.rank)
+
+
+def test_a_wait_goes_on_from_call_to_call_until_its_name_is_there_or_nobody_asks() -> None:
+    meetings = WaitTracker()
+    meetings.add(0, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.add(1, [("a/2", 2)], 7.0, 12.0)
+    meetings.add(0, [("a/2", 2), ("a/3", 3)], 5.0, 13.0)
+    assert rows(meetings, 14.0) == [PendingWait(2, {0: 4.0, 1: 2.0}, 7.0), PendingWait(3, {0: 4.0}, 5.0)]
+    meetings.written(["a/2"])
+    assert rows(meetings, 14.0) == [PendingWait(3, {0: 4.0}, 5.0)]
+    assert rows(meetings, 13.0 + sites.WAIT_EXPIRES_S) == []
+    meetings.add(0, [("a/3", 3)], 5.0, 50.0)
+    assert rows(meetings, 51.0) == [PendingWait(3, {0: 1.0}, 5.0)], "it starts again"
+
+
+def test_who_has_been_told_that_somebody_is_gone_waits_for_nobody_there() -> None:
+    meetings = WaitTracker()
+    for rank in (0, 1):
+        meetings.add(rank, [("a/2", 2), ("a/3", 3)], 5.0, 10.0)
+    meetings.remove(0, ["a/2", "a/3", "a/4"])
+    assert rows(meetings, 11.0) == [PendingWait(2, {1: 1.0}, 5.0), PendingWait(3, {1: 1.0}, 5.0)]
+    meetings.remove(1, ["a/2"])
+    assert rows(meetings, 11.0) == [PendingWait(3, {1: 1.0}, 5.0)]
+
+
+def test_who_says_that_a_name_is_anothers_keeps_nobody_from_saying_whose_it_is() -> None:
+    meetings = WaitTracker()
+    meetings.add(3, [("a/2", 0)], 5.0, 10.0)
+    meetings.add(0, [("a/2", 2)], 5.0, 11.0)
+    assert rows(meetings, 12.0) == [PendingWait(0, {3: 2.0}, 5.0), PendingWait(2, {0: 1.0}, 5.0)]
+
+
+def test_one_that_waits_for_very_much_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sites, "MAX_KEYS", 4)
+    meetings = WaitTracker()
+    for first in (0, 6, 12):
+        meetings.add(3, [(f"{n}", 2) for n in range(first, first + 6)], 5.0, 10.0)
+    assert len(rows(meetings, 11.0)) <= 8
+    meetings.add(0, [("a/2", 2)], 5.0, 10.0)
+    assert PendingWait(2, {0: 1.0}, 5.0) in rows(meetings, 11.0)
+
+
+# ---- at a coordinator
+
+
+def waiting(desks: Iterable[tuple[Any, int]], name: str, rank: int) -> tuple[list[threading.Thread], list[CommError]]:
+    """At these desks, as those ranks, for a part of that rank's."""
+    errors = list[CommError]()
+
+    def one(desk: Any, mine: int) -> None:
+        try:
+            desk.request(time.monotonic() + WAIT_S, want=[(name, rank)], rank=mine, limit_s=0.1)
+        except CommError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=each) for each in desks]
+    for thread in threads:
+        thread.start()
+    return threads, errors
+
+
+def test_who_wait_hear_that_the_one_who_hangs_is_done_without(opened: list[Any]) -> None:
+    # A late heartbeat of a busy machine is no death.
+    coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1, dead_after_s=WAIT_S)
+    members = joined(opened, coordinator, 3)
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [type(error) for error in errors] == [PeerLost] * 2
+    assert (errors[0].code, errors[0].peer) == ("E-PEER-LOST", "worker 2")
+    assert "2 others waited 0.2 s for it" in errors[0].what
+    until(lambda: members[0].newest.generation > 1, "a newer view")
+    assert [m.rank for m in members[0].newest.members] == [0, 1]
+
+
+def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 2)
+    assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
+    assert coordinator._rendezvous.pending_waits() == []
+
+
+def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=1, deadline_s=0.2, reconnect_s=0.1)
+    joined(opened, coordinator, 3)
+    waiting([(desks[0], 0), (desks[0], 1)], "group/0/2", 2)
+    until(lambda: bool(coordinator._rendezvous.pending_waits()), "a rank waits")
+    assert {rank for one in coordinator._rendezvous.pending_waits() for rank in one.waited_s} == {0}
+
+
+def test_what_comes_while_it_is_looked_at_twice_is_in_time(opened: list[Any]) -> None:
+    coordinator, desks = met(opened, 3, min_workers=2, deadline_s=0.2, reconnect_s=0.1)
+    joined(opened, coordinator, 3)
+    coordinator._heartbeat_s = WAIT_S
+    threads, errors = waiting([(desks[0], 0), (desks[1], 1)], "group/0/2", 2)
+    until(lambda: bool(coordinator._late), "a rank seems to hang")
+    assert list(coordinator._late) == [2]
+    desks[2].request(time.monotonic() + WAIT_S, put=[("group/0/2", b"part")])
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert (errors, coordinator._rendezvous.pending_waits()) == ([], [])

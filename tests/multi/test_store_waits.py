@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.arguments import sync_of
-from support.attached import data, mlp
+from support.attached import data, mlp, sync_of
 from support.rank_pool import pool, quick, tree
 from torch import nn
 

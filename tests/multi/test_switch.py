@@ -1,13 +1,19 @@
-"""Changes of plan in mid-training: residuals are kept, and plans that do not fit change nothing. Real ranks."""
+"""Changes of plan and of sync mode in mid-training: residuals are kept, what does not fit changes nothing. Real ranks. Run as
+a script: a training in which one rank dies in the middle of a change."""
 
 from __future__ import annotations
 
 import gc
 import math
+import os
+import re
+import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise, permutations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,15 +22,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from msgspec import structs
-from support import sync_modes
+from support import rank_pool, sync_modes
 from support.attached import Run, Setting, assert_refused, coordinators, mlp, outcome, parameters, plan_of, play, same
-from support.rank_pool import Servers, pool, ranks_first
-from support.sync_modes import Training
+from support.rank_pool import SETTINGS, Servers, last_line, pool, ranks_first, tree
+from support.sync_modes import LOCAL, MODES, OPTIMIZERS, Net, Training
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 
+import commlayer
 import commlayer.engine.switch as automatic
 from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.planner.buckets import fragments_of
+from commlayer.engine.optimizers import job_of
 from commlayer.records import Plan
 
 WORLD, SERVERS, STEPS = 2, 2, 4
@@ -72,43 +81,6 @@ def step_with(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: lis
 
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.detach().view(-1) for t in tensors])
-
-
-def train(run: Run, kinds: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Applied averages and residuals. In the first step of a plan "with infinities" rank 1 has some."""
-    model, session = attached(run)
-    before, optimizer, step = parameters(model), torch.optim.SGD(model.parameters(), lr=1.0), 0
-    for kind in kinds:
-        session.switch(plan(model, kind))
-        for number in range(STEPS):
-            gradients = slopes(run.rank, step, model)
-            if "infinities" in kind and number == 0 and run.rank == 1:
-                gradients[-1][:] = math.inf
-            step_with(model, optimizer, gradients)
-            step += 1
-    worker = session.inspect.connection.worker
-    residuals = [torch.zeros(p.numel()) for p in model.parameters()]
-    for bucket in worker.buckets:
-        for residual in bucket.ledger.residuals():
-            residuals[residual.tensor][residual.start : residual.stop] += torch.as_tensor(residual.values)
-    return {"applied": flat(before) - flat(parameters(model)), "residuals": flat(residuals), "steps": torch.tensor(worker.step)}
-
-
-@pytest.mark.parametrize("kinds", [
-    ("small topk", "topk"), ("topk", "small int8"), ("small topk", "dense with infinities"),
-    ("dense", "small topk", "staged topk", "int8"), ("small staged topk", "staged int8 with infinities", "small topk"),
-])
-def test_residuals_are_applied_under_the_next_plan(kinds: tuple[str, ...]) -> None:
-    """A step with infinities is dropped, and keeps the residuals of the plan before."""
-    results = on_ranks(train, kinds)
-    put = torch.zeros_like(results[0]["applied"])
-    for step in range(len(kinds) * STEPS):
-        if step % STEPS or "infinities" not in kinds[step // STEPS]:
-            put += sum(flat(slopes(rank, step, mlp())) for rank in range(WORLD))
-    got = WORLD * results[0]["applied"] + sum(r["residuals"] for r in results)
-    torch.testing.assert_close(got, put, rtol=1e-3, atol=1e-3)
-    assert torch.equal(results[0]["applied"], results[1]["applied"])
-    assert int(results[0]["steps"]) == len(kinds) * STEPS
 
 
 def save_under_another(run: Run, directory: str) -> dict[str, Any]:
@@ -273,35 +245,6 @@ def test_a_switch_asks_little_of_the_network_and_makes_no_group() -> None:
             assert len(again) <= 4 + 1 + 2 * 2, again
 
 
-MODES = [("round", 1), ("gradients", 1), ("round", 4), ("round", 2), ("updates", 1), ("round", 4), ("every", 1), ("round", 2)]
-"""With numbers of fragments."""
-
-
-def fragmented(rank: int, address: str) -> list[dict[str, Any]]:
-    training, rows = Training(rank, address, "gradients"), []
-    for mode, count in MODES:
-        training.train(3)
-        layout = sync_modes.plan(training.connection.worker.job, mode, **({"fragments": count} if mode == "round" else {}))
-        automatic.switch(training.connection, layout if rank == 0 else None, by_itself=True)
-        worker = training.connection.worker
-        rows.append({"fragments": [[b.id for b in fragment] for fragment in worker.fragments], "plan": worker.plan,
-                     "weights": training.tensors()})
-    training.train(5)
-    training.session.flush()
-    rows.append({"weights": training.tensors()})
-    training.session.close()
-    return rows
-
-
-def test_a_running_job_switches_to_any_fragments_by_itself() -> None:
-    with Servers(WORLD, 1) as servers:
-        first, second = pool(WORLD).call(fragmented, servers.address)
-    for (mode, count), row in zip(MODES, first, strict=False):
-        assert row["plan"].fragments == count, mode
-        assert row["fragments"] == fragments_of(row["plan"].buckets, count)
-    assert all(same(mine["weights"], theirs["weights"]) for mine, theirs in zip(first, second, strict=True))
-
-
 LENGTH, EVERY = 42, 3
 NAMES = {"forward": "forward", "updates": "updates", "local": "every", "round": "round"}
 """The plan of a sync mode that is allowed."""
@@ -379,3 +322,402 @@ def test_a_script_trains_under_each_sync_mode_that_is_allowed(how: str, tmp_path
     assert median(first["losses"][-9:]) < 0.9 * median(first["losses"][:9])
     assert first["loaded"]
     assert second["loaded"]
+
+
+# ---- from any sync mode to any other
+
+def walk(how: str = "") -> list[str]:
+    """A way through all ordered pairs of ways, each once (Hierholzer)."""
+    # A GradScaler wants gradients in every step, and late ones are none in the first.
+    without = {"forward"} if "ddp" in how else {"late"} if "scaled" in how else set()
+    ways = [way for way in MODES if way not in without]
+    left = {a: [b for b in ways if b != a] for a in ways}
+    path, results = ["gradients"], []
+    while path:
+        if left[path[-1]]:
+            path.append(left[path[-1]].pop(0))
+        else:
+            results.append(path.pop())
+    return results[::-1]
+
+
+@pytest.mark.nightly
+def test_the_walk_sees_all_ordered_pairs() -> None:
+    path = walk()
+    assert sorted(pairwise(path)) == sorted(permutations(MODES, 2))
+
+
+def all_pairs(rank: int, address: str, how: str) -> dict[str, Any]:
+    first, *rest = walk(how)
+    training = Training(rank, address, first, how=how, drift="end", drift_steps=3)
+    rows, losses, local = [], [training.train(3)], []
+    for before, way in zip(walk(how), rest, strict=False):
+        training.switch(way)
+        local.append((way, training.connection.local is not None, training.session.inspect.plan))
+        # After a step of gradients DDP leaves buffers unequal; it copies rank 0's before the next step.
+        rows.append(training.tensors(buffers="ddp" not in how or before in LOCAL))
+        losses.append(training.train(3))
+    training.session.flush()
+    rows.append(training.tensors(buffers="ddp" not in how))
+    results = {"rows": rows, "losses": losses, "local": local, "said": training.session.inspect.decisions()}
+    training.session.close()
+    return results
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", [
+    "", "gathered, scaled, weighed", "ddp, view, gathered, scaled, weighed", "ddp, static",
+])
+def test_any_way_follows_any_other(how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(all_pairs, servers.address, how)
+    for place, (mine, theirs) in enumerate(zip(first["rows"], second["rows"], strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), f"apart behind {walk(how)[: place + 2][-2:]}"
+    assert first["said"] == []
+    for way, local, planned in first["local"]:
+        assert local == (way in LOCAL)
+        assert [getattr(planned, name) for name in MODES[way]] == [*MODES[way].values()]
+    assert median(first["losses"][-9:]) < 0.8 * first["losses"][0]
+
+
+RATE = 0.1
+
+
+def law(rank: int, address: str, codec: str, how: str) -> dict[str, torch.Tensor]:
+    """Gradients are known, and so is what SGD makes of them, on whichever way they go."""
+    model = mlp()
+    training = Training(rank, address, "gradients", model=model, codec=codec, how=how)
+    for group in training.optimizer.param_groups:
+        group["lr"] = RATE
+    start = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    put, step = torch.zeros_like(start), 0
+    for way in walk():
+        training.switch(way)
+        for _ in range(3):
+            given = slopes(rank, step, model)
+            idle = 1 if "idle" in how and way in LOCAL else 0  # tensors without a gradient that could carry a residual
+            given[:idle] = [torch.zeros_like(s) for s in given[:idle]]
+            terms = [(p, s) for p, s in zip(model.parameters(), given, strict=True)][idle:]
+
+            def loss(terms: Any = terms) -> torch.Tensor:
+                training.optimizer.zero_grad()
+                total = sum((p * s).sum() for p, s in terms)
+                total.backward()
+                return total
+
+            put += RATE * torch.cat([s.reshape(-1) for s in given])
+            if "cleared" in how and way in LOCAL:
+                loss()  # a probe, whose gradients are thrown away
+            if "closure" in how:
+                training.optimizer.step(loss)
+            else:
+                loss()
+                training.optimizer.step()
+            step += 1
+    end = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    results = {"put": put, "applied": start - end, "owed": RATE * training.residuals()}
+    training.session.close()
+    return results
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("codec", "how"), [
+    ("topk(ratio=0.1)", ""), ("topk(ratio=0.1)", "idle"), ("topk(ratio=0.1)", "closure"), ("topk(ratio=0.1)", "cleared"),
+    ("int8(block=32)", "node"), ("int8(block=32)", "node, idle"),
+])
+def test_applied_and_owed_is_what_was_put_in_through_all_of_them(codec: str, how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        results = pool(WORLD).call(law, servers.address, codec, how)
+    put, owed = sum(r["put"] for r in results), sum(r["owed"] for r in results)
+    assert torch.equal(results[0]["applied"], results[1]["applied"])
+    assert float(owed.abs().max()) > 0
+    torch.testing.assert_close(WORLD * results[0]["applied"] + owed, put, rtol=1e-4, atol=1e-4)
+
+
+# ---- what a change of the sync mode means for optimizers
+
+PLAIN = {"overlap": "", "codes": "gradients", "local_steps": 1}
+
+
+def back_and_forth(rank: int, address: str, optimizer: str, ways: list[str]) -> list[torch.Tensor]:
+    training = Training(rank, address, ways[0], optimizer=optimizer, codec="topk(ratio=0.1)")
+    for way in ways:
+        training.switch(way)
+        training.train(2)
+    training.session.synchronize()
+    result = training.tensors()
+    training.session.close()
+    return result
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_gradients_and_forward_give_the_same_weights_bit_for_bit(optimizer: str) -> None:
+    runs = []
+    for ways in (["gradients"] * 4, ["gradients", "forward"] * 2, ["forward", "forward", "gradients", "gradients"]):
+        with Servers(WORLD, 1) as servers:
+            runs += pool(WORLD).call(back_and_forth, servers.address, optimizer, ways)
+    for run in runs:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+def through(rank: int, address: str, optimizer: str, how: str) -> dict[str, Any]:
+    """From gradients to local steps and round, and back to a plan of gradients."""
+    training = Training(rank, address, "gradients", optimizer=optimizer, how=how, codec="topk(ratio=0.1)", drift="end",
+                        drift_steps=2)
+    results: dict[str, Any] = {"losses": [training.train(4)], "sent": [], "rows": [], "refused": [], "undone": []}
+    for way in ("every", "round", "whole round", "updates", "gradients"):
+        training.switch(way)
+        results["rows"].append(training.tensors(buffers=False))
+        before = training.session.metrics()["sent_nbytes"]
+        results["losses"].append(training.train(12))
+        results["sent"].append(training.session.metrics()["sent_nbytes"] - before)
+    for bad in ("forward", "late"):
+        with pytest.raises(ValueError) as caught:
+            training.switch(bad)
+        results["refused"].append(str(caught.value))
+    for again in () if how == "ddp" else ("forward", "late"):
+        training.switch("every")
+        training.train(2)
+        wanted = sync_modes.plan(training.connection.worker.job, again, training.codec)
+        automatic.switch(training.connection, wanted, by_itself=True)
+        training.train(1)
+        results["undone"].append(training.session.inspect.plan)
+    training.train(1)
+    training.session.flush()
+    results["rows"].append(training.tensors(buffers=False))
+    results |= {"plan": training.session.inspect.plan, "said": training.session.inspect.decisions()}
+    training.session.close()
+    return results
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("optimizer", "how"), [("momentum", ""), ("adamw", ""), ("adamw", "ddp")])
+def test_updates_stay_what_is_coded_once_optimizers_remember_different_things(optimizer: str, how: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(through, servers.address, optimizer, how)
+    for mine, theirs in zip(first["rows"], second["rows"], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert first["plan"].codes == "updates"
+    assert first["plan"].local_steps == 1
+    lines = [line for line in first["said"] if "different states" in line]
+    assert len(lines) == 1 + len(first["undone"])
+    assert all("ranks continue to exchange weight changes, now after every step" in line for line in lines)
+    for result in first["undone"]:  # what plan="auto" goes back to
+        assert (result.codes, result.local_steps, result.overlap) == ("updates", 1, "")
+        assert not any(b.stale for b in result.buckets)
+    why = "different states.*E-PLAN-SWITCH|overlap='forward' is not supported with DistributedDataParallel.*E-SYNC-FORWARD"
+    assert all(re.search(why, line) for line in first["refused"]), first["refused"]
+    every, in_rounds, _, updates, gradients = first["sent"]
+    assert 5 * every < 3 * updates, "every second step"
+    assert in_rounds < every
+    assert 0.9 < gradients / updates < 1.1
+    assert first["losses"][-1] < first["losses"][0]
+
+
+def balanced(rank: int, address: str) -> tuple[Any, Any]:
+    from commlayer import LoadBalancer
+    from commlayer.balance import Sampler
+
+    training = Training(rank, address, "gradients")
+    training.train(1)
+    if rank == 1:
+        LoadBalancer(training.session, Sampler(8, 2, rank=1, world=2))
+    local = sync_modes.plan(training.connection.worker.job, "every")
+    with pytest.raises(ValueError, match="LoadBalancer.*E-PLAN-SWITCH|rank 1.*E-OTHER-RANK") as caught:
+        automatic.switch(training.connection, local, by_itself=True)
+    refused_on_one = training.session.inspect.plan
+    training.train(1)
+    training.switch("every")
+    result = (refused_on_one, training.session.inspect.plan)
+    assert "\n" not in str(caught.value)
+    training.session.close()
+    return result
+
+
+@pytest.mark.nightly
+def test_nobody_steps_locally_by_itself_where_some_rank_moves_shares_of_the_batch() -> None:
+    with Servers(WORLD, 1) as servers:
+        for refused_on_one, request in pool(WORLD).call(balanced, servers.address):
+            assert (refused_on_one.steps_locally, request.steps_locally) == (False, True)
+
+
+def interrupted(rank: int, address: str, folder: str) -> dict[str, Any]:
+    """Another plan is wanted while the script saves, flushes, changes plans itself and ends."""
+    training = Training(rank, address, "round", optimizer="plain")
+    lines, wanted, plans = [], [""], []
+
+    def go_on() -> None:
+        lines.append(training.step)
+        if way := wanted[0]:
+            wanted[0] = ""
+            automatic.switch(training.connection, sync_modes.plan(training.connection.worker.job, way) if rank == 0 else None)
+
+    def note() -> None:
+        plans.append(next(name for name, fields in MODES.items() if all(
+            getattr(training.connection.plan, field) == value for field, value in (PLAIN | fields).items())))
+
+    training.session.inspect.observers.add(Observer(ObserverOrder.CONTROLLER, None, after_step=go_on, after_exchange=go_on))
+    training.train(3)
+    wanted[0] = "every"
+    session = training.session
+    for act in (lambda: session.checkpoint(folder, model=False), lambda: session.resume(folder), session.flush):
+        act()
+        note()
+    training.train(3)
+    note()
+    wanted[0] = "updates"
+    training.switch("whole round")
+    note()
+    training.train(4)
+    note()
+    results = {"told": lines[:], "plans": plans, "rows": training.tensors()}
+    training.switch("every")
+    training.train(1)
+    wanted[0] = "updates"
+    training.session.flush()
+    training.session.close()
+    note()
+    return results | {"left": wanted[0]}
+
+
+@pytest.mark.nightly
+def test_plans_change_behind_a_round_and_not_inside_a_save_a_drain_or_another_change(tmp_path: Path) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(interrupted, servers.address, str(tmp_path))
+    assert first["plans"] == ["round", "round", "round", "every", "whole round", "updates", "every"]
+    assert first["told"] == [1, 4, 8, 9], "behind the second step of a turn, from a drain or a change of plans on"
+    assert first["left"] == "updates"
+    assert first["told"] == second["told"]
+    assert all(torch.equal(a, b) for a, b in zip(first["rows"], second["rows"], strict=True))
+
+
+def refused_on_one(rank: int, address: str) -> dict[str, str]:
+    """Rank 1 alone cannot; then no rank switches, and all continue as before."""
+    training, report = Training(rank, address, "gradients", optimizer="adamw"), {}
+    training.train(1)
+    training.optimizer.param_groups[0]["capturable"] = rank == 1
+    for name, act in {"forward": lambda: training.switch("forward"),
+                      "contradiction": lambda: training.switch("every", fragments=3)}.items():
+        with pytest.raises(ValueError) as caught:
+            act()
+        report[name] = str(caught.value)
+    training.optimizer.param_groups[0]["capturable"] = False
+    training.train(2)
+    assert training.connection.exchanges == 3
+    training.switch("forward")
+    training.train(2)
+    training.switch("every")
+    training.train(2 + rank)
+    with pytest.raises(ValueError) as caught:
+        training.switch("round")
+    report["uneven"] = str(caught.value)
+    training.train(2 - rank)
+    training.switch("round")
+    training.session.close()
+    wrapped = DistributedDataParallel(Net())
+    wrapped.register_comm_hook(commlayer.HookState(plan=sync_modes.plan(job_of(wrapped.module), "every")), commlayer.comm_hook)
+    with pytest.raises(ValueError) as caught:
+        wrapped(torch.ones(4, 12)).sum().backward()
+    return report | {"hook": str(caught.value)}
+
+
+@pytest.mark.nightly
+def test_nobody_goes_unless_all_can() -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(refused_on_one, servers.address)
+    assert re.match(r"switch\(\) .*rank 1\b.*E-OTHER-RANK", first["forward"])
+    assert re.search("overlap='forward'.*AdamW is capturable.*E-SYNC-FORWARD", second["forward"])
+    for text in (first, second):
+        assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", text["contradiction"])
+        assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", text["uneven"])
+        assert re.search("2 local steps: .*hook.*E-PLAN-REFUSED", text["hook"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As Accelerate's: one by its type, which has never been made one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+ODD: dict[str, Any] = {
+    "lbfgs": lambda m: torch.optim.LBFGS(m.parameters()),
+    "wrapping": lambda m: Wrapping(torch.optim.AdamW(m.parameters())),
+    "sharded": lambda m: ZeroRedundancyOptimizer(m.parameters(), optimizer_class=torch.optim.AdamW),
+}
+
+
+def allowed(rank: int, address: str, how: dict[str, Any]) -> tuple[set[str], dict[str, str]]:
+    model = Net()
+    optimizer = how.pop("optimizer", "adamw")
+    stepped = optimizer and (OPTIMIZERS | ODD)[optimizer](model)
+    if how.pop("scaled", False):
+        how["grad_scaler"] = torch.amp.GradScaler("cpu")
+    called: Any = DistributedDataParallel(model) if how.pop("ddp", False) else model
+    session = commlayer.attach(called, stepped, plan=sync_modes.plan(job_of(model), how.pop("way", "gradients")),
+                               config=rank_pool.quick(join=address), **how)
+    torch.nn.functional.mse_loss(called(torch.ones(4, 12)), torch.ones(4, 3)).backward()
+    if stepped and optimizer != "lbfgs" and "grad_scaler" not in how:
+        stepped.step()
+    connection = session.inspect.connection
+    result = connection.terms.allowed_modes(), connection.terms.forbidden_modes()
+    session.flush()
+    session.close()
+    return result
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("how", "wanted", "text"), [
+    ({}, {"forward", "updates", "local", "round"}, ""),
+    ({"optimizer": None}, set(), "local: local steps need a torch.optim.Optimizer"),
+    ({"optimizer": "lbfgs"}, set(), "local: local steps are not supported with LBFGS"),
+    ({"optimizer": "wrapping"}, set(), "local: local steps: optimizer Wrapping does not support step hooks"),
+    ({"optimizer": "sharded"}, set(), "local: local steps are not supported with ZeroRedundancyOptimizer"),
+    ({"ddp": True}, {"updates", "local", "round"}, "forward: sync='forward' is not supported with DistributedDataParallel"),
+    ({"scaled": True}, {"updates", "local", "round"}, "forward: a GradScaler needs all gradients"),
+    ({"clip_grad_norm": 1.0}, {"updates", "local", "round"}, "forward: clip_grad_norm clips"),
+    ({"sync": commlayer.LocalSteps(4)}, {"local", "round"}, "updates: attach() was given sync=LocalSteps(every=4"),
+    ({"sync": "step"}, {"forward"}, "local: attach() was given sync='step'"),
+    ({"sync": "forward"}, {"forward"}, "updates: attach() was given"),
+    ({"way": "every"}, {"updates", "local", "round"}, "forward: the optimizers have different states"),
+])
+def test_a_planner_is_told_which_ways_there_are(how: dict[str, Any], wanted: set[str], text: str) -> None:
+    with Servers(WORLD, 1) as servers:
+        for result, why in pool(WORLD).call(allowed, servers.address, how):
+            assert result == wanted
+            assert not text or any(f"{way}: {line}".startswith(text) for way, line in why.items())
+
+
+def main(place: str) -> None:
+    """Rank 1 dies in the middle of a switch."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    training = Training(rank, "", "every", optimizer="adamw", how="unbounded")
+    training.train(3)
+    connection = training.connection
+    if rank == 1:
+        getattr(connection, place).insert(0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    training.switch("round")
+    training.train(1000)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["catch_up", "before_switch", "after_switch"])
+def test_a_rank_that_dies_in_the_middle_of_a_change_is_named(place: str) -> None:
+    with tree(__file__, 3, args=(place,), settings=SETTINGS) as run:
+        for rank in (0, 2):
+            code, errors = run.ended_one(rank, 40.0)
+            assert code == 1
+            line = r"commlayer.errors.(PeerLost|DeadlineExceeded): worker 1: .*E-(PEER-LOST|DEADLINE)"
+            assert re.match(line, last_line(errors)), errors
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attached import assert_refused, data, log_lines, mlp, outcome
+from support.attached import Raises, assert_refused, data, log_lines, mlp, outcome
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,21 +19,6 @@ WORLD, STEPS = 2, 3
 FAR_S = 300.0
 """The deadline: an error within a test did not wait for it."""
 AT_ONCE_S = 60.0
-
-
-class Raises(torch.autograd.Function):
-    """In its backward pass, if `now` is set."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, now: bool) -> torch.Tensor:
-        ctx.now = now
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.now:
-            raise ArithmeticError("no more memory, say")
-        return grad, None
 
 
 def train(rank: int, how: str, cause: str, odd: int, address: str) -> tuple[str, float]:

@@ -3,65 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 from support import cuda, rank_pool
-from support.arguments import plan_or_codec
+from support.attached import Raises, plan_of, plan_or_codec
 from support.rank_pool import pool
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import commlayer
-from commlayer.engine.optimizers import job_of
 from commlayer.errors import StepAbandoned
-from commlayer.planner import default_plan, lower
-from commlayer.records import Plan
+from commlayer.planner import lower
 
 WORLD = 2
 
 
-class Breaks(torch.autograd.Function):
-    """Raises in its backward pass if `broken`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, broken: bool) -> torch.Tensor:
-        ctx.broken = broken
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.broken:
-            raise ArithmeticError("no more memory, say")
-        return grad, None
-
-
-def delayed(model: nn.Module, per_node: int) -> Plan:
-    """Half of the buckets are used a step late."""
-    plan = default_plan(job_of(model), codec="int8(block=64)", path="service", servers=1, ranks_per_node=per_node,
-                        fuse_nbytes=1024, cut_nbytes=4096)
-    assert len(plan.buckets) > 2
-    return replace(plan, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in plan.buckets))
-
-
 def planned(model: nn.Module, how: str, per_node: int) -> Any:
-    """What attach() takes for a plan."""
-    plan = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=per_node,
-                        fuse_nbytes=1024, cut_nbytes=4096)
+    """What attach() takes for a plan. In "delayed" half of the buckets are used a step late."""
+    if "allreduce" in how:
+        return "auto"
     if how == "delayed":
-        return delayed(model, per_node)
+        plan = plan_of(model, "int8(block=64)", ranks_per_node=per_node, nbytes=(1024, 4096))
+        assert len(plan.buckets) > 2
+        return replace(plan, buckets=tuple(replace(b, stale=b.id % 2 == 0) for b in plan.buckets))
     if "staged" in how:
-        staged = (replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in plan.buckets)
-        return lower(replace(plan, buckets=tuple(staged), servers=0))
-    return "auto" if "allreduce" in how else commlayer.compressors.parse(how)
+        return lower(plan_of(model, "topk(ratio=0.1)", "encode@cpu all.allgather decode@cpu", ranks_per_node=per_node,
+                             nbytes=(1024, 4096)))
+    return how.partition(", ")[0]
 
 
 def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, address: str) -> dict[str, Any]:
     """Four steps; in the second one the backward pass raises on the ranks `who`: half-way, or after the last gradient."""
     torch.manual_seed(0)
-    first, second = nn.Linear(50, 40), nn.Linear(40, 1)
-    model = nn.ModuleList([first, second])
+    model = nn.ModuleList([nn.Linear(50, 40), nn.Linear(40, 1)])
+    # A reentrant segment is a backward pass inside the outer one.
+    first, second = (partial(checkpoint, part, use_reentrant=True) if "reentrant" in how else part for part in model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     alone = "allreduce" in how or "staged" in how
     config = rank_pool.quick(ranks_per_node=per_node, fuse_nbytes=1024, **({} if alone else {"join": address}))
@@ -75,8 +55,8 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
             x = torch.full((4, 50), 1.0 + rank + step)
             try:
                 broken = step == 1 and rank in who
-                hidden = first(Breaks.apply(x.requires_grad_(), broken and late))
-                second(Breaks.apply(hidden, broken and not late)).sum().backward()
+                hidden = first(Raises.apply(x.requires_grad_(), broken and late))
+                second(Raises.apply(hidden, broken and not late)).sum().backward()
                 optimizer.step()
                 if "forward" in how:
                     session.flush()
@@ -92,6 +72,7 @@ def train(rank: int, how: str, who: tuple[int, ...], per_node: int, late: bool, 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("how", "who", "per_node"), [
     ("identity()", (1,), 1), ("topk(ratio=0.1)", (0, 1), 1), ("topk(ratio=0.1)", (1,), 1), ("int8(block=64)", (0,), 2),
+    ("identity(), reentrant", (1,), 1), ("identity(), reentrant, forward", (1,), 1),
     ("allreduce", (1,), 2), ("allreduce", (0, 1), 2), ("powersgd(rank=1)", (1,), 1),
     ("delayed", (1,), 1), ("delayed", (1,), 2), ("staged", (1,), 1), ("staged", (0, 1), 2),
     ("allreduce, unread", (1,), 2), ("allreduce, unread", (0, 1), 2), ("staged, unread", (1,), 1),

@@ -19,9 +19,6 @@ from torch import nn
 from commlayer.autotune import measuring
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.autotune.report import Reports
-from commlayer.cluster.collectives import RowChannel
-from commlayer.cluster.process_groups import Members
 from commlayer.observe.link_monitor import PAYLOAD, SETTLED
 from commlayer.planner.model import Line
 from commlayer.records import digest
@@ -119,28 +116,3 @@ def test_all_ranks_switch_together_when_links_become_slow_and_when_they_recover(
     rates = [float(rate) for node in line.split(" to ")[1].split(" Mb/s")[0].split(", ") for rate in node.split("/")]
     assert rates == pytest.approx([PAYLOAD * LOW_BPS / 1e6] * len(rates), rel=0.25), "a part was read while it changed"
     assert any("as seen in steps, and not" in line for line in results[0]["decisions"]), "downloads show the recovery"
-
-
-# ---- when rows are acted upon
-
-def act_on_rows(rank: int, world: int, slow: list[list[bool]]) -> list[list[float]]:
-    """Of each row that is acted upon: its step, and the step after which that happens."""
-    channel = RowChannel(Members(), 20.0)
-    reports, acts = Reports(channel.rows()), list[list[float]]()
-    try:
-        for step, flags in enumerate(slow):
-            reports.step(10.0, 1.0)
-            if rows := reports.read():
-                acts.append([rows[0].request, step])
-            if reports.due and (rows := reports.send(step, 5.0 if flags[rank] else 20.0)):
-                acts.append([rows[0].request, step])
-        reports.read()
-        return acts
-    finally:
-        channel.close()
-
-
-def test_rows_are_acted_upon_at_once_only_if_all_wait_for_them() -> None:
-    slow = [[False, False], [True, True], [True, False], [False, True], [True, True], [False, False]]
-    results = pool(WORLD).call(act_on_rows, WORLD, slow)
-    assert results[0] == results[1] == [[0, 1], [1, 1], [2, 3], [3, 4], [4, 4]]

@@ -1,20 +1,28 @@
-"""What every measurement prints and writes, and how `python -m bench` refuses."""
+"""What measurements print, write and refuse; that their tasks are learnable, their clocks keep their pace, and summaries
+hold."""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from support import codecs as kit
+from torch import nn
 
 import bench.__main__ as front
 from bench import (
     Unmeasurable,
+    balance,
     check,
     codecs,
     codecs_figures,
@@ -26,6 +34,15 @@ from bench import (
     transport_sums,
 )
 from bench.fuzz_targets import CODECS, Target, targets
+from bench.lab.lab import Link
+from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
+from bench.tasks import TASKS, Task, layers_of, together
+from bench.tta import shown
+from bench.tta.links import Event, Network
+from bench.tta.page import KEPT, PARTS, ROOT, Part, overview, table
+from bench.tta.store import Store, key_of, longest
+from bench.tta.summary import summary
+from bench.tta.systems import SYSTEMS
 from commlayer.cluster import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
@@ -124,12 +141,10 @@ def test_one_threshold_keeps_more_than_sorting_each_bucket(model: str) -> None:
 
 # ---- `bench transport`: its summary, and equal sums of servers and Gloo
 
-def row(where: str, *, body: str = transport.BODY, void: bool = False, **more: float) -> dict[str, object]:
-    return {"where": where, "body": body, "void": void, "plain_gb_s": 0.01, "socket_gb_s": 0.0115, "vs_socket": 0.9} | more
-
-
 def test_void_rows_say_nothing() -> None:
-    assert transport.summarised([row("1 Gb/s", void=True), {"where": "100 Mb/s, 150 ms", "void": True, "why": "no root"}]) == {}
+    rows = [{"where": "1 Gb/s", "body": transport.BODY, "void": True, "plain_gb_s": 0.01, "vs_socket": 0.9},
+            {"where": "100 Mb/s, 150 ms", "void": True, "why": "no root"}]
+    assert transport.summarised(rows) == {}
 
 
 def test_sums_agree_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +222,235 @@ def test_what_strangers_write_is_refused_in_one_line(text: bytes, shown: str) ->
     with pytest.raises(CorruptFrame, match=f"{shown}.*E-FRAME") as caught:
         messages.unpack(b"\x81\xa1" + text + b"\xc0", messages.Heartbeat, "worker 1")
     assert "\n" not in str(caught.value)
+
+
+# ---- the balance measurement: its summary holds what is promised of it
+
+def test_the_summary_holds_and_the_rows_are_there() -> None:
+    result = balance.emulated(quick=True)
+    summary = result["summary"]
+    assert round(summary["paper_fixture_makespan_ms"], 2) == 104.41
+    assert summary["paper_fixture_shares"] == "166/167/159/20"
+    assert summary["vs_ssgd"] >= 3.5
+    assert summary["vs_lbb_emulated_compressed"] >= 1.6
+    assert summary["recover_iterations_additive50"] <= 3
+    assert summary["recover_iterations_additive50_small"] <= 4
+    assert summary["share_sum_violations"] == 0
+    assert summary["oracle_gap_pct"] < 10
+    assert {"solve_us_4", "solve_us_1000", "solve_us_1000_caps"} <= set(summary)
+    assert {row["mode"] for row in result["rows"]} >= {*balance.MODES}
+
+
+# ---- training against the clock
+
+def test_passes_take_their_time_and_waiting_is_not_made_up_for() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+    pace = Pace(model, list(model), slow=0.5)
+    waited_s = 0.0
+
+    def late_weights(*_: object) -> None:
+        time.sleep(waited_s)
+
+    def step() -> tuple[float, float]:
+        pace.forward()
+        begin = time.perf_counter()
+        loss = model(torch.ones(1, 4)).sum()
+        middle = time.perf_counter()
+        pace.backward()
+        loss.backward()
+        return middle - begin, time.perf_counter() - middle
+
+    forward_s, backward_s = step()
+    assert forward_s >= 0.5 * FORWARD_S
+    assert backward_s >= 0.5 * BACKWARD_S
+    # Like a system that is added last: its hook runs before all others.
+    model[2].register_forward_pre_hook(late_weights, prepend=True)
+    waited_s = 0.2
+    assert step()[0] >= 0.5 * FORWARD_S + waited_s
+    assert pace.passes == 4
+
+
+class Links:
+    """As much of a lab as a network plays on."""
+
+    def __init__(self) -> None:
+        self.links = [Link(1e8, 1e8, 0.01, 0.1, 0.0, False)] * 4
+        self.rates: list[tuple[int, float, bool]] = []
+
+    def set(self, host: int, **values: float) -> None:
+        self.rates.append((host, values["up_bps"], bool(values["cut"])))
+
+
+def test_a_trace_changes_links_at_its_times_and_puts_them_back() -> None:
+    network = Network(100, 100, 20, (Event(0.0, 10, (1,)), Event(0.01, 5, (1,), cut=True), Event(3600.0, 1)))
+    lab, over = Links(), threading.Event()
+    player = threading.Thread(target=network.play, args=(lab, over))
+    player.start()
+    until = time.monotonic() + 10
+    while len(lab.rates) < 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    over.set()
+    player.join(10)
+    assert lab.rates == [(1, 1e7, False), (1, 5e6, True), *((host, 1e8, False) for host in range(4))]
+
+
+# ---- what is trained against the clock
+
+COMPARED = ("chars", "digits", "passages")
+
+
+def trained(task: Task, ranks: int, steps: int, model: torch.nn.Module) -> float:
+    optimizer = task.optimizer(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        task.loss(model, together([task.batch(rank, step) for rank in range(ranks)])).backward()
+        optimizer.step()
+    return task.validation(model)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_batch_is_a_function_of_rank_step_and_seed(name: str) -> None:
+    task, again = TASKS[name](), TASKS[name]()
+    assert all(torch.equal(a, b) for a, b in zip(task.batch(1, 2, 3), again.batch(1, 2, 3), strict=True))
+    others = [task.batch(*numbers)[0] for numbers in ((0, 2, 3), (1, 3, 3), (1, 2, 4))]
+    assert not any(torch.equal(task.batch(1, 2, 3)[0], other) for other in others)
+    assert task.digest() == again.digest()
+    assert len({TASKS[other]().digest() for other in COMPARED}) == len(COMPARED)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_models_are_of_a_size_where_bytes_matter_and_equal_for_equal_seeds(name: str) -> None:
+    task = TASKS[name]()
+    model, again, other = task.model(0), task.model(0), task.model(1)
+    assert 1_000_000 < sum(p.numel() for p in model.parameters()) < 2_000_000
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert len(layers_of(model)) >= 4
+    assert task.targets == tuple(sorted(task.targets, reverse=True))
+    assert task.validation(model) > task.targets[0], "no target is reached before the first step"
+
+
+def test_the_batches_of_four_ranks_need_at_most_half_the_steps_of_one() -> None:
+    task = TASKS["digits"]()
+    all_of_them, model = trained(task, 4, 60, task.model(0)), task.model(0)
+    assert all_of_them <= task.targets[0]
+    assert trained(task, 1, 120, model) > task.targets[0], "one rank's data does not get there in twice the steps"
+
+
+def test_loss_of_joined_batches_is_the_mean_of_theirs() -> None:
+    task = TASKS["passages"]()
+    model, batches = task.model(0), [task.batch(rank, 5) for rank in range(4)]
+    mean = sum(float(task.loss(model, batch)) for batch in batches) / 4
+    assert float(task.loss(model, together(batches))) == pytest.approx(mean, rel=1e-5)
+
+
+def test_rivals_train_without_commlayer() -> None:
+    code = "import sys, bench.paced.worker, bench.paced.rivals; sys.exit('commlayer' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+# ---- rows become the few ratios that decide
+
+STEP_S = 0.3
+
+
+def row(
+    system: str, link: str, goal_s: float, *, task: str = "chars", seed: int = 0, end_s: float = 60.0, **others: Any
+) -> dict[str, Any]:
+    """A line from 4.0 down that reaches the middle target, 2.0, at goal_s; the easy one, 3.0, in half that time."""
+    looks = [0.0, end_s / 2, end_s]
+    curve = [(round(s / STEP_S), s, 4.0 - 2.0 * s / goal_s) for s in looks]
+    return {
+        "task": task, "link": link, "system": system, "seed": seed, "seconds": end_s, "data": "d",
+        "group": SYSTEMS[system].group, "targets": (3.0, 2.0, 1.0), "curve": curve, "late_pct": 0.0, "void": "",
+        "s_per_step": STEP_S, "up_kb": 1.0, "down_kb": 1.0, "cpu_s": 1.0, "peak_mb": 1.0, "commit": "c", "day": "2026-01-01",
+    } | others
+
+
+BOUNDS = [row("ideal", "none", 20.0), row("alone", "none", 50.0)]
+
+
+def test_ratios_are_of_seconds_to_the_middle_target() -> None:
+    rows = [
+        *BOUNDS, row("auto", "100m-30ms", 24.0), row("auto", "10m-80ms", 30.0), row("auto", "1g-2ms", 21.0),
+        row("DDP fp16", "100m-30ms", 48.0), row("DDP fp16", "1g-2ms", 20.0), row("DDP fp16", "10m-80ms", 600.0),
+        row("torchft DiLoCo H=20", "10m-80ms", 45.0), row("int4", "100m-30ms", 30.0), row("int4 forward", "100m-30ms", 22.0),
+    ]
+    ratios = summary(rows)
+    assert ratios["auto_vs_ideal_100m"] == pytest.approx(1.2)
+    assert ratios["auto_vs_ideal_10m"] == pytest.approx(1.5)
+    assert ratios["auto_vs_best_rival_100m"] == pytest.approx(2.0)
+    assert ratios["auto_vs_best_rival_10m"] == pytest.approx(1.5)
+    assert ratios["auto_vs_alone"] == pytest.approx(0.6)
+    assert ratios["auto_vs_ddp_fp16_1g"] == pytest.approx(1.05)
+    assert ratios["auto_vs_best_fixed_worst"] == pytest.approx(24 / 22)
+    assert ratios["ideal_vs_alone_steps"] == pytest.approx(0.4)
+    assert ratios["pace_kept"] is True
+    assert (ratios["void_rows"], ratios["failed_rows"]) == (0, 0)
+
+
+def test_who_does_not_get_there_is_never_there_or_counts_with_its_seconds() -> None:
+    slow = row("auto", "10m-80ms", 100.0)
+    assert summary([*BOUNDS, slow])["auto_vs_ideal_10m"] == "never"
+    assert summary([*BOUNDS, slow, row("DDP fp16", "10m-80ms", 40.0)])["auto_vs_best_rival_10m"] == 0
+    ratios = summary([*BOUNDS, row("auto", "10m-80ms", 30.0), row("DDP fp16", "10m-80ms", 600.0)])
+    assert ratios["auto_vs_best_rival_10m"] == pytest.approx(2.0), "60 s had the rival: at least twice as long"
+
+
+def test_losses_at_the_end_are_compared_at_equal_steps() -> None:
+    bound = row("ideal", "none", 20.0, end_s=30.0)
+    auto = row("auto", "100m-30ms", 20.0, end_s=30.0)
+    assert summary([bound, auto])["final_loss_delta_pct"] == pytest.approx(0.0)
+    # Half the speed: after 100 steps in 60 s it has the loss that the bound has after 100 steps in 30 s, and 1 % more.
+    slower = [(n, 2 * s, loss * 1.01) for n, s, loss in auto["curve"]]
+    assert summary([bound, auto | {"curve": slower}])["final_loss_delta_pct"] == pytest.approx(1.0)
+
+
+def test_void_and_failed_rows_count_for_nothing_and_are_counted() -> None:
+    void = row("auto", "100m-30ms", 10.0) | {"void": "9 % of passes late", "late_pct": 9.0}
+    measured = ("curve", "void", "late_pct")
+    failed = {key: value for key, value in row("hivemind", "100m-30ms", 1.0).items() if key not in measured}
+    ratios = summary([*BOUNDS, void, failed | {"error": "boom"}])
+    assert "auto_vs_ideal_100m" not in ratios
+    assert (ratios["pace_kept"], ratios["void_rows"], ratios["failed_rows"]) == (False, 1, 1)
+    assert shown(failed | {"error": "boom"})["void"] == "boom"
+
+
+def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
+    path, one, two = tmp_path / "rows.jsonl", row("auto", "100m-30ms", 10.0), row("alone", "none", 50.0)
+    store = Store(path)
+    store.add(one)
+    with path.open("a") as file:
+        file.write(json.dumps(two)[:40])  # killed while it wrote
+    again = Store(path)
+    assert key_of(one) in again
+    assert key_of(two) not in again
+    again.add(two)
+    assert {key_of(one), key_of(two)} == set(Store(path).rows)
+    assert key_of(one | {"seconds": 45.0}) not in again, "another measurement"
+    assert key_of(one | {"data": "other"}) not in again
+
+
+# ---- pages show the stored rows of `bench tta`
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.page.name}-{part.name}")
+def test_pages_show_the_kept_rows(part: Part) -> None:
+    page = part.page.read_text("utf-8")
+    assert page == part.within(page, longest(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
+
+
+def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
+    rows = [row("auto", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((30.0, 40.0))]
+    rows.append(row("auto", "10m-80ms", 59.0, seed=2, void="the pace was not kept"))
+    (line,) = table(rows).splitlines()[2:]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[4:9] == ["2 (1 void)", "0.300", "0.000", "17.5", "35.0"]
+    assert line.endswith("| 0.0 |")
+
+
+def test_the_readme_shows_rows_of_the_overview() -> None:
+    rows = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines()
+            if line.startswith(("| chars,", "| digits,", "| passages,"))]
+    kept = overview(longest(Store(KEPT).rows.values())).splitlines()
+    assert [row for row in rows if row not in kept] == []
+    assert len(rows) > 4

@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.attached import Run, Setting, coordinators, mlp, play
+from support.attached import Run, Setting, coordinators, mlp, plan_of, play
 from support.fidelity import measure
 from support.rank_pool import pool
 from torch import nn
 
 from commlayer.autotune import quality, replanner
+from commlayer.autotune import quality as policy
 from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import JobContext
-from commlayer.engine.optimizers import job_of
 from commlayer.engine.plan_choice import unsuited
-from commlayer.planner import default_plan
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
 from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
@@ -49,9 +48,7 @@ def train(run: Run, *parts: tuple[str, int], rises_at: int = 0) -> dict[str, Any
     levels, sent, codecs, decisions = list[float](), [0.0], list[set[str]](), [0]
     for text, count in parts:
         if text:
-            plan = default_plan(job_of(model), codec=text.removeprefix("auto: "), path="service", servers=SERVERS,
-                                ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
-            session.switch(plan)
+            session.switch(plan_of(model, text.removeprefix("auto: "), servers=SERVERS))
             session.inspect.connection.terms.auto = text.startswith("auto: ")
         for _ in range(count):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(2 * step + run.rank))
@@ -274,3 +271,37 @@ def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path)
     measured, bound = replanner.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
+
+
+# ---- the guard of an automatic plan without a budget compares gradients with the usual ones, and does not judge the loss
+
+def doubling(run: Run, requested: bool) -> Any:
+    """What was said, codecs, and the guard's time, where a loss doubles under a plan found by itself or asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "TIME_PART", 1e9)
+        logging.getLogger("commlayer").setLevel(logging.ERROR)
+        model = mlp()
+        run.wrap(model)
+        session = run.sessions[0]
+        model(torch.ones(2, 12)).sum().backward()
+        session.switch(plan_of(model, "int8(block=32)", servers=SERVERS))
+        session.inspect.connection.terms.auto = not requested
+        before_s = session.metrics()["guard_s"]
+        for step in range(130):
+            model.zero_grad()
+            nn.functional.mse_loss(model(torch.ones(2, 12)), torch.ones(2, 3)).backward()
+            session.log_loss(1.0 + (step > 80))
+        codecs = {b.codec for b in session.inspect.plan.buckets}
+        return session.inspect.decisions(), codecs, session.metrics()["guard_s"] - before_s
+
+
+@pytest.mark.commit(1)
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_loss_that_rises_is_nobodys_where_no_budget_is_named(requested: bool) -> None:
+    with coordinators(1, WORLD, SERVERS) as jobs:
+        setting = Setting("module", (jobs[0].address,), servers=SERVERS, plan="auto")
+        results = pool(WORLD).call(play, WORLD, doubling, setting, requested)
+    for lines, codecs, check_s in results:
+        assert not [line for line in lines if "the loss has risen" in line or "codecs are finer" in line]
+        assert not requested or codecs == {"int8(block=32)"}
+        assert (check_s > 0) is not requested, "a requested plan is not judged without a budget"

@@ -1,17 +1,160 @@
-"""What a link of the lab promises: every byte arrives as sent, at the rate and delay set, counted as on a wire."""
+"""The lab and ranks on its hosts: every byte arrives at the rate and delay set, nothing is left behind, a rank that fails is
+named."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.coordinators import until
-from support.lab import needs_lab, python, transfer
+from support.lab import needs_lab
 
-from bench.lab import Lab, check
+from bench.baselines import RankFailed, launch_hosts, worker
+from bench.lab import Lab, LabUnavailable, check
+from bench.lab.__main__ import main
+from bench.lab.namespaces import present
 
-pytestmark = needs_lab
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@needs_lab
+def test_an_exception_leaves_no_process_and_no_namespace() -> None:
+    failing = Lab(hosts=2)
+
+    def fail_inside() -> None:
+        with failing:
+            started.append(failing.popen(1, ["sleep", "600"]))
+            assert set(failing.names) <= set(present())
+            raise KeyError("the test's own")
+
+    started: list[subprocess.Popen[bytes]] = []
+    with pytest.raises(KeyError, match="the test's own"):
+        fail_inside()
+    [child] = started
+    assert child.poll() is not None
+    assert not set(failing.names) & set(present())
+
+
+@needs_lab
+def test_sigterm_cleans_up_and_sigkill_is_cleaned_up_after() -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.lab", "--hosts", "2", "--", "sh", "-c", "echo $LAB_NAMESPACES; sleep 600"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout
+        names = process.stdout.readline().split()
+        assert len(names) == 2
+        assert set(names) <= set(present())
+        process.send_signal(number)
+        process.wait(20)
+        process.stdout.close()
+        if number == signal.SIGKILL:
+            assert set(names) <= set(present()), "nothing cleans up at once after SIGKILL"
+            with Lab(hosts=2):
+                pass
+        assert not set(names) & set(present())
+
+
+@needs_lab
+def test_one_lab_at_a_time() -> None:
+    with Lab(hosts=2):
+        with pytest.raises(LabUnavailable, match=f"process {os.getpid()}"):
+            Lab(hosts=2, lock_s=0.1).__enter__()
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["--check"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 1
+    assert "needs root" in errors
+
+
+# ---- ranks on hosts
+
+ECHO = """
+import json, os
+print("noise")
+print(json.dumps({key: os.environ[key] for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MINE")}))
+"""
+ONE_FAILS = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit('boom in rank one')\ntime.sleep(600)"
+
+
+def isolated(program: str) -> list[str]:
+    return [sys.executable, "-I", "-S", "-c", program]
+
+
+def test_ddp_ranks_train_one_model_on_loopback() -> None:
+    for mode in ("ddp_fp32", "ddp_fp16"):
+        answers = launch_hosts(None, 2, worker(mode, "mlp_small", warmup=1, steps=2), deadline_s=100)
+        assert [answer["rank"] for answer in answers] == [0, 1]
+        assert {answer["world"] for answer in answers} == {2}
+        assert len({answer["digest"] for answer in answers}) == 1
+        assert answers[0]["loss"] != answers[1]["loss"], "each rank has data of its own"
+        assert all(len(answer["step_s"]) == 2 for answer in answers)
+
+
+@needs_lab
+def test_ranks_on_hosts_of_a_lab() -> None:
+    with Lab(hosts=2) as lab:
+        answers = launch_hosts(lab, 3, isolated(ECHO), deadline_s=30, env={"MINE": "yes"})
+    expected = [{"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "10.99.0.1", "MINE": "yes"} for rank in range(3)]
+    assert answers == expected
+
+
+def test_a_failing_rank_is_named_with_its_words_and_ends_the_others() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 of 3 ended with code 1:\nboom in rank one"):
+        launch_hosts(None, 3, isolated(ONE_FAILS), deadline_s=300)
+    assert time.monotonic() - begin < 300, "the sleeping ranks were not waited for"
+
+
+# ---- links: from here on one lab stays
+
+RECEIVE = """
+import hashlib, socket
+listener = socket.create_server(("", 7000))
+print("listening", flush=True)
+connection, _ = listener.accept()
+sha, nbytes = hashlib.sha256(), 0
+while data := connection.recv(1 << 16):
+    sha.update(data)
+    nbytes += len(data)
+print(nbytes, sha.hexdigest(), flush=True)
+"""
+
+SEND = """
+import hashlib, random, socket, sys
+data = random.Random(5).randbytes(int(sys.argv[2]))
+print(hashlib.sha256(data).hexdigest(), flush=True)
+with socket.create_connection((sys.argv[1], 7000), 10) as connection:
+    connection.settimeout(60)
+    connection.sendall(data)
+"""
+
+
+def python(lab: Lab, host: int, program: str, *args: object) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-I", "-S", "-c", program, *map(str, args)]
+    return lab.popen(host, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def transfer(lab: Lab, src: int, dst: int, nbytes: int) -> tuple[str, str]:
+    """Sends nbytes over TCP; what was sent and what was received, each as "nbytes digest"."""
+    receiver = python(lab, dst, RECEIVE)
+    assert receiver.stdout
+    assert receiver.stdout.readline() == "listening\n"
+    sender = python(lab, src, SEND, lab.addresses[dst], nbytes)
+    sent, sender_errors = sender.communicate(timeout=60)
+    got, receiver_errors = receiver.communicate(timeout=60)
+    assert not sender_errors + receiver_errors
+    return f"{nbytes} {sent.strip()}", got.strip()
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +174,7 @@ def checksum_errors(lab: Lab, host: int) -> int:
     return tables["Ip:"]["InHdrErrors"] + tables["Tcp:"]["InCsumErrors"] + tables["Tcp:"]["InErrs"]
 
 
+@needs_lab
 @pytest.mark.parametrize(
     ("bps", "nbytes"),
     [(1e9, 24_000_000), (100e6, 6_000_000), (20e6, 1_000_000)],
@@ -52,6 +196,7 @@ def test_every_byte_arrives_and_is_charged_with_its_headers(lab: Lab, bps: float
     assert after[2]["received_nbytes"] == before[2]["received_nbytes"], "the third host saw traffic that was not for it"
 
 
+@needs_lab
 def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     # Uneven on purpose: a rate or delay that was swapped or ignored would be off by more than the tolerance.
     lab.set(0, up_bps=20e6, down_bps=60e6, delay_s=0.004)
@@ -70,6 +215,7 @@ def test_the_self_check_finds_what_was_set(lab: Lab) -> None:
     assert result.device_dropped == 0
 
 
+@needs_lab
 def test_a_cut_link_stops_traffic_and_a_mended_one_resumes_it(lab: Lab) -> None:
     for host in range(lab.hosts):
         lab.set(host, up_bps=50e6, down_bps=50e6, delay_s=0.002)

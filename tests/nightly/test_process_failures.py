@@ -57,16 +57,9 @@ def end(*_: Any) -> None:
 
 def staged(model: Any) -> Any:
     """Two exchanges of payloads a bucket, so that a step breaks off in the middle of a path."""
-    import msgspec
+    from support.attached import plan_of
 
-    from commlayer.engine.optimizers import job_of
-    from commlayer.planner import default_plan
-
-    plan = default_plan(job_of(model), codec="topk(ratio=0.1)", path="service", servers=1, ranks_per_node=1,
-                        fuse_nbytes=2048, cut_nbytes=4096)
-    path = "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu"
-    buckets = tuple(msgspec.structs.replace(b, path=path) for b in plan.buckets)
-    return msgspec.structs.replace(plan, buckets=buckets, servers=0)
+    return plan_of(model, "topk(ratio=0.1)", "encode@cpu all.alltoall decode@cpu encode@cpu all.allgather decode@cpu")
 
 
 def tell(**what: Any) -> None:

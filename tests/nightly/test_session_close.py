@@ -26,13 +26,11 @@ APART_S = 2.0
 
 def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
     """One step of a model of one tensor; the session, and what the gradient came to."""
-    import msgspec
     import torch
+    from support.attached import plan_of
     from torch import nn
 
     import commlayer
-    from commlayer.engine.optimizers import job_of
-    from commlayer.planner import default_plan
 
     class One(nn.Module):
         def __init__(self) -> None:
@@ -41,11 +39,9 @@ def train(*, stale: bool = False, **settings: Any) -> tuple[Any, float]:
 
     model = One()
     rank = torch.distributed.get_rank()
-    plan = default_plan(job_of(model), codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1,
-                        fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
     # Little goes up and all of it comes down, so the one who hosts the server has its result long before the other.
-    buckets = tuple(msgspec.structs.replace(b, down="identity()", stale=stale) for b in plan.buckets)
-    session = commlayer.attach(model, plan=msgspec.structs.replace(plan, buckets=buckets), config=settings or None)
+    plan = plan_of(model, "topk(ratio=0.01)", nbytes=(1 << 20, 4 << 20), bucket={"down": "identity()", "stale": stale})
+    session = commlayer.attach(model, plan=plan, config=settings or None)
     (model.w[:10].sum() * (rank + 1)).backward()
     return session, 0.0 if model.w.grad is None else float(model.w.grad[0])
 
@@ -117,20 +113,17 @@ def forked(rank: int, address: str) -> int:
     """The exit status of a process that a rank forks after the end of its session, as DataLoaders do, and that collects
     garbage: a group of threads that only their maker has can only be ended there."""
     import msgspec
-    from support.attached import data, mlp
+    from support.attached import data, mlp, plan_of
     from torch.utils.data import DataLoader, TensorDataset
 
     import commlayer
     from commlayer.balance import Sampler
-    from commlayer.engine.optimizers import job_of
-    from commlayer.planner import default_plan
 
     gc.collect()
     gc.disable()
     try:
         model = mlp()
-        result = default_plan(job_of(model), codec="int8()", path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048,
-                            cut_nbytes=4096)
+        result = plan_of(model, "int8()")
         first, *others = result.buckets
         staged = [msgspec.structs.replace(b, path="encode@cpu all.allgather decode@cpu", down="") for b in others]
         plan = msgspec.structs.replace(result, buckets=(first, *staged))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
-from commlayer.balance import Balancer, Decision, Joined, Line, Measurement, Note, Outcome, Sampler, shares, solve
+from commlayer.balance import Decision, Line, Note, Outcome, Sampler, shares, solve
 from commlayer.engine import spacing
 from commlayer.engine.step import StepTiming
 from commlayer.errors import CommError, InvalidInput
@@ -46,12 +46,13 @@ def batch_norm() -> nn.Module:
 def script(
     run: Run, *, workers: int = 0, cap: tuple[int, ...] = (0, 0, 0), leave: bool = False, model: Callable[[], nn.Module] = mlp,
     least: int = 1, batch: int = BATCH, epochs: int = EPOCHS, bad_times: bool = False, slow_from: int = 99, known: bool = False,
-    memory: tuple[int, ...] = (), price: tuple[float, float] | None = None, **fields: Any,
+    memory: tuple[int, ...] = (), price: tuple[float, float] | None = None, saves: bool = False, **fields: Any,
 ) -> dict[str, Any]:
     """Trains over a sampler.
 
     `leave`: the loop ends in mid-epoch and begins again. `slow_from`: the step from which rank 0 is as slow as rank 2.
     `memory`: ranks are profiled first; the samples that each holds, then and in training. `known`: their lines are known.
+    `saves`: rank 0 alone reads the sampler's state in each step, which commits its step early.
     """
     spacing.MOST_STEPS = 1  # a row after each step, whatever it costs
     rank, world = (0, 1) if run.alone else (run.rank, WORLD)
@@ -96,6 +97,8 @@ def script(
                 if sampler.last:
                     optimizer.step()
                     optimizer.zero_grad()
+                    if saves and rank == 0:
+                        sampler.state_dict()
                     if sampler.step == first + steps:
                         break
     assert sampler.step == epochs * -(-LENGTH // batch)
@@ -139,6 +142,7 @@ def trained_alike(run: Any, how: str = "module", batch: int = BATCH) -> list[dic
 @pytest.mark.parametrize(("fields", "how"), [
     ({}, "module"), ({}, "ddp"), ({"workers": 1}, "module"), ({"workers": 1}, "ddp"),
     ({"cap": (5, 3, 1), "workers": 1}, "module"), ({"leave": True, "workers": 1}, "module"), ({"bad_times": True}, "module"),
+    ({"saves": True}, "module"),
 ], ids=str)
 def test_shares_move_and_the_training_stays_the_same(fields: dict[str, Any], how: str) -> None:
     results = trained_alike(partial(script, **fields), how)
@@ -206,17 +210,6 @@ def test_the_session_measures_steps_itself() -> None:
     assert len({lap.step for lap in results[0]["measured"]}) == len(results[0]["measured"]) > EPOCHS
     assert decisions(results[0])[0].step >= 1, "the first step after a begin may contain anything"
     assert results[0]["shares"][0] > BATCH // WORLD > results[0]["shares"][2]
-
-
-def test_given_shares_hold_until_their_step_and_promise_nothing() -> None:
-    """After a resume, the saved shares may be for a later step."""
-    balancer = Balancer([Joined(w) for w in range(WORLD)], BATCH, shares={0: 2, 1: 2, 2: 8}, from_step=5)
-    measured = [Measurement(w, n, LINES[w].time_s(n)) for w, n in enumerate((2, 2, 8))]
-    results = [balancer.decide(step, measured) for step in range(7)]
-    assert results[:5] == [None] * 5
-    first = next(decision for decision in results if decision)
-    assert first.before_s == pytest.approx(LINES[2].time_s(8), rel=0.1)
-    assert not any(isinstance(event, Outcome) for event in balancer.events)
 
 
 def resumed(run: Run) -> dict[str, Any]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import rank_pool
-from support.arguments import sync_of
-from support.attached import Run, Setting, data, mlp, play
-from support.autotuning import FIRST_PLANNING, JOB, START
+from support.attached import Run, Setting, data, mlp, play, sync_of
+from support.autotuning import FIRST_PLANNING
 from support.rank_pool import pool
 from torch import nn
 
@@ -21,9 +19,7 @@ import commlayer
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.plan_policy import ReplanVerdict
-from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder
-from commlayer.observe.step_trace import Recorder
 
 WORLD = 2
 
@@ -94,54 +90,3 @@ def test_under_local_steps_a_step_is_one_step_and_computes_what_it_computes(over
     assert SLEEP_S <= verdict.measured_s < 0.7 * round_s, "no whole round"
     assert verdict.priced_s >= SLEEP_S
     assert verdict.found_s >= SLEEP_S
-
-
-def test_a_step_in_which_planning_ends_is_recorded_for_nobody() -> None:
-    """Members have changed in it, and planning begins again with those who are left."""
-    connection, recorder = JobContext(), Recorder()
-    connection.plan = START
-    connection.worker = SimpleNamespace(recorder=recorder, job=JOB)  # type: ignore[assignment]
-    before, after = (TuningController(connection, JobActions(connection), None) for _ in range(2))
-    before.start()
-    recorder.next()
-    before.end()
-    after.start()
-    recorder.next()
-    assert recorder.steps == []
-    recorder.next()
-    assert len(recorder.steps) == 1
-
-
-class Clock:
-    """perf_counter, as the test has it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_what_decisions_take_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step ends after its backward pass, is examined 0.03 s into the next one, and one examination takes 5 s."""
-    clock, seconds, connection = Clock(), list[float](), JobContext()
-    monkeypatch.setattr("commlayer.autotune.controller.time", SimpleNamespace(
-        perf_counter=clock.perf_counter, monotonic=clock.perf_counter))
-    monkeypatch.setattr("commlayer.engine.connection.time", clock)
-    connection.plan, connection.terms.auto = START, True
-    connection.worker = SimpleNamespace(  # type: ignore[assignment]
-        job=JOB, step=10, plan=START, counters=SimpleNamespace(exposed_s=0.0, exchanges=0))
-    auto = TuningController(connection, JobActions(connection), None)
-
-    def step_over(step_s: float, waited_s: float) -> None:
-        seconds.append(step_s)
-        clock.now += 5.0 if len(seconds) == 3 else 0.0
-
-    monkeypatch.setattr(auto, "step_over", step_over)
-    for late in (True, True, True, False, False, True):  # the fourth is waited for: an observer reads its sums
-        clock.now += 0.27
-        connection.passed()
-        clock.now += 0.13 if late else 0.0
-        auto.after_step()
-        clock.now += 0.0 if late else 0.13
-    assert seconds == pytest.approx([0.0, *[0.4] * 5])

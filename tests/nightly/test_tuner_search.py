@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import subprocess
-import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -228,14 +226,6 @@ def test_the_penalty_of_local_steps_is_not_a_codecs() -> None:
 # ---- the command
 
 
-def test_help_loads_no_numpy_or_torch() -> None:
-    code = ("import sys; from commlayer.cli import main; sys.argv = ['commlayer', 'tune', '--help']\n"
-            "try: main.run()\nexcept SystemExit: pass\nprint(sorted({'numpy', 'skopt', 'torch'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert "proxy runs" in done.stdout
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 def test_the_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 1.0 if 'topk' in s['codec'] else 3.0, 'loss': 2.0}")
     for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: going on after 10 trials", []),
@@ -257,31 +247,6 @@ def test_the_command_searches_local_steps_and_staleness(commlayer: Any) -> None:
     assert '"stale":0}' in first
     assert any('"local_steps":4,' in line for line in others)
     assert ", 4 local steps: 2 s, dense 5 s" in out
-
-
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["nothing.py"], "nothing.py: .*E-USER-CODE"),
-    (["nothing"], "nothing: .*digits, chars.*E-CLI-OPTION"),
-    (["no.such:f"], "no.such:f: .*'no'.*E-USER-CODE"),
-    (["math:tau"], "math:tau: .*E-USER-CODE"),
-    (["broken.py"], r"broken\.py: ModuleNotFoundError: .*'nothing_of_that_name'.*E-USER-CODE"),
-    (["digits", "--trials", "0"], "--trials 0: .*E-CLI-OPTION"),
-    (["digits", "--budget", "0"], "--budget 0: .*E-CLI-OPTION"),
-    (["digits", "--budget", "2"], "--budget 2: .*E-CLI-OPTION"),
-    (["digits", "--budget", "0%"], "--budget 0%: .*E-CLI-OPTION"),
-    (["digits", "--ratio", "5"], "--ratio '5': .*E-CLI-OPTION"),
-    (["digits", "--ratio", "0.1:0.01"], "ratio: got 0.1 to 0.01.*E-TUNE-ARGUMENT"),
-    (["digits", "--batches", "64,x"], "--batches '64,x': .*E-CLI-OPTION"),
-    (["digits", "--local-steps", "1,0"], "--local-steps '1,0': .*E-CLI-OPTION"),
-    (["digits", "--codec", "best()"], "--codec: .*'best'.*E-CODEC-NAME"),
-    (["digits", "--out", "/nowhere/loss.json"], "/nowhere/loss.json: .*/nowhere .*E-CLI-OPTION"),
-])
-def test_a_mistake_is_one_line_and_code_2(arguments: list[str], text: str, commlayer: Any) -> None:
-    Path("broken.py").write_text("import nothing_of_that_name")
-    code, _, errors = commlayer("tune", *arguments)
-    assert code == 2
-    assert re.search(rf"{text}\]$", errors)
-    assert errors.count("\n") == 1
 
 
 # ---- the proxies that come with it

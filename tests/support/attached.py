@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Run:
         self._addresses = list(setting.addresses) if setting else []
 
     def wrap(
-        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, sync: str | None = None, **ddp: Any,
+        self, model: nn.Module, *, scaler: Any = None, optimizer: Any = None, sync: Any = None, **ddp: Any,
     ) -> Any:
         """The model to call; alone, as it is."""
         if self.setting is None:
@@ -145,6 +146,27 @@ def plan_of(model: nn.Module, codec: str = "identity()", path: str = "service", 
     return structs.replace(plan, **{"buckets": buckets} | ({"servers": 0} if staged else {}) | fields)
 
 
+def plan_or_codec(value: Any) -> dict[str, Any]:
+    """The argument `plan` for a Plan or a path, `compression` for a codec, none for "auto" or None."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return {}
+    return {"plan": value} if isinstance(value, Plan | Path) else {"compression": value}
+
+
+def sync_of(
+    every: int | None = None, codes: str | None = None, overlap: str | None = None, fragments: int | None = None,
+    outer: Any = None,
+) -> Any:
+    """The argument `sync`, from the fields of a plan."""
+    if overlap == "forward":
+        return "forward"
+    if every is None and codes is None:
+        return None
+    import commlayer
+
+    return commlayer.LocalSteps(every or 1, overlap=overlap == "round", fragments=fragments, outer=outer)
+
+
 Tensors = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 
@@ -170,6 +192,31 @@ def mlp(seed: int = 0, width: int = 40) -> nn.Sequential:
     """Buckets of all kinds: the middle weight is cut in two, the small ones are fused."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(12, 16), nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, branches: str) -> torch.Tensor:
+        x = self.body(x).tanh()
+        return torch.stack([{"l": self.left, "r": self.right}[b](x) for b in branches]).sum(0)
+
+
+class Raises(torch.autograd.Function):
+    """In its backward pass, if `now` is set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, now: bool) -> torch.Tensor:
+        ctx.now = now
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.now:
+            raise ArithmeticError("no more memory, say")
+        return grad, None
 
 
 def data(part: int, step: int, n: int = 6, width: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

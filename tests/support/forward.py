@@ -12,7 +12,7 @@ from torch import nn
 import commlayer
 from commlayer.records import Plan
 from support import rank_pool
-from support.arguments import plan_or_codec
+from support.attached import plan_or_codec
 
 
 class Net(nn.Module):

@@ -26,7 +26,6 @@ from commlayer.transport.handshake import Admit, Hello
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import ByteChannel, Header, Kind, Transport, binding_of, key
 from commlayer.transport.shaped_links import HostLink, Shaped, ShapedLinks
-from support.faulty import faulty
 from support.loopback import Hub
 
 PATIENCE_S = 30.0
@@ -157,12 +156,8 @@ def shaped_mesh(n: int) -> Iterator[list[Transport]]:
         links.close()
 
 
-def faulty_mesh(n: int) -> contextlib.AbstractContextManager[list[Transport]]:
-    return closing([faulty(t, ()) for t in Hub().mesh(range(n))])
-
-
 MESHES: dict[str, Mesh] = {
-    "loopback": loopback_mesh, "shaped": shaped_mesh, "faulty": faulty_mesh,
+    "loopback": loopback_mesh, "shaped": shaped_mesh,
     **{name: wire.mesh for name, wire in WIRES.items()},
 }
 

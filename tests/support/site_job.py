@@ -39,7 +39,7 @@ from commlayer.engine.switch import switch
 from commlayer.errors import CommError, StepAbandoned
 from commlayer.planner import default_plan
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
-from support.arguments import sync_of
+from support.attached import Raises, sync_of
 from support.sites import KILLED, WAIT_S, Ended, Process, Sites, all_ended
 
 STEPS, SIZES = 12, [(40, 30), (700,), (3, 5, 7)]
@@ -100,18 +100,6 @@ class Script(msgspec.Struct, frozen=True):
 # ---- model, gradients, and weights by hand
 
 
-class Aborts(torch.autograd.Function):
-    """Raises in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError("out of memory")
-
-
 class Linear(nn.Module):
     """Its gradients are its inputs. If it `aborts`, its backward pass ends after the first of them."""
 
@@ -124,7 +112,7 @@ class Linear(nn.Module):
 
     def forward(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         self.calls += 1
-        parts = [Aborts.apply(p) if self.aborts and n == 0 else p for n, p in enumerate(self.parts)]
+        parts = [Raises.apply(p, True) if self.aborts and n == 0 else p for n, p in enumerate(self.parts)]
         return torch.stack([(p * g).sum() for p, g in zip(parts, gradients, strict=True)]).sum()
 
 

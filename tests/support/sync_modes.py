@@ -16,8 +16,7 @@ from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan
 from support import rank_pool
-from support.arguments import sync_of
-from support.attached import data
+from support.attached import data, sync_of
 
 WORLD = 2
 MODES: dict[str, dict[str, Any]] = {

@@ -1,90 +1,37 @@
-"""A link between hosts of the lab is cut for seconds: only silence shows it, and the exchange continues."""
+"""Jobs on hosts of the lab: links that are cut for seconds or for good, and torchrun's line on two machines. Run as a script:
+a rank."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.lab import TOKEN, needs_lab, next_line
+import pytest
+from support.lab import needs_lab
+from support.processes import clean_environment
 from support.scripts.broken_worker import digest, gradients, plan
 from support.workers import Rig, on_ranks, step
 
 from bench.lab import Lab
 
 ROOT = Path(__file__).parents[2]
-STEPS, UNHEARD_S, CUT_S = 40, 2.0, 5.0
-
-SERVER = """
-import json, sys, time
-from collections import Counter
-from commlayer.transport.handshake import Hello
-from commlayer.transport.protocol import SERVER_BASE, Kind
-from commlayer.transport.endpoint import Settings, StreamTransport
-server = StreamTransport(Hello("job", SERVER_BASE), settings=Settings(resume=True, user_timeout_s=float(sys.argv[1])))
-server.listen("0.0.0.0", 7000)
-print("listening", flush=True)
-seen = Counter()
-while (got := server.wait(server.recv(0), time.monotonic() + 60)).header.kind == Kind.PUSH:
-    seen[got.header.step] += 1
-    server.send(0, got.header._replace(kind=Kind.RESULT), bytes(got.body))
-print(json.dumps(sorted(seen.values())), flush=True)
-server.close()
-"""
-WORKER = """
-import json, sys, time
-from commlayer.transport.handshake import Hello
-from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
-from commlayer.transport.reconnect import ReconnectingTransport, ReconnectPolicy
-from commlayer.transport.endpoint import Settings, StreamTransport
-carrier = StreamTransport(Hello("job", 0, session=b"one process here"), settings=Settings(
-    resume=True, user_timeout_s=float(sys.argv[1])))
-worker = ReconnectingTransport(carrier, carrier, ReconnectPolicy(50.0))
-worker.connect(SERVER_BASE, lambda until: carrier.dial(SERVER_BASE, (sys.argv[2], 7000), until), time.monotonic() + 20)
-for step in range(int(sys.argv[3])):
-    push = Header(Kind.PUSH, 1, step, 7, sender=0)
-    answer = worker.recv(SERVER_BASE, key(push._replace(kind=Kind.RESULT)))
-    worker.send(SERVER_BASE, push, bytes([step]) * 5000)
-    assert bytes(worker.wait(answer, time.monotonic() + 60).body) == bytes([step]) * 5000
-    print(json.dumps(step), flush=True)
-    time.sleep(0.05)
-print(json.dumps([worker.breaks, worker.kept_nbytes]), flush=True)
-worker.wait(worker.send(SERVER_BASE, Header(Kind.DATA)), time.monotonic() + 20)
-worker.close()
-"""
-
-
-@needs_lab
-def test_a_link_that_is_cut_for_seconds_costs_no_step() -> None:
-    with Lab(hosts=2, delay_s=0.01) as lab:
-        def started(host: int, program: str, *args: object) -> subprocess.Popen[str]:
-            argv = [sys.executable, "-P", "-c", program, *map(str, args)]
-            return lab.popen(host, argv, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": str(ROOT)})
-
-        server = started(0, SERVER, UNHEARD_S)
-        assert server.stdout is not None
-        assert server.stdout.readline() == "listening\n"
-        worker = started(1, WORKER, UNHEARD_S, lab.addresses[0], STEPS)
-        while next_line(worker) < 5:
-            pass
-        lab.set(1, cut=True)
-        time.sleep(CUT_S)
-        lab.set(1, cut=False)
-        while isinstance(text := next_line(worker), int):
-            pass
-        breaks, kept_nbytes = text
-        assert breaks >= 1
-        assert kept_nbytes == 0
-        assert len(next_line(server)) == STEPS
-        assert (worker.wait(30), server.wait(30)) == (0, 0)
-
-
+STEPS = 40
+TOKEN = "a-job's-secret"
 SETTINGS = {"heartbeat_s": 0.5, "token": TOKEN}
 END_S = 30.0
 """The longest end of a job after a cut: `reconnect_s`, the time to notice, and room for a loaded machine."""
+
+
+def next_line(process: subprocess.Popen[str]) -> Any:
+    """The next line of JSON that the process prints."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
 
 
 def job(lab: Lab, steps: int, **settings: float) -> list[subprocess.Popen[str]]:
@@ -139,3 +86,69 @@ def test_a_cut_for_good_ends_all_and_each_names_the_silent_peer() -> None:
         assert other.startswith("commlayer.errors.PeerLost: worker 0: ")
         assert all(line.endswith(" [E-PEER-LOST]") for line in (cut_off, other))
         assert all(worker.returncode for worker in workers)
+
+
+# ---- two machines with torchrun's line on each and nothing else but what plain text demands
+
+HOSTS = 2
+
+
+def main() -> None:
+    import torch
+    from support.attached import data, mlp
+
+    import commlayer
+
+    model = mlp()
+    with commlayer.attach(model, compression=commlayer.compressors.identity(), config={"join_deadline_s": 60.0}) as session:
+        model(data(session.inspect.connection.rank, 0)[0]).sum().backward()
+        gradient = float(torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None]).double().norm())
+        report = {"norm": gradient, "world": session.inspect.connection.world, "said": session.inspect.decisions()}
+        print(json.dumps(report), flush=True)
+
+
+def launched(lab: Lab, port: int, settings: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    """As two people would start it; how each host's torchrun ended and what it said."""
+    children = []
+    for host, mine in enumerate(settings):
+        line = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={HOSTS}", f"--node-rank={host}", "--nproc-per-node=1",
+                f"--master-addr={lab.addresses[0]}", f"--master-port={port}", __file__]
+        children.append(lab.popen(host, line, env=clean_environment() | mine, text=True, stdin=subprocess.DEVNULL,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    ended = []
+    for child in children:
+        out, errors = child.communicate(timeout=90)
+        ended.append((child.returncode, out, errors))
+    return ended
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with Lab(hosts=HOSTS, up_bps=1e9, down_bps=1e9, delay_s=0.002) as running:
+        yield running
+
+
+@needs_lab
+def test_two_machines_need_no_more_than_leave_to_talk_in_plain_text(lab: Lab) -> None:
+    ended = launched(lab, 29500, [{"COMMLAYER_INSECURE": "1"}] * HOSTS)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    lines = [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
+    assert [s["world"] for s in lines] == [HOSTS] * HOSTS
+    assert lines[0]["norm"] == lines[1]["norm"] > 0
+    listening = [line for line in lines[0]["said"] if "listen" in line]
+    assert listening == [f"step 0: the servers of this node listen on {lab.addresses[0]}, the address of this machine on the "
+                         "route to MASTER_ADDR; the setting bind overrides it"]
+
+
+@needs_lab
+def test_leave_that_one_machine_lacks_is_a_line_on_both_at_once(lab: Lab) -> None:
+    begin = time.monotonic()
+    ended = launched(lab, 29501, [{}, {"COMMLAYER_INSECURE": "1"}])
+    assert time.monotonic() - begin < 50.0, "below the deadline of joining"
+    for code, _, errors in ended:
+        assert code == 1
+        assert re.search(r"insecure: .* rank 0 \(.*COMMLAYER_INSECURE=1 .*\[E-PLAIN-TEXT\]$", errors, re.MULTILINE), errors
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,586 @@
+"""Summation servers: whom they admit, plans that they cannot serve, changes of members, states of codecs, restarts in
+mid-step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from support import codecs as kit
+from support.attached import assert_refused, outcome
+from support.coordinators import (
+    ROOT,
+    WAIT_S,
+    Failures,
+    all_opened,  # noqa: F401  (a fixture)
+    quick,
+)
+from support.meshes import FAR, soon
+from support.serving import JOB, PLAN, Pair, changed, plan_of, view_of
+from support.workers import Rig, job, on_ranks, step
+
+from commlayer import records
+from commlayer.cluster import client, messages, uplink
+from commlayer.cluster.child_processes import EmbeddedServer
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.epoch_change import EpochChange, change_problem, wire_generation
+from commlayer.cluster.server_codecs import CodecOps, ops_of
+from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
+from commlayer.cluster.summation_server import DataServer, Stalled
+from commlayer.compressors import fallback, kernels
+from commlayer.compressors.plan_codecs import codec_of
+from commlayer.config import host_port, join_host
+from commlayer.engine.worker import Worker
+from commlayer.errors import CommError, CorruptFrame, InvalidInput, RecordError, Refused
+from commlayer.planner import default_plan
+from commlayer.records import Bucket, Job, Member, Plan, ServerInfo, Slice, TensorInfo, View
+from commlayer.transport.endpoint import StreamTransport
+from commlayer.transport.handshake import Hello
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
+
+DATA = records.encode(PLAN)
+
+
+class Asked:
+    """A server of three, where worker 0 says that worker 2 is gone. `told`: so does the coordinator."""
+
+    def __init__(self, opened: list[Any], *, told: bool = True, stays: bool = False) -> None:
+        self.serving = DataServer("127.0.0.1", 0, quick(heartbeat_s=0.05))
+        opened.append(self.serving)
+        self.view = view_of(DATA, self.serving, 3)
+        self.next = msgspec.structs.replace(self.view, generation=2, members=self.view.members[:2])
+        newest = self.next if told else self.view
+        self.serving.start(self.view, DATA, 0, newest=None if stays else lambda: newest)
+        self._worker = StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(DATA)))
+        opened.append(self._worker)
+        self._worker.dial(SERVER_BASE, host_port(self.serving.address), soon())
+
+    def answer(self, view: View, plan: bytes = DATA, generation: int = 0) -> str:
+        header = Header(Kind.PLAN, generation or wire_generation(view), flags=Flag.ABANDON)
+        handle = self._worker.recv(SERVER_BASE, key(header._replace(kind=Kind.PLAN_OK)))
+        self._worker.send(SERVER_BASE, header, msgspec.msgpack.encode(EpochChange(view, 7, {}, plan)))
+        return bytes(self._worker.wait(handle, soon()).body).decode()
+
+    @property
+    def changed(self) -> bool:
+        core = self.serving._server._core  # type: ignore[union-attr]
+        return core.generation != 1 or any(cell.ended for cell in core.cells.values())
+
+
+def test_a_server_goes_over_to_the_view_that_the_coordinator_made(opened: list[Any]) -> None:
+    requested = Asked(opened)
+    for _ in range(2):
+        assert requested.answer(requested.next) == "", "said twice is done once"
+    core = requested.serving._server._core  # type: ignore[union-attr]
+    assert (core.generation, core.cells[0].members) == (wire_generation(requested.next), (0, 1))
+
+
+@pytest.mark.parametrize(("plan", "told", "line"), [
+    (DATA, False, "epoch 2 is not the coordinator's newest, which is 1"),
+    (b"{", True, "plan of worker 0: "),
+    (records.encode(changed(codec="zip()")), True, "codec 'zip()'"),
+])
+def test_what_cannot_be_done_is_refused_before_anything_has_ended(
+    plan: bytes, told: bool, line: str, opened: list[Any],
+) -> None:
+    requested = Asked(opened, told=told)
+    assert line in requested.answer(requested.next, plan)
+    assert not requested.changed
+    if told:
+        assert requested.answer(requested.next) == ""
+
+
+@pytest.mark.parametrize(("present", "then"), [
+    ((0, 1, 5), (0, 1, 5, 4)),  # 4 and 5 are of one home, and 5 was ready first
+    ((0, 1, 5), (0, 1, 4)),
+    ((0, 1), (0, 1, 5, 4)),
+    ((3,), (3, 0)),
+])
+def test_who_joins_stands_behind_all_others_whatever_their_numbers(present: tuple[int, ...], then: tuple[int, ...]) -> None:
+    view, new = (View(n, tuple(Member(rank, rank, "host") for rank in ranks), ()) for n, ranks in ((1, present), (2, then)))
+    assert change_problem(EpochChange(new, 7, {}, b""), wire_generation(new), then[0], view) == ""
+
+
+WRONG = [
+    ({"members": (0, 1, 3, 3)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": (0, 1, 0)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": ()}, 0, "its members must be present members"),
+    ({"members": (0, 3, 2)}, 0, "its members must be present members in their present order, followed by joining members"),
+    ({"members": (0, 1, 3)}, 0, "its epoch 2 differs from the coordinator's"),
+    ({"members": (1, 2)}, 0, "its sender is not one of its members"),
+    ({"members": (0, 2)}, 0, "its epoch 2 differs from the coordinator's"),
+    ({"servers": ()}, 0, "its servers or its plan differ from the job's"),
+    ({}, (1 << 32) - 1, "it announces epoch 2 with wire generation 4294967295, while epoch 1 is active"),
+    ({"generation": 1}, 2, "it announces epoch 1 with wire generation 2, while epoch 1 is active"),
+]
+
+
+@pytest.mark.parametrize(("fields", "generation", "line"), WRONG)
+def test_a_member_cannot_say_who_is_a_member(
+    fields: dict[str, Any], generation: int, line: str, opened: list[Any], caplog: pytest.LogCaptureFixture,
+) -> None:
+    requested = Asked(opened)
+    if "members" in fields:
+        every = view_of(DATA, requested.serving, 4).members
+        fields = {"members": tuple(every[rank] for rank in fields["members"])}
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
+        requested.answer(msgspec.structs.replace(requested.next, **fields), generation=generation)
+    assert f"dropped worker 0: PLAN frame with a change of members is invalid: {line}" in caplog.text.replace(
+        "CorruptFrame: ", "")
+    assert not requested.changed
+
+
+def test_where_members_stay_no_such_plan_is_taken(opened: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    requested = Asked(opened, stays=True)
+    with caplog.at_level(logging.WARNING, "commlayer"), pytest.raises(CommError):
+        requested.answer(requested.next)
+    assert "sent a change of members, but the members of this job cannot change" in caplog.text
+    assert not requested.changed
+
+
+# ---- a server's codec operations on one bucket
+
+needs_native = pytest.mark.skipif("native" not in kernels.BACKENDS, reason="built without the native core")
+
+SLICES = (Slice(0, 0, 4000), Slice(1, 16, 4016), Slice(2, 0, 16128))
+VECTOR = Bucket(0, SLICES, "service")
+"""Larger than what is sorted whole (selection.FEW_ENTRIES)."""
+CASES = [*({"codec": text} for text in kit.NAMED.values() if "powersgd" not in text),
+         *({"codec": "topk(ratio=0.05)", "down": down} for down in ("int8()", "error_feedback(topk(ratio=0.05))"))]
+
+
+def served(**fields: str) -> CodecOps:
+    bucket = Bucket(0, SLICES, "service", **fields)
+    return CodecOps(codec_of(bucket), bucket, "job")
+
+
+@needs_native
+@pytest.mark.parametrize("fields", CASES, ids=lambda fields: " ".join(fields.values()))
+def test_a_restored_server_goes_on_to_the_bit_and_residuals_are_handed_over(fields: dict[str, str]) -> None:
+    ops, other, after = (served(**fields) for _ in range(3))
+    codec = codec_of(Bucket(0, SLICES, "service", **fields))
+    state, room, out = codec.init(VECTOR.spec), kit.room(codec, VECTOR.spec), kit.room(codec, VECTOR.spec)
+
+    def step(number: int, *servers: CodecOps) -> list[bytes]:
+        payload, results = room[: codec.start(kit.noise(VECTOR.numel, number), state, room)], []
+        for server in servers:
+            acc = server.zeros(0)
+            server.add(0, payload, acc, True)
+            results.append(bytes(out[: server.emit(0, acc, out)]))
+        return results
+
+    for number in range(3):
+        step(number, ops)
+    ops.undo(1)  # one slice was not applied
+    other.restore(ops.snapshot())
+    assert other.snapshot() == ops.snapshot()
+    first, second = step(3, ops, other)
+    assert first == second
+    after.take_over(ops.debts())
+    assert [(d.tensor, d.start, d.values.tobytes()) for d in after.debts()] == [
+        (d.tensor, d.start, d.values.tobytes()) for d in ops.debts()]
+
+
+def coded(x: torch.Tensor) -> bytes:
+    out = memoryview(bytearray(16 + 4 * x.numel()))
+    return bytes(out[: codec_of(VECTOR).start(x, {}, out)])
+
+
+def mean(ops: CodecOps, payloads: list[bytes], weights: list[float]) -> bytes:
+    for i, (payload, weight) in enumerate(zip(payloads, weights, strict=True)):
+        ops.weigh(memoryview(payload), weight, i == 0)
+    out = memoryview(bytearray(ops.bound))
+    return bytes(out[: ops.emit(0, ops.zeros(0), out)])
+
+
+@needs_native
+def test_a_mean_of_equal_values_is_these_to_the_bit() -> None:
+    """Whatever they weigh. A mean with what is not finite is flagged, and the next one is not."""
+    ops = CodecOps(codec_of(VECTOR), VECTOR, "job")
+    equal, weights = kit.noise(VECTOR.numel, 3) * 1e-3, [float(np.float32(w)) for w in (0.1, 1 / 3, 7.7, 0.0, 1e-6)]
+    assert mean(ops, [coded(equal)] * 5, weights) == coded(equal)
+    bad = equal.clone()
+    bad[3] = float("nan")
+    got = torch.empty(VECTOR.numel)
+    assert not codec_of(VECTOR).decode(mean(ops, [coded(equal), coded(bad)], [1.0, 1.0]), {}, got)
+    assert codec_of(VECTOR).decode(mean(ops, [coded(equal), coded(3 * equal)], [3.0, 1.0]), {}, got)
+    torch.testing.assert_close(got, 1.5 * equal, rtol=1e-7, atol=0)
+
+
+@needs_native
+def test_which_buckets_are_means_follows_from_the_plan_and_the_number_of_gradients() -> None:
+    coded = {"identity()": True, "fp16()": False, "error_feedback(int8())": False}
+    buckets = [Bucket(0, (Slice(0, 0, 8),), "service")]
+    buckets += [Bucket(1 + i, (Slice(1, 0, 8),), "service", codec=text) for i, text in enumerate(coded)]
+    plan = Plan("job", tuple(buckets), servers=1)
+    assert [ops.means for ops in ops_of(plan, 0, gradients=1).values()] == [False, *coded.values()]
+    assert not any(ops.means for gradients in (2, -1) for ops in ops_of(plan, 0, gradients=gradients).values())
+
+
+@needs_native
+@pytest.mark.parametrize("text", ["topk(ratio=0.05)", "error_feedback(int8())"])
+def test_bytes_and_states_that_do_not_fit_are_refused(text: str) -> None:
+    ops = served(codec=text)
+    for junk in (bytes(40), bytes(range(64)), b""):
+        with pytest.raises(CorruptFrame):
+            ops.add(0, memoryview(junk), ops.zeros(0), True)
+    short = Bucket(0, SLICES[:1], "service", codec="topk(ratio=0.1)")
+    for junk in (b"junk", served(codec="momentum(int8())").snapshot(), CodecOps(codec_of(short), short, "job").snapshot()):
+        with pytest.raises(ValueError, match=r"E-SERVER-STATE|E-CODEC-STATE"):
+            ops.restore(junk)
+
+
+def loaded(pid: int, library: str) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text()
+
+
+@needs_native
+@pytest.mark.commit(1)
+@pytest.mark.parametrize("backend", ["auto", "fallback"])
+def test_an_embedded_server_loads_no_torch_for_any_codec(backend: str) -> None:
+    texts = [text for name, text in kit.NAMED.items() if backend == "auto" or name in fallback.FAMILIES]
+    cuts = [Slice(0, 100 * i, 100 * i + 100) for i in range(len(texts))]
+    buckets = tuple(Bucket(i, (cuts[i],), "service", codec=text) for i, text in enumerate(texts))
+    job = Job((TensorInfo("weight", (100 * len(buckets),)),))
+    plan = records.encode(Plan(job.digest(), buckets, servers=1))
+    config = quick(backend=backend, token="of-this-test")
+    with contextlib.ExitStack() as stack:
+        child = EmbeddedServer.start(config, workers=1)
+        stack.callback(child.close)
+        assert not loaded(child.pid, "libtorch_cpu"), "by the time that it tells its address"
+        link = uplink.connect(child.control, messages.worker_request(job.digest(), 0, 1, plan=plan), config)
+        stack.callback(link.close)
+        for bucket in buckets:
+            state = link.fetch_state(0, bucket.id, 0)
+            link.put_state(0, bucket.id, 0, state)
+        ones, codec = torch.ones(100), codec_of(buckets[0])
+        out = memoryview(bytearray(codec.bound(buckets[0].spec)))
+        nbytes = codec.start(ones, codec.init(buckets[0].spec), out)
+        header = Header(Kind.PUSH, 1, step=0, bucket=0, codec=codec.id, sender=0, weight=1.0, total=1.0)
+        link.transport.send(SERVER_BASE, header, out[:nbytes])
+        handle = link.transport.recv(SERVER_BASE, key(header._replace(kind=Kind.RESULT)))
+        assert link.transport.wait(handle, time.monotonic() + WAIT_S).body == out[:nbytes]
+        assert not loaded(child.pid, "libtorch_cpu")
+
+
+# ---- a summation server between its coordinator and its workers
+
+UNFIT = [
+    (b"\x00", "E-PLAN-REFUSED", "plan of worker 0: JSON is malformed"),
+    (records.encode(plan_of(ranks_per_node=0)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 0"),
+    (records.encode(plan_of(ranks_per_node=3)), "E-PLAN-REFUSED", "plan of worker 0: ranks_per_node is 3"),
+    (records.encode(changed(owner=7)), "E-PLAN-REFUSED", "plan of worker 0: bucket 0: owner 7"),
+    (records.encode(changed(slices=(Slice(0, 0, 1 << 62),))), "E-PLAN-REFUSED",
+     f"plan of worker 0: bucket 0: {1 << 62} elements"),
+    (records.encode(plan_of(servers=2)), "E-PLAN-REFUSED", "plan of worker 0: it is for 2 servers, but the job has 1"),
+    (records.encode(changed(codec="zip()")), "E-CODEC-NAME", "codec 'zip()'"),
+]
+
+
+@pytest.mark.parametrize(("plan", "code", "line"), UNFIT)
+def test_a_plan_that_cannot_be_served_is_one_line_for_the_server_and_its_workers(plan: bytes, code: str,
+                                                                                line: str, opened: list[Any]) -> None:
+    serving = DataServer("127.0.0.1", 0, quick())
+    opened.append(serving)
+    with pytest.raises(InvalidInput) as caught:
+        serving.start(view_of(plan, serving), plan, 0)
+    assert caught.value.what.startswith(line)
+    assert caught.value.code == code
+    assert "\n" not in str(caught.value)
+    opened.append(StreamTransport(Hello(JOB.digest(), 0, messages.digest_of(plan))))
+    with pytest.raises(Refused) as refused:
+        opened[-1].dial(SERVER_BASE, host_port(serving.address), time.monotonic() + WAIT_S)
+    assert str(refused.value) == f"server 0: {caught.value}"
+    assert (refused.value.peer, refused.value.code) == ("server 0", code)
+
+
+def test_only_members_of_the_view_are_admitted(opened: list[Any]) -> None:
+    serving = DataServer("127.0.0.1", 0, quick())
+    opened.append(serving)
+    plan = records.encode(PLAN)
+    serving.start(view_of(plan, serving), plan, 0)
+    for rank in (0, 2, SERVER_BASE + 1):
+        opened.append(StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(plan))))
+        where, deadline = host_port(serving.address), time.monotonic() + WAIT_S
+        if rank == 0:
+            opened[-1].dial(SERVER_BASE, where, deadline)
+        else:
+            line = outcome(lambda where=where, deadline=deadline: opened[-1].dial(SERVER_BASE, where, deadline))
+            assert_refused(line, "E-RANK", "server 0: ", "2 workers")
+
+
+def test_a_peer_may_send_ahead_only_as_much_as_is_allowed(opened: list[Any]) -> None:
+    local, present = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", 1))
+    opened.extend((local, present))
+    local.limit_kept(1500)
+    present.dial(0, local.listen(), time.monotonic() + WAIT_S)
+    for number in range(2):
+        present.send(0, Header(Kind.DATA, step=number, sender=1), bytes(900))
+    line = outcome(lambda: present.wait(present.recv(0), time.monotonic() + WAIT_S))
+    assert_refused(line, "E-PEER-LOST", "PeerLost: ", "worker 0: connection")
+
+
+@pytest.mark.parametrize(("address", "code"), [("10.1.2.3:7000", "E-PLAIN-TEXT"), ("nowhere", "E-ADDRESS")])
+def test_workers_dial_no_server_where_plain_text_must_not_go(address: str, code: str, opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(), servers=1)
+    opened.append(coordinator)
+    request = messages.worker_request("job", 0, 1, plan=records.encode(PLAN))
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(client.join, coordinator.address, messages.server_request(address), quick(), Failures())
+        with pytest.raises(RecordError) as caught:
+            uplink.connect(coordinator.address, request, quick())
+        opened.append(SimpleNamespace(close=serving.result(WAIT_S).leave))
+    assert caught.value.what.startswith("address of server 0: ")
+    assert address.partition(":")[0] in caught.value.what
+    assert caught.value.code == code
+    assert coordinator._state.registrations[request.token].left == f"could not reach a server: {caught.value}"
+
+
+@pytest.mark.parametrize("exchanges", [0, 1])
+def test_who_waits_hears_how_many_exchanges_one_has_made_that_ended_in_order(
+        exchanges: int, opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's word that it waits for somebody may be older than what that one sent last, so it alone says nothing."""
+    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.05)
+    job = Pair(opened)
+    payload = Header(Kind.PUSH, 1, 0, 0, codec=1, sender=1, weight=1.0, used=1)
+    job.ups[1].transport.send(SERVER_BASE, payload, b"looked at after worker 0's")
+    assert job.stalled.wait(WAIT_S), "the server has named the missing worker once"
+    job.ups[0].close(exchanges=exchanges)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges)
+    job.stalled.clear()
+    assert job.stalled.wait(WAIT_S), "it is sent again"
+    assert job.failures.errors == []
+    job.ups[1].subscribe(job.failures, lambda *_: None, lambda *report: job.left.put(report), 1)
+    assert job.left.get(timeout=WAIT_S) == ("worker 0", exchanges), "so does a worker that switches to another plan"
+
+
+def test_what_the_coordinator_judges_reaches_who_follows_later_too(opened: list[Any]) -> None:
+    """It says so once. The worker that heard it may be on its way to another view, and has no use for it any more."""
+    job = Pair(opened)
+    assert job.ups[1]._membership is not None
+    job.ups[1]._membership._on_reply(messages.HeartbeatReply(failed=(messages.PeerExit("worker 0", "no heartbeat for 4.0 s"),)))
+    assert job.failure().peer == "worker 0"
+    after = Failures()
+    job.ups[1].subscribe(after, lambda *_: None, lambda *_: None, 65537)
+    assert [error.peer for error in after.errors] == ["worker 0"]
+
+
+def test_a_state_may_be_larger_than_all_payloads(opened: list[Any]) -> None:
+    complete = Job((TensorInfo("weight", (6 << 20,)),))
+    plan = default_plan(complete, codec="topk(ratio=0.01)", path="service", servers=1, ranks_per_node=1, fuse_nbytes=4096,
+                        cut_nbytes=32 << 20)
+    up = Pair(opened, plan, WAIT_S, FAR).ups[0]
+    state = up.fetch_state(0, 0, 0)
+    assert len(state) > 24 << 20
+    up.put_state(0, 0, 0, state)
+
+
+def test_a_servers_own_failure_reaches_its_workers_with_its_reason(opened: list[Any]) -> None:
+    job = Pair(opened)
+    server: Any = job.serving._server
+    server._send_stalled(1, Stalled(0, 3, (), failed="failed: MemoryError: no room"))
+    failure = job.failure()
+    assert (failure.peer, failure.step, failure.bucket) == ("server 0", 3, 0)
+    assert "MemoryError: no room" in failure.what
+
+
+def test_a_server_that_training_starts_for_another_coordinator_takes_any_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set port is the coordinator's, which may be on the same machine."""
+    environments: list[dict[str, str]] = []
+
+    def look(*_: Any, env: dict[str, str], **__: Any) -> Callable[[], None]:
+        environments.append(env)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", look)
+    for join in ("", "127.0.0.1:7000"):
+        with pytest.raises(OSError, match="^$"):
+            EmbeddedServer.start(quick(port=7000), join=join)
+    assert [env["COMMLAYER_PORT"] for env in environments] == ["7000", "0"]
+
+
+# ---- a summation server that is killed in the middle of a step and started again
+
+WORLD, STEPS, TOKEN = 2, 30, "a-job's-secret"
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")} | {
+    "COMMLAYER_CONFIG": "", "COMMLAYER_TOKEN": TOKEN, "COMMLAYER_DEADLINE_S": "30",
+    "COMMLAYER_HEARTBEAT_S": "0.2"}
+SERVE = [sys.executable, "-m", "commlayer.cli.main", "serve"]
+
+
+def plan(codec: str) -> Plan:
+    return default_plan(job(), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=2048, cut_nbytes=4096)
+
+
+def gradients(rank: int, number: int) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return [torch.randn(info.shape, generator=generator) for info in job().tensors]
+
+
+def undisturbed(plan: Plan) -> list[Any]:
+    with Rig(WORLD, "", plan=plan) as rig:
+        return on_ranks(WORLD, lambda rank: [step(rig.workers[rank], gradients(rank, n)) for n in range(STEPS)])
+
+
+class Served:
+    """Workers here, their server in a process of its own, with the coordinator or without."""
+
+    def __init__(self, layout: Plan, journal: Path, *, together: bool) -> None:
+        settings = {"token": TOKEN, "dead_after_s": 20.0, "reconnect_s": 20.0, "deadline_s": 30.0}
+        self.coordinator = None if together else Coordinator(quick(**settings), servers=1)
+        self.command = [*SERVE, "--journal", str(journal)]
+        if self.coordinator is not None:
+            self.command += ["--join", self.coordinator.address]
+        self.process = self.started()
+        assert self.process.stdout is not None
+        address = json.loads(self.process.stdout.readline())["control"]
+        self.config = quick(join=address, **settings)
+        self.said: list[str] = []
+        self.failures = Failures()
+        requests = [messages.worker_request(layout.job, rank, WORLD, plan=records.encode(layout)) for rank in range(WORLD)]
+        with ThreadPoolExecutor(WORLD) as pool:
+            self.ups = list(pool.map(lambda r: uplink.connect(address, r, self.config), requests))
+        self.workers = [self.worker(layout, rank) for rank in range(WORLD)]
+        self.steps = [0] * WORLD
+
+    def started(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=CLEAN)
+
+    def worker(self, plan: Plan, rank: int) -> Worker:
+        codecs = {b.id: codec_of(b, rank, plan) for b in plan.buckets}
+        worker = Worker(job(), plan, codecs, torch.device("cpu"), rank=rank, members=WORLD, transport=self.ups[rank].transport,
+                        recycle=self.ups[rank].recycle)
+
+        def fail(error: Any) -> None:
+            self.failures(error)
+            worker.latch(error)
+
+        self.ups[rank].subscribe(fail, worker.stalled, lambda *_: None, 1)
+        return worker
+
+    def train(self, rank: int) -> list[Any]:
+        results = []
+        for number in range(STEPS):
+            results.append(step(self.workers[rank], gradients(rank, number), deadline_s=30.0))
+            self.steps[rank] = number + 1
+        return results
+
+    def killed(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+        self.said.append(self.process.communicate(timeout=WAIT_S)[1])
+
+    def close(self) -> None:
+        until = time.monotonic() + WAIT_S
+        while not all(up.coordinated for up in self.ups) and time.monotonic() < until:
+            time.sleep(0.01)  # one whose leaving is not heard is missed only by its silence
+        for worker in self.workers:
+            worker.close()
+        for up in self.ups:
+            up.close()
+        try:
+            self.said.append(self.process.communicate(timeout=WAIT_S)[1])
+        finally:
+            self.process.kill()
+            if self.coordinator is not None:
+                self.coordinator.close()
+
+
+@pytest.mark.commit(1)
+@pytest.mark.parametrize(("codec", "together"), [("topk(ratio=0.1)", False), ("powersgd(rank=2)", True)],
+                         ids=["a server", "with its coordinator"])
+def test_who_is_killed_in_mid_step_takes_up_where_it_was(codec: str, together: bool, opened: list[Any], tmp_path: Path) -> None:
+    layout, chance = plan(codec), random.Random(codec)
+    expected = undisturbed(layout)
+    served = Served(layout, tmp_path / "journal", together=together)
+    opened.append(served)
+    results: list[Any] = []
+    trains = threading.Thread(target=lambda: results.extend(on_ranks(WORLD, served.train, 90.0)))
+    trains.start()
+    for after, number in ((4, signal.SIGKILL), (12, signal.SIGTERM), (18, signal.SIGINT)):
+        while max(served.steps) < after and trains.is_alive():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.02))
+        served.killed(number)
+        steps = max(served.steps)
+        served.process = served.started()
+        while max(served.steps) <= steps + 1 and trains.is_alive():
+            time.sleep(0.001)
+    trains.join(90.0)
+    for got, wanted in zip(results, expected, strict=True):
+        assert not isinstance(got, BaseException), got
+        pairs = [pair for a, b in zip(got, wanted, strict=True) for pair in zip(a, b, strict=True)]
+        assert all((a is None and b is None) or torch.equal(a, b) for a, b in pairs)
+    opened.clear()
+    served.close()
+    assert served.failures.errors == []
+    again = "resumed in generation 1; "
+    assert [again in lines for lines in served.said] == [False, True, True, True], served.said
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
+
+
+def test_who_is_killed_behind_a_change_of_plans_takes_up_the_later_one(opened: list[Any], tmp_path: Path) -> None:
+    served = Served(plan("topk(ratio=0.1)"), tmp_path / "journal", together=False)
+    opened.append(served)
+    for generation, codec in ((2, "int8()"), (3, "topk(ratio=0.2)")):
+        served.ups[0].send_plan(0, records.encode(plan(codec)), generation, {})
+    for _ in range(2):
+        served.killed()
+        served.process = served.started()
+        served.ups[0].send_plan(0, records.encode(plan("topk(ratio=0.2)")), 3, {})  # asked for again it changes nothing
+    opened.clear()
+    served.close()
+    again = "resumed in generation 3; "
+    assert [again in lines for lines in served.said] == [False, True, True], served.said
+    assert sorted(path.name for path in (tmp_path / "journal").iterdir()) == ["lock"], "the job is over"
+
+
+def test_who_finds_no_coordinator_keeps_its_journal(tmp_path: Path) -> None:
+    journal = ServerJournal(str(tmp_path), required=False)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = join_host(*free.getsockname())
+    view = View(1, (Member(0, 0, "host"),), (ServerInfo(0, address),), "digest")
+    assert journal.replace(ServerIdentity("a token", 0, address, view, b"plan", 1), {0: 1000}, lambda _: None)
+    journal.close(over=False)
+    command = [*SERVE, "--journal", str(tmp_path), "--join", "127.0.0.1:1"]
+    for wait_s in ("1", "60"):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+                                   env=CLEAN | {"COMMLAYER_JOIN_DEADLINE_S": wait_s})
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        if wait_s == "60":
+            process.terminate()
+        process.communicate(timeout=WAIT_S)
+        assert process.returncode == (0 if wait_s == "60" else 2)
+        assert (tmp_path / "server.journal").exists()
+
+
+def test_streams_come_to_the_port_that_they_came_to(tmp_path: Path) -> None:
+    results = []
+    for _ in range(2):
+        serving = DataServer("127.0.0.1", 0, quick(carrier="auto", journal=str(tmp_path)))
+        layout = plan("int8()")
+        view = View(1, tuple(Member(rank, rank, "host") for rank in range(WORLD)), (ServerInfo(0, serving.address),),
+                    messages.digest_of(records.encode(layout)))
+        results.append((serving.address, serving.streams))
+        serving.start(view, records.encode(layout), 0)
+        serving.close(over=False)
+    assert results[0] == results[1]
+    assert results[0][1]

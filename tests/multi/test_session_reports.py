@@ -1,0 +1,367 @@
+"""What a session reports: counters, observers around each step, lines about waits, traces. Real ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support import rank_pool
+from support.attached import (
+    Run,
+    Setting,
+    assert_refused,
+    coordinators,
+    data,
+    mlp,
+    outcome,
+    plan_of,
+    plan_or_codec,
+    play,
+    sync_of,
+    train_step,
+)
+from support.rank_pool import Servers, pool, quick, ranks_first
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commlayer
+from commlayer.engine import trace
+from commlayer.engine.connection import JobContext
+from commlayer.engine.observers import Observer, ObserverOrder, Observers
+from commlayer.engine.optimizers import job_of
+from commlayer.errors import code_of
+from commlayer.observe.step_trace import read_comparison
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Basis, PlanInputs
+from commlayer.records import Job, Timing
+
+WORLD = 2
+STEPS, H = 9, 4
+KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "guard_s", "reconnects",
+        "resent_nbytes", "kept_nbytes"]
+
+_ranks = ranks_first(WORLD)
+
+
+def train(rank: int, how: str, address: str) -> dict[str, Any]:
+    """STEPS steps of two backward passes each, of which the first gathers."""
+    model: Any = mlp()
+    nbytes = 4 * sum(p.numel() for p in model.parameters())
+    path = {"allreduce": "allreduce", "staged": "all.reduce_scatter all.allgather"}.get(how, "service")
+    plan: Any = "identity" if how in ("alone", "no optimizer") else plan_of(model, path=path)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = rank_pool.quick(**({"join": address} if address else {}))
+    wrapped = DistributedDataParallel(model) if how == "DDP" else model
+    session = commlayer.attach(wrapped, None if how == "no optimizer" else optimizer, config=config, **plan_or_codec(plan),
+                               sync=sync_of(H if how in ("local steps", "overlapped") else None,
+                                            overlap="round" if how == "overlapped" else None))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(2):
+            x, y = data(rank, 2 * step + micro)
+            with session.no_sync() if micro == 0 and how != "DDP" else wrapped.no_sync() if micro == 0 else torch.enable_grad():
+                nn.functional.mse_loss(wrapped(x), y).backward()
+        optimizer.step()
+    results = {"stats": session.metrics(), "step": session.step, "nbytes": nbytes, "unsent": 0}
+    if (local := session.inspect.connection.local) is not None:
+        results["unsent"] = local.unsent
+    session.close()
+    return results
+
+
+@pytest.mark.parametrize(("how", "exchanges", "unsent"), [
+    ("service", STEPS, 0), ("allreduce", STEPS, 0), ("staged", STEPS, 0), ("DDP", STEPS, 0), ("local steps", 2, 1),
+    ("overlapped", 1, 1),
+])
+def test_counters_mean_the_same_in_every_job(how: str, exchanges: int, unsent: int) -> None:
+    with Servers(WORLD, 1) as servers:
+        address = servers.address if how not in ("allreduce", "staged") else ""
+        for results in pool(WORLD).call(train, how, address):
+            stats = results["stats"]
+            assert list(stats) == KEYS
+            assert (stats["steps"], results["step"], stats["exchanges"]) == (STEPS, STEPS, exchanges)
+            assert results["unsent"] == unsent
+            # With two ranks a ring, too, sends what the gradients have: (2 - 1) / 2 of them, twice.
+            begun = exchanges + (how == "overlapped")
+            for key in ("sent_nbytes", "received_nbytes"):
+                assert 0.94 * exchanges <= stats[key] / results["nbytes"] <= 1.06 * begun
+
+
+@pytest.mark.parametrize("how", ["alone", "no optimizer"])
+def test_alone_steps_count_too(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    stats = train(0, how, "")["stats"]
+    assert list(stats) == KEYS
+    assert stats == {name: STEPS * (name == "steps") for name in KEYS}
+
+
+# ---- observers
+
+PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)
+
+
+def watched(run: Run) -> list[tuple[str, int, int]]:
+    """Who was called in the second step, when, and how many steps were committed then. Rank 1 adds its observers backwards."""
+    model = mlp()
+    wrapped = run.wrap(model)
+    session = run.sessions[0]
+    wrapped(torch.ones(2, 12)).sum().backward()
+    seen: list[tuple[str, int, int]] = []
+
+    def note(moment: str, place: ObserverOrder) -> None:
+        seen.append((moment, place, session.inspect.connection.exchanges))
+
+    observers = session.inspect.observers
+    for place in sorted(PLACES, reverse=run.rank == 1):
+        moments = ("before_commit", "after_step", "after_exchange")
+        observers.add(Observer(place, place, **{moment: functools.partial(note, moment, place) for moment in moments}))
+    wrapped(torch.ones(2, 12)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("how", ["module", "ddp"])
+def test_observers_are_called_by_their_places_before_and_after_the_commit(how: str) -> None:
+    with coordinators(1, WORLD, 1) as jobs:
+        seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
+    assert seen == [[("before_commit", place, 1) for place in PLACES] + [("after_step", place, 2) for place in PLACES]] * WORLD
+
+
+def compared(rank: int, fails: bool) -> tuple[list[float], str]:
+    """Gradients after a step whose sum an observer has seen, and the error that it ended with."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    error = ""
+
+    def broken() -> None:
+        if fails:
+            raise ValueError("it does not compare")
+
+    with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
+        session.inspect.observers.add(Observer(ObserverOrder.OTHER, broken, before_commit=broken))
+        try:
+            model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
+        except ValueError as raised:
+            error = str(raised)
+    assert model.weight.grad is not None
+    return model.weight.grad.view(-1).tolist(), error
+
+
+def test_nothing_is_written_before_observers_have_seen_the_sums() -> None:
+    ranks = pool(WORLD)
+    assert ranks.call(compared, False) == [([2.0, 2.0], "")] * WORLD
+    assert ranks.call(compared, True) == [([own, own], "it does not compare") for own in (1.0, 3.0)]
+
+
+def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
+    observers, called = Observers(), []
+
+    def first() -> None:
+        called.append("first")
+        observers.remove(first)
+        observers.add(Observer(ObserverOrder.CONTROLLER, later, later))
+
+    def later() -> None:
+        called.append("later")
+
+    observers.add(Observer(ObserverOrder.TRACE, first, first))
+    for _ in range(2):
+        for observer in observers:
+            observer.after_step()
+    assert called == ["first", "later"]
+    assert [observers.at(place) for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE)] == [[later], []]
+
+
+def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> None:
+    session = commlayer.attach(mlp())
+    public = {name for name in {*dir(session), *vars(session)} if not name.startswith("_")}
+    assert len(public) <= 18
+    assert {"no_sync", "synchronize", "weight", "checkpoint", "resume", "metrics", "close",
+            "inspect"} <= public
+    rest = {name for name in dir(session.inspect) if not name.startswith("_")}
+    assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",
+                    "own", "carried", "parted", "catch_up", "followers", "given"}
+    session.close()
+
+
+# ---- waits
+
+LIMIT_S = 60.0
+
+
+def until(present: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not present():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def waited(rank: int, where: str, folder: str) -> list[str]:
+    """What rank 0 logs of waits. Rank 1 comes when rank 0 has logged one."""
+    lines: list[str] = []
+    seen = Path(folder) / "seen"
+
+    def emit(record: logging.LogRecord) -> None:
+        if "waiting for" in record.getMessage():
+            lines.append(record.getMessage())
+            seen.touch()
+
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = emit  # type: ignore[method-assign]
+    log = logging.getLogger("commlayer")
+    log.addHandler(handler)
+    try:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        config = quick(ranks_per_node=1, deadline_s=LIMIT_S)
+        with commlayer.attach(model, optimizer, compression="identity()", config=config) as session:
+            model(data(rank, 0)[0]).sum().backward()
+            if where == "join":
+                with session.join():
+                    if rank == 1:
+                        until(seen.exists)
+            else:
+                if rank == 1:
+                    until(seen.exists)
+                session.checkpoint(folder, model=False)
+            if rank == 0:
+                until(lambda: len(lines) > 1)
+    finally:
+        log.removeHandler(handler)
+    return lines
+
+
+@pytest.mark.commit(1)
+@pytest.mark.parametrize("where", ["save", "join"])
+def test_a_wait_between_two_steps_is_logged(where: str, tmp_path: Path) -> None:
+    waits, _ = pool(WORLD).call(waited, where, str(tmp_path))
+    assert waits[0].startswith("waiting for other ranks: ")
+    assert waits[-1].startswith("continues after ")
+
+
+# ---- traces
+
+def basis_of(session: Any, nodes: str = "2xcpu@10g") -> Basis:
+    job = job_of(mlp())
+    zeros = (0.0,) * len(job.tensors)
+    timed = Job(job.tensors, timing=Timing(zeros, zeros, 1e-3, 1e-3))
+    return Basis(session.inspect.plan, PlanInputs(timed, cluster_from_line(nodes)))
+
+
+def traced(rank: int, address: str, file: str, changes: dict[int, str], steps: int) -> int:
+    """`changes`: what happens after that many steps. Returns how many were done when the file was there."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
+        session.inspect.connection.terms.auto = True  # as if the controller were searching
+        trace.trace_once(session.inspect.connection, session.inspect.observers, file, planning=True)
+        for done in range(steps):
+            what = changes.get(done)
+            if what == "basis" and rank == 0:
+                session.inspect.connection.terms.basis = basis_of(session)
+            if what == "basis of three" and rank == 0:
+                session.inspect.connection.terms.basis = basis_of(session, "3xcpu@10g")
+            if what == "switch":
+                assert session.inspect.plan is not None
+                session.switch(msgspec.structs.replace(session.inspect.plan, step_s=1.0))
+            optimizer.zero_grad()
+            x, y = data(rank, done)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            if not session.inspect.observers.at(ObserverOrder.TRACE):
+                return done + 1
+    return 0
+
+
+@pytest.mark.parametrize(("changes", "done", "first", "note"), [
+    # It asks after 2, 4, 8, 16 steps; what has begun when it asks has its first whole step one later.
+    ({5: "basis"}, 12, 9, ""),
+    ({5: "basis", 10: "switch"}, 14, 11, "no prediction: the inputs of the plan are not known"),
+    ({1: "basis of three"}, 6, 3, "no prediction: the plan was made for 3 nodes, but this job has 2"),
+    ({3: "switch"}, 8, 5, "no prediction: the inputs of the plan are not known"),
+])
+def test_it_waits_for_a_plan_and_begins_anew_with_another(
+    tmp_path: Path, changes: dict[int, str], done: int, first: int, note: str,
+) -> None:
+    file = tmp_path / "trace.json"
+    ranks = pool(WORLD)
+    ranks.ready(__name__)
+    with Servers(WORLD) as servers:
+        assert ranks.call(traced, servers.address, str(file), changes, 20) == [done] * WORLD
+    report = read_comparison(file)
+    assert (report.first_step, report.steps, report.ranks, report.note) == (first, trace.STEPS, WORLD, note)
+    assert {row.predicted_s is None for row in report.rows} == {bool(note)}
+
+
+def test_a_file_that_cannot_be_written_ends_no_training(tmp_path: Path) -> None:
+    ranks = pool(WORLD)
+    ranks.ready(__name__)
+    with Servers(WORLD) as servers:
+        assert ranks.call(traced, servers.address, str(tmp_path / "absent" / "t.json"), {1: "basis"}, 20) == [6] * WORLD
+
+
+def test_who_trains_alone_has_nothing_to_trace(tmp_path: Path) -> None:
+    with commlayer.attach(mlp()) as session:
+        assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json")), "E-TRACE", "alone")
+        assert_refused(outcome(lambda: session.inspect.trace(tmp_path / "t.json", steps=0)), "E-TRACE", "steps: got 0")
+
+
+def refused_to_trace(rank: int, address: str, file: str) -> str:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, plan=plan_of(model, local_steps=4),
+                          config=quick(join=address, trace=file)) as session:
+        try:
+            session.inspect.trace(file)
+        except ValueError as error:
+            return str(error)
+        finally:
+            session.flush()
+    return "nothing"
+
+
+def test_local_steps_have_nothing_to_trace(tmp_path: Path) -> None:
+    ranks = pool(WORLD)
+    ranks.ready(__name__)
+    with Servers(WORLD) as servers:
+        lines = ranks.call(refused_to_trace, servers.address, str(tmp_path / "t.json"))
+    assert [code_of(line) for line in lines] == ["E-TRACE"] * WORLD
+    assert all("local steps" in line for line in lines)
+
+
+def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = str(tmp_path / "t.json")
+    with commlayer.attach(mlp(), config={"trace": file}):
+        assert caplog.messages == [f"no trace in {file}: this process trains alone"]
+    connection = JobContext()
+    trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
+    connection.close()
+    assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
+
+
+def traced_in_join(rank: int, address: str, file: str) -> list[bool]:
+    """Whether the trace of four steps is there after each epoch. In the first one rank 1 has two batches, rank 0 has six."""
+    model, written = mlp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
+        session.inspect.trace(file, steps=4)
+        for batches in ((6, 2), (3, 3)):
+            with session.join():
+                for step in range(batches[rank]):
+                    train_step(model, optimizer, rank, step)
+            written.append(Path(file).exists())
+    return written
+
+
+def test_a_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with Servers(WORLD) as servers:
+        assert pool(WORLD).call(traced_in_join, servers.address, str(file))[0] == [False, True]
+    report = read_comparison(file)
+    assert (report.steps, report.ranks) == (4, WORLD)

@@ -1,0 +1,181 @@
+"""What pages of the documentation show: their scripts and commands run, and print what the pages say. COMMLAYER_GOLDEN=1
+rewrites docs/tutorials/planning.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import ROOT, clean_environment
+from typer.testing import CliRunner
+
+from commlayer.cli.main import app, run
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.commit(1)
+def test_the_first_script_is_the_example() -> None:
+    first = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert first is not None
+    assert first[1] == (ROOT / "examples" / "train.py").read_text("utf-8")
+
+
+@pytest.mark.commit(1)
+def test_the_first_script_trains_alone_and_says_so() -> None:
+    done = subprocess.run([sys.executable, "examples/train.py"], cwd=ROOT, text=True, timeout=120, capture_output=True,
+                          env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.commit(1)
+def test_the_command_to_plan_runs_in_a_clone() -> None:
+    (line,) = re.findall(r"^commlayer (estimate examples/train.py:make .*)$", README, re.MULTILINE)
+    done = subprocess.run([sys.executable, "-m", "commlayer", *line.split()], cwd=ROOT, text=True, timeout=120,
+                          capture_output=True, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert "3 ranks on 3 nodes" in done.stdout
+    assert "homes behind NAT" in done.stdout
+    assert "servers on server" in done.stdout
+
+
+# ---- docs/tutorials/first-evening.md
+
+EVENING = (ROOT / "docs" / "tutorials" / "first-evening.md").read_text("utf-8")
+
+
+def losses(line: list[str], folder: Path) -> list[float]:
+    done = subprocess.run([sys.executable, *line, str(ROOT / "examples" / "homes.py"), "2"], cwd=folder, text=True, timeout=120,
+                          env=clean_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), ", done.stdout, re.MULTILINE)]
+
+
+def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> None:
+    (empty := tmp_path / "empty").mkdir()
+    fresh = losses([], empty)
+    first = losses(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
+    then = losses([], tmp_path)
+    assert len(fresh) == len(first) == len(then) == 2, "rank 0 alone prints"
+    assert then[0] < 0.8 * fresh[0], "with the weights that the two have left"
+
+
+def test_a_home_without_a_checkpoint_that_comes_first_overwrites_none(tmp_path: Path) -> None:
+    """Rank 0's folder is empty; rank 1 has the checkpoint of an earlier run."""
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    losses([], folders[1])
+    run = f"os.chdir({str(tmp_path)!r} + '/' + os.environ['RANK']); os.environ['LOCAL_RANK'] = '0'"
+    script = tmp_path / "home.py"
+    example = str(ROOT / "examples" / "homes.py")
+    script.write_text(f"import os, runpy\n{run}\nrunpy.run_path({example!r}, run_name='__main__')\n")
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "1"]
+    done = subprocess.run([sys.executable, *line], text=True, timeout=120, env=clean_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+    steps = [torch.load(folder / "checkpoint.pt", weights_only=True)["step"] for folder in folders]
+    assert steps == [120, 120]  # two epochs of 40 steps alone, and one together
+
+
+def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\$ commlayer (estimate .*)$", EVENING, re.MULTILINE)
+    text = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
+    assert text.exit_code == 0, text.output
+    assert "servers on server\n" in text.output
+    rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", text.output, re.MULTILINE))
+    shown = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", EVENING, re.MULTILINE))
+    assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}
+    assumed = re.findall(r"^  (?:batch|computing|optimizer|memory|network): .*$", EVENING, re.MULTILINE)
+    assert len(assumed) == 5
+    assert [line for line in assumed if line not in text.output] == []
+
+
+# ---- docs/tutorials/planning.md
+
+PLANNING = Path(__file__).parents[2] / "docs" / "tutorials" / "planning.md"
+CUT = "\n...\n"
+"""In an output: the page leaves out the rest."""
+
+
+def said(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    code: str | int | None = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    assert code in (0, 1), output.err  # 1: plans that differ
+    return "".join(f"{line.rstrip()}\n" for line in output.out.splitlines()).strip("\n") + "\n"
+
+
+def test_the_worked_decision_prints_what_the_page_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = PLANNING.read_text("utf-8")
+    begin, end = page.index("## A worked example"), page.index("## Your own model")
+    worked = page[begin:end]
+    toml = re.search(r"```toml\n(.*?)```", worked, re.DOTALL)
+    assert toml is not None
+    Path("cluster.toml").write_text(toml[1], "utf-8")
+    commands = re.findall(r"^\$ (commlayer .*)\n((?:(?!\$ |```).*\n)*)", worked, re.MULTILINE)
+    assert [command.split()[2] for command, _ in commands] == ["create", "explain", "whatif", "create", "diff"]
+    for command, printed in commands:
+        result = said(command, monkeypatch, capsys)
+        shown = result
+        if printed.endswith(CUT):
+            shown = "".join(result.splitlines(keepends=True)[: printed.removesuffix(CUT).count("\n") + 1]) + CUT.lstrip("\n")
+        if os.environ.get("COMMLAYER_GOLDEN"):
+            page = page.replace(f"$ {command}\n{printed}", f"$ {command}\n{shown}")
+        else:
+            assert shown == printed, command
+    if os.environ.get("COMMLAYER_GOLDEN"):
+        PLANNING.write_text(page, "utf-8")
+
+
+# ---- docs/how-to/torchrun.md: the lines for Slurm and Kubernetes
+
+TORCHRUN_PAGE = (ROOT / "docs" / "how-to" / "torchrun.md").read_text("utf-8")
+TORCHRUN = f"{shlex.quote(sys.executable)} -m torch.distributed.run "
+WAIT_S = 90.0
+
+
+def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp_path: Path) -> None:
+    """Each command finds the number of nodes and its own number, so one job tests both."""
+    authority = pytest.importorskip("commlayer.cluster.authority", reason="cryptography is not installed")
+    authority.init(tmp_path / "keys")
+    keys = str(authority.add(tmp_path / "keys", "cluster"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    (slurm,) = re.findall(r"^srun bash -c '(torchrun .*)'$", TORCHRUN_PAGE, re.MULTILINE)
+    (kubernetes,) = re.findall(r'command: \["sh", "-c", "exec (torchrun .*)"\]$', TORCHRUN_PAGE, re.MULTILINE)
+    kubernetes = kubernetes.replace("--nnodes 4", "--nnodes 2").replace("train-0.train", "127.0.0.1").replace("29500", port)
+    own = {"SLURM_NNODES": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": port}, {"JOB_COMPLETION_INDEX": "1"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
+    children = []
+    for shell, line, mine in zip(("bash", "sh"), (slurm, kubernetes), own, strict=True):
+        line = line.replace("torchrun ", TORCHRUN, 1).replace("--nproc-per-node 8", "--nproc-per-node 1")
+        children.append(subprocess.Popen(
+            [shell, "-c", line.replace("train.py", "examples/train.py")], cwd=ROOT, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=clean | mine | {"COMMLAYER_KEYS": keys, "COMMLAYER_CONFIG": "", "OMP_NUM_THREADS": "1"}))
+    try:
+        lines = [child.communicate(timeout=WAIT_S) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [child.returncode for child in children] == [0, 0], lines
+    assert "step 200: loss" in lines[0][0]
+    assert "step" not in lines[1][0], "rank 0 alone prints"
