@@ -164,4 +164,4 @@ def test_where_a_path_codes_does_not_change_what_it_gives(codec: str) -> None:
                     if a is not None:
                         torch.testing.assert_close(b, a, rtol=0, atol=0, equal_nan=True, msg=lambda m, t=text: f"{t}: {m}")
             for a, b in zip(debts, owed, strict=True):
-                torch.testing.assert_close(b, a, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: owed: {m}")
+                torch.testing.assert_close(b, a, rtol=0, atol=0, msg=lambda m, t=text: f"{t}: residual: {m}")

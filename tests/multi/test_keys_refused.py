@@ -426,7 +426,7 @@ def test_bytes_that_trickle_keep_no_handshake_alive(folders: Folders) -> None:
 
 
 def test_a_handshake_that_outran_the_list_does_not_last(ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list comes when the handshake is over, and who is to be dropped has been looked through already."""
+    """The list comes after the handshake, when connections to be dropped have been looked through already."""
     front = GrpcPort(Keys(ca / "server-1"), "127.0.0.1", 0, lambda *_: None)
     inner = socket.create_server(("127.0.0.1", 0))
     handshake = tls.TlsSocket.handshake

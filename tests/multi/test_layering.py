@@ -166,7 +166,7 @@ def test_what_lies_above_paths_is_there(name: str) -> None:
 
 
 def test_only_the_table_knows_paths_by_name() -> None:
-    """A bucket says what its path is; the worker and its driver do not ask."""
+    """A bucket has its path; the worker and its driver do not ask."""
     words = {"service", "allreduce"}
     driving = [PACKAGE / "engine" / f"{name}.py" for name in sorted(ABOVE_PATHS)]
     found = [f"{file.name}:{node.lineno}" for file in (*driving, *sorted((PACKAGE / "engine" / "paths").glob("*.py")))

@@ -135,8 +135,8 @@ def test_unequal_numbers_of_passes_to_a_step_are_told(how: str, drift: str, ends
     """Averages are of different steps then, and equal parameters would not change that."""
     for lines, decisions in pool(WORLD).call(stepped, how, drift, "always"):
         assert (bool(re.match(APART, lines)), code_of(lines)) == (ends, "E-REPLICAS" if ends else ""), lines
-        told = [line for line in decisions if re.match(APART, line)]
-        assert len(told) == (drift != "end"), "once, before the end"
+        reported = [line for line in decisions if re.match(APART, line)]
+        assert len(reported) == (drift != "end"), "once, before the end"
 
 
 def test_one_step_left_out_is_told_and_ends_nothing() -> None:
@@ -177,7 +177,7 @@ class _Sums(Digests):
         self.afresh()
 
 
-def told(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int = 4 << 20) -> list[int]:
+def reported(kind: type[Digests], tensors: list[torch.Tensor], most_nbytes: int = 4 << 20) -> list[int]:
     digests = kind(tensors)
     for piece in pieces(tensors, most_nbytes):
         digests.add(piece)
@@ -190,26 +190,26 @@ def test_any_change_changes_the_digest_of_that_tensor(kind: type[Digests], dtype
     draw = torch.Generator().manual_seed(5)
     tensors = [(100 * torch.rand(shape, generator=draw)).to(dtype) for shape in ((3000,), (7, 5), (), (70, 70, 3, 3), (0,))]
     tensors[3] = tensors[3].to(memory_format=torch.channels_last)
-    before = told(kind, tensors)
-    assert before == told(kind, [t.clone() for t in tensors])
+    before = reported(kind, tensors)
+    assert before == reported(kind, [t.clone() for t in tensors])
     assert all(0 <= digest < 1 << EXACT_BITS for digest in before)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for place in (0, 1023, 1024, 2999):
         changed = [t.clone() for t in tensors]
         changed[0].view(bits)[place] ^= 1
-        assert [a == b for a, b in zip(before, told(kind, changed), strict=True)] == [False, True, True, True, True]
+        assert [a == b for a, b in zip(before, reported(kind, changed), strict=True)] == [False, True, True, True, True]
     for one, other in ((5, 6), (5, 5 + 1024), (0, 2999), (1030, 1029 + 1024)):  # changes that cancel in a sum
         changed = [t.clone() for t in tensors]
         changed[0].view(bits)[one] += 1
         changed[0].view(bits)[other] -= 1
-        assert told(kind, changed)[0] != before[0]
+        assert reported(kind, changed)[0] != before[0]
         swapped = [t.clone() for t in tensors]
         swapped[0][one], swapped[0][other] = tensors[0][other], tensors[0][one]
-        assert (told(kind, swapped)[0] != before[0]) == bool(tensors[0][one] != tensors[0][other])
-    assert told(kind, [t.contiguous() for t in tensors]) == before
+        assert (reported(kind, swapped)[0] != before[0]) == bool(tensors[0][one] != tensors[0][other])
+    assert reported(kind, [t.contiguous() for t in tensors]) == before
 
 
 def test_pieces_make_the_digest_of_the_whole() -> None:
     tensors = [torch.arange(5000.0), torch.ones(40, 30)]
-    assert told(Digests, tensors, 1000) == told(Digests, tensors)
+    assert reported(Digests, tensors, 1000) == reported(Digests, tensors)
     assert max(piece.stop - piece.start for piece in pieces(tensors, 1000)) == 250

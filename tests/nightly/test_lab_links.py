@@ -116,7 +116,7 @@ def test_a_failing_rank_is_named_with_its_words_and_ends_the_others() -> None:
     assert time.monotonic() - begin < 300, "the sleeping ranks were not waited for"
 
 
-# ---- links: from here on one lab stays
+# ---- links of one lab for all tests below
 
 RECEIVE = """
 import hashlib, socket

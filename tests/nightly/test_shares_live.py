@@ -1,6 +1,6 @@
 """Batch shares in real training: they move to relieve slower ranks, profiles set the first ones, and training stays the same.
 
-Measured seconds come from lines that the tests fix, and the model runs out of memory where a test says so.
+Measured seconds come from lines that the tests fix, and the model runs out of memory where a test asks for it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def test_known_lines_decide_after_the_first_exchange() -> None:
 
 
 class Slowed:
-    """A session whose steps are measured as usual, but reported as if each took its rank so many seconds."""
+    """A session whose steps are measured as usual, but reported as if each took its rank these seconds."""
 
     def __init__(self, session: Any, seconds: float) -> None:
         self._session, self._seconds, self.measured = session, seconds, list[StepTiming]()

@@ -52,7 +52,7 @@ def synthetic(best_ratio: float = 0.02, best_batch: int = 128) -> tuner.Proxy:
 def searched(
     folder: Path, proxy: tuner.Proxy, trials: int = 30, seed: int = 0, space: SearchSpace = SPACE,
 ) -> list[TuningTrial]:
-    """All trials in the folder's store after a search for so many."""
+    """All trials in the folder's store after a search for that number."""
     folder.mkdir(exist_ok=True)
     search = Search("synthetic", space, BUDGET, seed)
     store = Store(folder / "trials.jsonl", search)

@@ -103,7 +103,7 @@ class Wire(NamedTuple):
         return self.kind(hello, admit, settings._replace(keys=keys()) if self.secured else settings)
 
     def raw(self, address: Address) -> ByteChannel:
-        """A channel to that end, which has said nothing yet."""
+        """A channel to that end, on which nothing has been sent."""
         mine = keys() if self.secured else None
         if self.kind is GrpcEnd:
             where = f"{address[0]}:{address[1]}"

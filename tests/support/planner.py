@@ -69,10 +69,10 @@ def random_space(seed: int, *, budget: bool) -> tuple[Space, Problem, list[int]]
         loss.append(losses)
     ready = tuple(sorted(rng.uniform(0, 3) for _ in range(n)))
     problem = flatten([Load(ways) for ways in choices], (Pace("a", ready, 3.0),))
-    made = native_schedule(problem)
+    result = native_schedule(problem)
     burden = [[sum(task.lanes[0][1] for task in way) for way in ways] for ways in choices]
     excess = [[0.0] * len(ways) for ways in choices]
-    space = Space(made, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
+    space = Space(result, loss, excess, burden, [[b] for b in range(n)], 1.0 if budget else 1e9)
     return space, problem, [len(each) for each in loss]
 
 
@@ -81,5 +81,5 @@ def at(bps: float, nodes: int = 4) -> Cluster:
     return Cluster(tuple(structs.replace(n, link=link, speed=1.0) for n in cluster(nodes, "1g").nodes))
 
 
-def price(made: Plan) -> float:
-    return made.step_s * made.steps_high
+def price(result: Plan) -> float:
+    return result.step_s * result.steps_high

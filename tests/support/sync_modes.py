@@ -33,11 +33,11 @@ LOCAL = {name for name, fields in MODES.items() if "local_steps" in fields or "c
 
 def plan(job: Job, mode: str, codec: str = "identity()", per_node: int = 1, servers: int = 1, **changes: Any) -> Plan:
     """Results come down whole, so that only workers have residuals."""
-    whole = default_plan(job, codec=codec, path="service", servers=servers, ranks_per_node=per_node, fuse_nbytes=2048,
+    layout = default_plan(job, codec=codec, path="service", servers=servers, ranks_per_node=per_node, fuse_nbytes=2048,
                         cut_nbytes=4096)
-    late = [mode == "late" and not job.tensors[b.slices[0].tensor].buffer for b in whole.buckets]
-    buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(whole.buckets, late, strict=True))
-    return structs.replace(whole, buckets=buckets, **MODES[mode] | changes)
+    late = [mode == "late" and not job.tensors[b.slices[0].tensor].buffer for b in layout.buckets]
+    buckets = tuple(structs.replace(b, down="identity()", stale=stale) for b, stale in zip(layout.buckets, late, strict=True))
+    return structs.replace(layout, buckets=buckets, **MODES[mode] | changes)
 
 
 class Net(nn.Module):
@@ -75,12 +75,12 @@ class Training:
             self.called = DistributedDataParallel(self.model, bucket_cap_mb=0.002, static_graph="static" in how,
                                                   gradient_as_bucket_view="view" in how)
         fields |= {"servers": "each"} if servers > 1 else {}
-        made = plan(job_of(self.model), mode, codec, self.per_node, servers)
-        every = made.local_steps if made.local_steps > 1 else None
+        layout = plan(job_of(self.model), mode, codec, self.per_node, servers)
+        every = layout.local_steps if layout.local_steps > 1 else None
         self.session = commlayer.attach(
-            self.called, self.optimizer, plan=made,
+            self.called, self.optimizer, plan=layout,
             grad_scaler=self.scaler if "scaled" in how else None,
-            sync=sync_of(every, made.codes, made.overlap, made.fragments, outer) if outer else None,
+            sync=sync_of(every, layout.codes, layout.overlap, layout.fragments, outer) if outer else None,
             config=rank_pool.quick(join=address, ranks_per_node=self.per_node, **fields) if address else None)
 
     @property

@@ -38,18 +38,18 @@ def digest(results: list[Any]) -> str:
 
 
 def main(rank: int, world: int, steps: int, settings: dict[str, Any]) -> None:
-    config, made = read_config(settings, environ={}, cwd="/nonexistent"), plan()
-    up = uplink.connect(config.join, messages.worker_request(made.job, rank, world, plan=records.encode(made)), config)
-    codecs = {b.id: codec_of(b, rank, made) for b in made.buckets}
-    worker = Worker(job(), made, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
+    config, layout = read_config(settings, environ={}, cwd="/nonexistent"), plan()
+    up = uplink.connect(config.join, messages.worker_request(layout.job, rank, world, plan=records.encode(layout)), config)
+    codecs = {b.id: codec_of(b, rank, layout) for b in layout.buckets}
+    worker = Worker(job(), layout, codecs, torch.device("cpu"), rank=rank, members=world, transport=up.transport,
                     recycle=up.recycle)
     up.subscribe(worker.latch, worker.stalled, lambda *_: None, 1)
-    found = []
+    replies = []
     for number in range(steps):
-        found.append(step(worker, gradients(rank, number), deadline_s=config.deadline_s))
+        replies.append(step(worker, gradients(rank, number), deadline_s=config.deadline_s))
         print(json.dumps(number), flush=True)
         time.sleep(0.1)
-    print(json.dumps({"digest": digest(found), "reconnects": up.transport.breaks}), flush=True)
+    print(json.dumps({"digest": digest(replies), "reconnects": up.transport.breaks}), flush=True)
     worker.close()
     up.close(flush_s=5.0, exchanges=steps)
 
