@@ -29,10 +29,6 @@ def times(problem: Problem) -> tuple[float, list[tuple[float, float]]]:
     return step_s, list(zip(starts, ends, strict=True))
 
 
-def test_a_step_without_tasks_is_its_computing() -> None:
-    assert times(flatten([load()], one_node((1.0,), 3.0), tail_s=0.5)) == (3.5, [])
-
-
 def test_a_chain_begins_when_its_gradient_is_ready() -> None:
     problem = flatten([load(*chain(("cpu:a", 1.0), ("up:a", 2.0)))], one_node((1.0,), 2.0))
     assert times(problem) == (4.0, [(1.0, 2.0), (2.0, 4.0)])
@@ -58,11 +54,6 @@ def test_a_codec_on_the_gpu_delays_the_gradients_behind_it() -> None:
     assert times(flatten(loads, one_node((1.0, 2.0), 3.0))) == (3.5, [(1.0, 1.5), (2.5, 3.5)])
 
 
-def test_work_on_the_gpu_behind_backward_delays_nothing() -> None:
-    loads = [load(*chain(("up:a", 2.0), ("compute:a", 0.5)))]
-    assert times(flatten(loads, one_node((1.0,), 1.0), tail_s=0.25)) == (3.75, [(1.0, 3.0), (3.0, 3.5)])
-
-
 ENDS = (Pace("a", (0.0, 0.0), 0.0), Pace("b", (0.0, 0.0), 0.0))
 
 
@@ -84,27 +75,12 @@ def test_connections_share_a_link() -> None:
     assert times(flatten(loads, ENDS))[1] == [(0.0, 2.0), (0.0, 3.0)]
 
 
-def test_a_connection_whose_receiver_is_busy_holds_up_nobody_else() -> None:
-    """Three senders share b's down-link for 3 s; what a sends to d meanwhile is through when its own half of the up-link is."""
-    loads = [
-        load(*push(("up:a", 1.0), ("down:b", 1.0))), load(*push(("up:c", 1.0), ("down:b", 1.0))),
-        load(*push(("up:e", 1.0), ("down:b", 1.0))), load(*push(("up:a", 1.0), ("down:d", 1.0))),
-    ]
-    paces = tuple(Pace(name, (0.0,) * 4, 0.0) for name in "ace")
-    assert times(flatten(loads, paces))[1] == [(0.0, 3.0), (0.0, 3.0), (0.0, 3.0), (0.0, 2.0)]
-
-
 def test_what_goes_and_what_comes_are_two_connections() -> None:
     """Of one connection the more urgent bucket goes first; a result going the same way has a connection of its own."""
     pull = (Task((("up:a", 1.0), ("down:b", 1.0)), op="net.pull"),)
     loads = [load(*push(("up:a", 1.0), ("down:b", 1.0)), urgency=i) for i in (1, 0)] + [load(*pull, urgency=2)]
     paces = tuple(Pace(name, (0.0,) * 3, 0.0) for name in "ab")
     assert times(flatten(loads, paces))[1] == [(0.0, 2.0), (2.0, 3.0), (0.0, 2.0)]
-
-
-def test_only_transfers_share_lanes() -> None:
-    with pytest.raises(ValueError, match="cpu:a, up:a .*E-PLAN-INPUT"):
-        flatten([load(Task((("cpu:a", 1.0), ("up:a", 1.0))))], one_node((0.0,), 0.0))
 
 
 def test_a_task_of_one_node_waits_for_that_node_alone() -> None:
@@ -118,10 +94,6 @@ def test_a_stale_bucket_is_due_at_the_end_of_the_next_step() -> None:
     transfer = chain(("up:a", 2.0))
     assert times(flatten([load(*transfer)], one_node((2.0,), 2.0)))[0] == 4.0
     assert times(flatten([load(*transfer, stale=True)], one_node((2.0,), 2.0)))[0] == 2.0
-
-
-def test_a_stale_bucket_slower_than_a_step_rules_the_step() -> None:
-    assert times(flatten([load(*chain(("up:a", 5.0)), stale=True)], one_node((2.0,), 2.0)))[0] == 5.0
 
 
 def test_late_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() -> None:
@@ -169,15 +141,6 @@ def test_no_step_is_shorter_than_its_busiest_lane_or_its_longest_chain(seed: int
     step_s = native_schedule(problem).run(choice)
     for what, least_s in no_shorter_than(problem, choice):
         assert step_s >= least_s * (1 - 1e-9) + problem.tail, what
-
-
-def test_the_bounds_of_a_step_are_reached() -> None:
-    """A chain alone, and a lane that is never idle: there the laws above are equations."""
-    for loads, ready in (([load(*chain(("cpu:a", 1.0), ("up:a", 2.0)))], (1.0,)),
-                         ([load(*chain(("up:a", 2.0))), load(*chain(("up:a", 2.0)))], (0.0, 1.0))):
-        problem = flatten(loads, one_node(ready, 1.0), tail_s=0.5)
-        choice = [0] * problem.buckets
-        assert native_schedule(problem).run(choice) == max(s for _, s in no_shorter_than(problem, choice)) + 0.5
 
 
 @settings(max_examples=100, deadline=None)
@@ -241,23 +204,6 @@ def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
         found = native.sweep(choice, [0], math.inf, math.nan, most, only)
         assert sorted(found)[: min(most, len(only))] == among[:most]
         assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(found) if s < math.inf)
-
-
-@pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
-def test_a_simulation_that_is_of_no_use_ends_early() -> None:
-    """Counted in tasks that began. On one lane the end is known from the start; of two, from when the second takes up work."""
-    def begun(ways: list[tuple[Task, ...]], limit: float, most: int = 0) -> int:
-        each = [chain(("cpu:a", 0.1), ("up:a", 1.0))] * 99
-        made = core.Schedule(flatten([Load(ways), *(Load([way]) for way in each)], one_node((0.0,) * 100, 0.0)))
-        made.sweep([0] * 100, [0], limit, math.nan, most)
-        return int(made.begun)
-
-    ways = [chain(("cpu:a", 0.1), ("up:a", seconds)) for seconds in (3.0, 1.0, 2.0)]
-    assert begun(ways, math.inf) == 3 * 200
-    assert begun(ways, 100.5) == 200, "two are above the limit before they begin"
-    assert begun(ways, math.inf, 1) == 200, "the one that may be shortest is the limit of others"
-    slow = [chain(("cpu:a", 50.0), ("up:a", 1.0)), chain(("cpu:a", 0.1), ("up:a", 1.0))]
-    assert 200 < begun(slow, 100.5) < 300, "its first transfer is late, and with it all others"
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import codecs as kit
 
-from commlayer.compressors import block_threshold, error_feedback
+from commlayer.compressors import block_threshold
 from commlayer.compressors.topk import BlockThreshold
 from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
@@ -47,18 +47,6 @@ def test_runs_are_whole_and_hold_the_energy_that_the_best_runs_hold(kind: str, r
         assert float(got.square().sum()) >= 0.9 * float(rows[best].square().sum()), step
 
 
-@pytest.mark.parametrize("kind", ["normal", "heavy", "front-loaded"])
-@pytest.mark.parametrize("fed", [False, True])
-def test_count_stays_within_a_tenth_of_k_and_recovers_from_a_jump(kind: str, fed: bool) -> None:
-    plain = block_threshold(ratio=0.02)
-    codec, k = error_feedback(plain) if fed else plain, 16 * plain.wanted(N)
-    state, counts = codec.init(Spec((N,))), []
-    for step in range(30):
-        x = KINDS[kind](N, step) * (1.0 if step < 20 else 50.0)
-        counts.append(count(kit.encode(codec, x, state)))
-    assert all(abs(c - k) <= 0.1 * k + 16 for c in [*counts[:20], *counts[22:]]), counts
-
-
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 40_000, N])
 def test_zeros_are_never_sent_and_a_spike_always_is(n: int) -> None:
     codec = block_threshold(ratio=0.3, values="fp32")
@@ -68,12 +56,6 @@ def test_zeros_are_never_sent_and_a_spike_always_is(n: int) -> None:
         message = kit.encode(codec, x, state)
         assert torch.equal(kit.decoded(codec, message, n), x)
         assert count(message) <= (16 if x.any() else 0)
-
-
-def test_positions_cost_a_sixteenth() -> None:
-    codec = block_threshold(ratio=0.01)
-    message = kit.encode(codec, kit.noise(N), codec.init(Spec((N,))))
-    assert 8 * message.nbytes / count(message) <= 9.0
 
 
 def test_a_count_that_does_not_fit_the_runs_is_refused() -> None:

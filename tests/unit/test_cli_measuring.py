@@ -6,18 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
-from commlayer import plan_file, planner
+from commlayer import plan_file
 from commlayer.cli.arguments import function_of, job_made_by, job_named, made_by
 from commlayer.cli.main import run
-from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.tables import builtin, device_named, on_reference, speed
-from commlayer.records import Job, Timing
+from commlayer.planner.tables import device_named
 
 MODEL = '''
 import torch
 from torch import nn
+
 
 def make():
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
@@ -46,27 +44,6 @@ def test_a_script_can_be_planned_at_once(
         job_named("mine.py:absent", None)
 
 
-def test_what_was_measured_on_a_device_takes_as_long_there_again() -> None:
-    job = builtin("lstm", device="rtx3060")
-    assert job.timing is not None
-    measured = Timing(job.timing.ready_s, job.timing.needed_s, job.timing.backward_s, job.timing.forward_s,
-                      job.timing.update_s, device="rtx3060")
-    timing = on_reference(Job(job.tensors, job.batch, measured, job.name)).timing
-    expected = builtin("lstm").timing
-    assert timing is not None
-    assert expected is not None
-    assert timing.backward_s == pytest.approx(expected.backward_s)
-    assert timing.ready_s == pytest.approx(expected.ready_s)
-    assert timing.update_s / speed("rtx3060") == pytest.approx(measured.update_s)
-    assert on_reference(job) is job
-    raw = Job(job.tensors, job.batch, measured, job.name)
-    with pytest.raises(ValueError, match=r"job 'lstm': .*rtx3060.*on_reference.*E-PLAN-INPUT"):
-        planner.plan(raw, cluster_from_line("2xrtx3060@1Gb"))
-    odd = Job(job.tensors, timing=structs.replace(measured, device="abacus"), name="odd")
-    with pytest.raises(ValueError, match="^job 'odd': timing.device: .*abacus.*E-GPU-NAME"):
-        on_reference(odd)
-
-
 @pytest.mark.parametrize(("driver", "name"), [
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla T4", "t4"),
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", ""), ("Radeon", ""),
@@ -82,9 +59,11 @@ import dataclasses
 
 import {beside}
 
+
 @dataclasses.dataclass
 class Settings:
     width: int = {beside}.WIDTH
+
 
 def make():
     return Settings().width
@@ -123,8 +102,10 @@ try:
 except ImportError:
     numpy = None
 
+
 class Net:
     made = work = None
+
 
 def make():
     return WIDTH
@@ -188,6 +169,7 @@ KEPT = '''
 import torch
 from torch import nn
 
+
 def make():
     model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Linear(200, 300, bias=False))
     return model, lambda: model(torch.ones(8, 100)).square().sum()
@@ -197,12 +179,15 @@ BROKEN = '''
 import torch
 from torch import nn
 
+
 def raising():
     raise KeyError("weights")
+
 
 def frozen():
     model = nn.Linear(4, 4).requires_grad_(False)
     return model, lambda: model(torch.ones(2, 4)).sum()
+
 
 def fine():
     model = nn.Linear(4, 4)

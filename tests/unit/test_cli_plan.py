@@ -13,15 +13,14 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 from support.commands import commlayer_called  # noqa: F401  (a fixture)
-from support.learning import learnt
 
 from commlayer import records
 from commlayer.cli import plan_output
 from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
-from commlayer.planner.baselines import Curve, baselines, one_machine, what_if
+from commlayer.planner.baselines import Curve, one_machine, what_if
 from commlayer.planner.convergence import ALONE
-from commlayer.planner.explanation import Change, Difference, diff, explain
+from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
 from commlayer.planner.tables import profile_from_tables
@@ -104,17 +103,6 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
     assert code == 0
 
 
-@pytest.mark.nightly
-def test_a_home_that_is_added_is_behind_nat_too_and_the_server_keeps_its_link(commlayer) -> None:
-    commlayer("plan", "create", "lstm", "--homes", "2xrtx3060@100/20Mb", "--out", "plan.json")
-    commlayer("plan", "whatif", "--add", "rtx3060@100/20Mb", "--json", "grown.json")
-    commlayer("estimate", "lstm", "--homes", "3xrtx3060@100/20Mb", "--json", "three.json")
-    point = json.loads(Path("grown.json").read_text())["points"][1]
-    assert point["plan_s"] == pytest.approx(json.loads(Path("three.json").read_text())["step_s"])
-    _, out, _ = commlayer("plan", "whatif", "--gpu", "rtx3090")
-    assert "rtx3090" in out
-
-
 @pytest.mark.parametrize(("model", "said"), [
     ("gpt2", ["8 samples of 1,024 tokens", "rtx3060 in bf16, 10.2 TFLOP/s: 40% of the 25.4", "about 7.0 of 12 GB"]),
     ("lstm", ["80 samples of 20 tokens", "rtx3060 in FP32", "published times of a V100", "activations are not known"]),
@@ -125,13 +113,6 @@ def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, said: 
     head = out[: out.index("to a loss")]
     assert [each for each in [*said, "optimizer: AdamW", "network: homes behind NAT", "mode: "] if each not in head] == []
     assert "WARNING" not in head
-
-
-def test_an_optimizer_that_was_not_named_is_an_assumption(commlayer) -> None:
-    for named, assumed in (((), True), (("--optimizer", "adamw"), False), (("--optimizer", "sgd"), False)):
-        _, out, _ = commlayer("estimate", "lstm", "--homes", "3xrtx3060@100/20Mb", *named)
-        (line,) = [line for line in out.splitlines() if "optimizer: " in line]
-        assert ("--optimizer sgd" in line) == assumed
 
 
 @pytest.mark.nightly
@@ -156,42 +137,6 @@ def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_on
     assert mine is not None
     assert best[1] == mine[1]
     assert "best synchronous" not in exact
-
-
-def test_more_local_steps_than_were_measured_are_said_to_be_extrapolated(commlayer) -> None:
-    assert "x steps: measured up to 64 local steps; for " in commlayer("estimate", "lstm", "--homes", "3xrtx3060@1/1Mb")[1]
-
-
-@pytest.mark.nightly
-def test_a_plan_stands_beside_what_it_has_to_beat() -> None:
-    job, machines = builtin("lstm"), cluster_from_line(NODES)
-    for costs in (learnt(machines), structs.replace(learnt(machines), learning=())):
-        policy = Policy(exact=False, optimizer="adam")
-        made = plan(job, machines, costs, policy)
-        rows = baselines(made, job, machines, costs, policy)
-        assert [row.name for row in rows] == ["this plan", "dense fp32", "DDP fp16", "one machine alone"]
-        mine, dense, halves, alone = rows
-        assert mine.step_s == made.step_s
-        assert dense.step_s > halves.step_s > 0.4 * dense.step_s
-        assert made.steps == 0 or 1 <= made.steps <= made.steps_high
-        assert made.steps > 0 or made.local_steps == 1, "what nobody has measured is not done"
-        fastest = max(node.speed for node in machines.nodes)
-        assert alone.step_s * fastest == pytest.approx(3 * (job.timing.forward_s + job.timing.backward_s) + job.timing.update_s)
-        for width in (80, 120):
-            out = io.StringIO()
-            console = Console(width=width, file=out, highlight=False)
-            told = what_if(job, machines, costs, policy, bandwidths=[1e7, 1e9]) if width == 80 and made.steps else None
-            for part in (*plan_output.to_a_loss(rows, made.steps > 0), *(plan_output.curve(told, width) if told else ())):
-                console.print(part)
-            said = " ".join(out.getvalue().split())
-            assert max(map(len, out.getvalue().splitlines())) <= width
-            assert ("x steps" in said) is (made.steps > 0)
-            assert all(word in said for row in rows for word in row.name.split())
-            if told:
-                assert told.points[0].local_steps > 1
-                assert f"H={told.points[0].local_steps}" in said
-                assert told.points[0].fp16_s > told.points[0].plan_s
-                assert all(word in said for point in told.points for word in (*point.mode.split(), *point.codec.split()))
 
 
 def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> None:
@@ -402,25 +347,3 @@ def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
                 console.print(part)
         assert max(map(len, told.get().splitlines())) <= width
         assert [word for word in whole if word not in told.get()] == []
-
-
-def test_changes_that_are_alike_share_a_row() -> None:
-    changes = tuple(Change(name, "fp16() over service", "int8() over service") for name in ("a[b]", "c", "d"))
-    told = Difference((("servers", "1", "2"),), (Change("z", "nothing", "x"), *changes), (1.0, 2.0), (3, 4))
-    console = Console(width=120, markup=False, highlight=False)
-    with console.capture() as shown:
-        for part in plan_output.difference(told, "a.json", "b.json"):
-            console.print(part)
-    rows = [line.split() for line in shown.get().splitlines()]
-    assert ["3", "a[b]", "fp16()", "over", "service", "int8()", "over", "service"] in rows
-    assert ["servers", "1", "2"] in rows
-    assert [row[0] for row in rows if row and row[0] in "13"] == ["3", "1"]
-
-
-def test_what_a_budget_keeps_out_is_said_in_whole_words() -> None:
-    policy = Policy(codecs=("topk(ratio=0.01)",), max_loss=0.001, objective="step", optimizer="adam", exact=True)
-    made = plan(builtin("resnet50"), cluster_from_line("4xrtx3060@100Mb"), None, policy)
-    reasons = {bucket.why.reason for bucket in made.buckets if bucket.why}
-    kept_out = "compressed, the step would be ([0-9,.]+) ms shorter, but max_loss would be exceeded"
-    assert any(re.fullmatch(kept_out, reason) for reason in reasons)
-    assert all(re.fullmatch(kept_out, reason) for reason in reasons if "max_loss" in reason)

@@ -6,10 +6,10 @@ import inspect
 
 import pytest
 
-from commlayer.codec_spec import RULES, parse_spec, spec_error
+from commlayer.codec_spec import RULES, spec_error
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.plan_codecs import FACTORIES
-from commlayer.engine.plan_choice import level, promise_of
+from commlayer.engine.plan_choice import promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Policy
@@ -95,16 +95,3 @@ def toy():  # type: ignore[no-untyped-def]
     from support.plans import toy_job
 
     return toy_job()
-
-
-@pytest.mark.parametrize(("text", "family", "ratio"), [
-    ("int8()", "int8", None),
-    ("error_feedback(powersgd())", "powersgd", None),
-])
-def test_what_a_name_says(text: str, family: str, ratio: float | None) -> None:
-    assert (parse_spec(text).core.family, parse_spec(text).ratio) == (family, ratio)
-
-
-def test_a_level_is_the_parsed_ratio() -> None:
-    assert level(parse("momentum(topk(0.3, values='fp32'))")) == 0.3
-    assert level(parse("qsgd(levels=127)")) == 0.25

@@ -18,7 +18,7 @@ from commlayer.doctor import checks, machine, network, nodes, report, server
 from commlayer.doctor.machine import Torch
 from commlayer.doctor.network import Addresses, Interface
 from commlayer.doctor.nodes import NodeFacts
-from commlayer.doctor.report import Check, Finding, fail, of_error, ok, run_checks, usable, warn
+from commlayer.doctor.report import Check, Finding, fail, ok, run_checks, usable, warn
 from commlayer.records import Bucket, Plan, ServerInfo, Slice
 from commlayer.transport import framing
 
@@ -177,32 +177,6 @@ def test_lines_fit_a_terminal_of_80_columns() -> None:
     assert report.summary([finding, warn("a", "b", "c"), ok("a", "b")]) == "not usable: 1 failed, 1 warning, 1 ok"
     assert not usable([finding, ok("a", "b")])
     assert usable([warn("a", "b", "c")])
-
-
-def test_links_of_nodes_are_a_table() -> None:
-    hosts = [node("alpha"), node("a-host-with-a-long-name"), node("gamma")]
-    assert nodes.table(hosts, [[0.0, 94.2e6, "refused"], [11e6, 0.0, 1.2e9], ["refused", 1e9, 0.0]]) == [
-        "Mb/s from, to         0     1     2",
-        " 0 alpha                 94.2     -",
-        " 1 a-host-with-a-    11        1200",
-        " 2 gamma              -  1000      ",
-    ]
-
-
-def test_zeros_are_counted_by_the_other_node() -> None:
-    with nodes.ByteCounter("127.0.0.1") as counter:
-        rate_bps = nodes.send_zeros(counter.address)
-        assert isinstance(rate_bps, float)
-        assert rate_bps > 1e7
-    assert isinstance(nodes.send_zeros("127.0.0.1:9"), str)
-
-
-def test_errors_are_split_into_what_and_remedy() -> None:
-    finding = of_error("keys", ValueError("ca.pem cannot be read: no such file; `commlayer keys init` makes it"))
-    assert (finding.seen, finding.remedy) == ("ca.pem cannot be read: no such file", "`commlayer keys init` makes it")
-    finding = of_error("settings", "join: got 'nonsense', allowed: host:port with a port, as in [::1]:7000")
-    assert (finding.seen, finding.remedy) == ("join: got 'nonsense'", "allowed: host:port with a port, as in [::1]:7000")
-    assert of_error("x", "odd").remedy
 
 
 def test_deadlines_add_up_to_what_the_docs_promise() -> None:

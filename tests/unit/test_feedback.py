@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import numpy as np
 import pytest
 import torch
 from support import codecs as kit
 
 from commlayer.compressors import Codec, error_feedback, identity, int8, restore, snapshot, topk, wrap
-from commlayer.compressors.codec import FusedCodec
-from commlayer.compressors.feedback import ErrorFeedback
 from commlayer.records import Spec
 
-FED = [codec for codec in kit.PLAIN if isinstance(codec, FusedCodec)]
 WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
-
-
-class General(msgspec.Struct, frozen=True):
-    """A codec without its fused step."""
-
-    inner: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "start_fused":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-
-@pytest.mark.parametrize("codec", FED, ids=str)
-@pytest.mark.parametrize("backend", kit.AVAILABLE)
-@pytest.mark.parametrize("n", [0, 1, 300, 20_011])
-def test_fused_equals_general(codec: Codec, backend: str, n: int) -> None:
-    with kit.use(backend):
-        fused, general = error_feedback(codec), ErrorFeedback(General(codec))
-        assert isinstance(fused.inner, FusedCodec)
-        assert not isinstance(general.inner, FusedCodec)
-        a, b = fused.init(Spec((n,))), general.init(Spec((n,)))
-        for step in range(6):
-            x = kit.noise(n, step)
-            if step == 3 and n:
-                x[0] = float("inf")
-            assert bytes(kit.encode(fused, x, a)) == bytes(kit.encode(general, x, b))
-            assert torch.equal(kit.residual(a), kit.residual(b))
 
 
 @pytest.mark.parametrize("codec", WRAPPED, ids=str)
@@ -65,23 +31,6 @@ def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) ->
         assert torch.equal(kit.residual(state), once)
 
 
-@pytest.mark.parametrize("codec", WRAPPED, ids=str)
-def test_some_elements_can_be_taken_back_alone(codec: Codec) -> None:
-    n = 700
-    state, out, x = codec.init(Spec((n,))), kit.room(codec, Spec((n,))), kit.noise(n, 1)
-    codec.start(kit.noise(n), state, out)
-    before = kit.residual(state)
-    codec.start(x, state, out)
-    after = kit.residual(state)
-    codec.undo(state, x, [(10, 60), (300, 301)])
-    codec.undo(state, x, [(600, 700)])
-    back = torch.zeros(n, dtype=torch.bool)
-    for start, stop in ((10, 60), (300, 301), (600, 700)):
-        back[start:stop] = True
-    torch.testing.assert_close(kit.residual(state), torch.where(back, before, after), rtol=1e-6, atol=1e-6)
-    assert torch.equal(kit.residual(state)[~back], after[~back])
-
-
 def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
     codec = error_feedback(topk(ratio=0.5, values="fp32"))
     cluster = kit.Cluster(codec, Spec((100,)), 2)
@@ -94,17 +43,6 @@ def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
     assert torch.equal(kit.residual(cluster.server), before)
     assert bool(kit.residual(cluster.states[0]).isfinite().all())
     assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "nothing enormous stays behind"
-
-
-def test_a_start_that_fails_gives_back_nothing_of_the_step_before() -> None:
-    codec = error_feedback(topk(ratio=0.5, values="fp32"))
-    state = codec.init(Spec((100,)))
-    kit.encode(codec, kit.noise(100), state)
-    old = kit.residual(state)
-    with pytest.raises((ValueError, RuntimeError)):
-        codec.start(torch.ones(99), state, kit.room(codec, Spec((100,))))
-    codec.undo(state, torch.zeros(100))
-    assert torch.equal(kit.residual(state), old)
 
 
 def test_restore_names_what_does_not_fit() -> None:

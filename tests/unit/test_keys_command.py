@@ -186,26 +186,6 @@ def test_a_damaged_file_of_a_node_is_named_with_what_to_do(ca: Path, file: str, 
         Keys(place)
 
 
-def test_two_files_of_two_cas_are_no_ca(ca: Path, tmp_path: Path) -> None:
-    authority.init(tmp_path / "other")
-    (ca / "ca.key").write_bytes((tmp_path / "other" / "ca.key").read_bytes())
-    with pytest.raises(ValueError, match=f"{ca}/ca.key .*{ca}/ca.pem; .*E-KEYS"):
-        authority.add(ca, "gpu-9")
-
-
-def test_a_file_in_the_way_of_the_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "afile").touch()
-    with pytest.raises(ValueError, match=f"{tmp_path}/afile/x .*{tmp_path}/afile: .*--dir.*E-KEYS"):
-        authority.init(tmp_path / "afile" / "x")
-
-
-def test_a_ca_is_not_made_in_the_folder_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^\.: .*--dir keys.*E-KEYS"):
-        authority.init(Path("."))
-    assert not os.listdir(tmp_path)
-
-
 def test_a_folder_that_is_none_of_a_node_says_what_is(ca: Path) -> None:
     place = authority.add(ca, "gpu-1")
     with pytest.raises(RecordError, match=rf"{ca}/node.pem .*{ca}/nodes/\* \[E-KEYS"):

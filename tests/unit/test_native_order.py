@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import codec_kernels as reference
 from oracle.codec_kernels.draws import philox4x32
-from support.native_builds import KINDS, SIZES, bits, core, numbers, positions, same, unaligned
+from support.native_builds import KINDS, SIZES, bits, core, numbers, positions, same
 
 from commlayer.errors import CorruptFrame
 
@@ -22,53 +22,6 @@ seeds = st.integers(0, 2**32 - 1)
 kinds = st.sampled_from(KINDS)
 runs = st.sampled_from([8, 16, 32, 64])
 MODULES = (core, reference)
-
-
-@quick
-@given(st.sampled_from([*SIZES[1:], 20_000]), seeds, kinds, st.floats(0, 1), st.booleans())
-def test_kth_abs(n: int, seed: int, kind: str, place: float, with_residual: bool) -> None:
-    g, old = numbers(n, seed, kind=kind), numbers(n, seed + 1) if with_residual else None
-    rank = 1 + int(place * (n - 1))
-
-    def run(module: ModuleType) -> tuple[bytes, int]:
-        result = np.float32(module.kth_abs(g, old, rank, np.zeros(n, np.uint32)))
-        return bits(result.reshape(1)), module.count_above(np.abs(g), result)
-
-    result = np.frombuffer(same(run)[0], np.float32)[0]  # type: ignore[index]
-    with np.errstate(all="ignore"):
-        v = np.abs(g if old is None else g + old)
-    assert np.array_equal(result, np.sort(v)[n - rank], equal_nan=True)
-
-
-@pytest.mark.parametrize("rank", [0, 11])
-def test_kth_abs_refuses_a_rank_outside(rank: int) -> None:
-    with pytest.raises(ValueError):
-        core.kth_abs(np.ones(10, np.float32), None, rank, np.zeros(10, np.uint32))
-
-
-@quick
-@given(filled, seeds, st.sampled_from(["normal", "equal", "special"]), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_trim(count: int, seed: int, kind: str, share: float, place: float, with_residual: bool) -> None:
-    n = 3 * count
-    idx, val = positions(n, count, seed), numbers(count, seed, kind=kind)
-    old = numbers(n, seed + 1) if with_residual else None
-    keep, start = 1 + int(share * (count - 1)), int(place * (n - 1))
-
-    def run(module: ModuleType) -> tuple[bytes, ...]:
-        i, v, kept = idx.copy(), val.copy(), None if old is None else old.copy()
-        assert module.trim(kept, n, i, v, count, keep, start, np.zeros(count, np.uint32)) == keep
-        return i[:keep].tobytes(), v[:keep].tobytes(), b"" if kept is None else bits(kept)
-
-    i_bytes, v_bytes, kept_bytes = same(run)  # type: ignore[misc]
-    i, v = np.frombuffer(i_bytes, np.uint32), np.frombuffer(v_bytes, np.float32)
-    order = sorted(range(count), key=lambda j: (-abs(float(val[j])), (int(idx[j]) - start) % n))
-    assert sorted(idx[order[:keep]]) == list(i)
-    dense = np.zeros(n, np.float32)
-    dense[idx] = val
-    assert np.array_equal(dense[i], v)
-    if old is not None:
-        dense[i] = 0
-        assert np.array_equal(np.frombuffer(kept_bytes, np.float32), old + dense)
 
 
 @quick
@@ -138,20 +91,6 @@ def test_gather_and_scatter_of_runs(n: int, seed: int, run: int, density: float)
     assert added == expected.tobytes()
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("run", [0, 4, 24, 128])
-def test_a_run_outside_its_contract_is_refused(module: ModuleType, run: int) -> None:
-    x, one = np.ones(100, np.float32), np.zeros(1, np.uint32)
-    with pytest.raises(ValueError):
-        module.select_runs(x, None, run, 1.0, 0, one, x[:1].copy())
-    with pytest.raises(ValueError):
-        module.score_runs(x, None, run, 0, x[:1].copy())
-    with pytest.raises(ValueError):
-        module.gather_runs(x, run, one, np.zeros(100, np.float32))
-    with pytest.raises(ValueError):
-        module.scatter_runs(x.copy(), run, one, x)
-
-
 def test_philox_gives_the_published_words() -> None:
     """Known answers of the authors' Random123: counter and key of zeros, of ones, and of the digits of pi."""
     assert [hex(w) for w in philox4x32(0, np.zeros(1, np.uint64), 0)[0]] == [
@@ -186,49 +125,3 @@ def test_draws(n: int, seed: int, density: float) -> None:
     assert (begins[:-1] <= idx).all()
     assert (idx < begins[1:]).all()
     assert val == src[idx].tobytes()
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_draws_are_even_within_a_stratum_and_differ_by_seed(module: ModuleType) -> None:
-    n, k = 64_000, 1000
-    one, two = np.zeros(k, np.uint32), np.zeros(k, np.uint32)
-    module.draw_strata(one, n, 1)
-    module.draw_strata(two, n, 2)
-    assert np.bincount(one % 64 // 8, minlength=8).min() > 80
-    assert (one == two).mean() < 0.06
-    with pytest.raises(ValueError):
-        module.draw_strata(one, k - 1, 1)
-    with pytest.raises(CorruptFrame):
-        module.take(np.zeros(k, np.float32), one, np.zeros(k, np.float32))
-
-
-@quick
-@given(sizes, seeds, kinds, st.sampled_from([2, 32, 256]), st.sampled_from([0, 1]))
-def test_nibbles(n: int, seed: int, kind: str, block: int, shift: int) -> None:
-    x, count = numbers(n, seed, kind=kind), -(-n // block)
-
-    def run(module: ModuleType) -> tuple[object, ...]:
-        q, guarded_q = unaligned((n + 1) // 2, shift)
-        scale, guarded_scale = unaligned(4 * count, shift)
-        rest, back = np.zeros(n, np.float32), np.zeros(n, np.float32)
-        if not module.nibbles_encode(q, scale, x, rest, block):
-            return (False,)
-        module.nibbles_decode(back, q, scale, block)
-        return True, bytes(guarded_q), bytes(guarded_scale), rest.tobytes(), back.tobytes()
-
-    finite, *parts = same(run)  # type: ignore[misc]
-    assert finite == bool(np.isfinite(x).all())
-    if finite and kind not in ("special", "wild"):
-        rest, back = np.frombuffer(parts[2], np.float32), np.frombuffer(parts[3], np.float32)
-        most = float(np.abs(x).max(initial=0))
-        np.testing.assert_allclose(rest + back, x, rtol=1e-6, atol=1e-6 * most)
-        assert np.abs(rest).max(initial=0) <= max(most / 7 / 2 * 1.001, 7 * 2.0**-126)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_an_odd_block_of_nibbles_is_refused(module: ModuleType) -> None:
-    x = np.ones(4, np.float32)
-    with pytest.raises(ValueError):
-        module.nibbles_encode(bytearray(2), bytearray(16), x, None, 3)
-    with pytest.raises(ValueError):
-        module.nibbles_decode(x, bytes(2), bytes(16), 3)

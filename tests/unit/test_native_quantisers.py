@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native_builds import KINDS, SIZES, bits, core, numbers, same, unaligned
+from support.native_builds import KINDS, SIZES, bits, numbers, same, unaligned
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 quick = settings(max_examples=30, deadline=None)
@@ -82,41 +82,3 @@ def test_linear(
 @given(sizes, seeds, kinds, st.booleans(), st.sampled_from([0, 1]), st.sampled_from([8, 32, 40, 1024]))
 def test_onebit(n: int, seed: int, kind: str, fed: bool, shift: int, block: int) -> None:
     run_coder("onebit", n, seed, kind, fed, shift, block, 2)
-
-
-def reference_block(key: int, block: int, step: int) -> list[int]:
-    """One block by the definition, with whole numbers of any size."""
-    c, k = [block & 0xFFFFFFFF, block >> 32, step & 0xFFFFFFFF, step >> 32], [key & 0xFFFFFFFF, key >> 32]
-    for _ in range(10):
-        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
-        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c
-
-
-@quick
-@given(st.sampled_from(SIZES), st.integers(0, 2**33), keys, st.integers(0, 2**63 - 1))
-def test_words_are_those_of_their_elements(n: int, first: int, key: int, step: int) -> None:
-    def run(module: ModuleType) -> bytes:
-        words = np.zeros(n, np.uint32)
-        module.philox(words, first, key, step)
-        return words.tobytes()
-
-    words = np.frombuffer(same(run), np.uint32)
-    for j in {0, n // 2, n - 1} if n else ():
-        assert int(words[j]) == reference_block(key, (first + j) // 4, step)[(first + j) % 4]
-
-
-def test_arguments_outside_the_contract_are_refused() -> None:
-    x, q, scale = np.zeros(64, np.float32), bytearray(64), bytearray(64)
-    for block, width in ((12, 4), (0, 4), (8, 6), (8, 0), (8, 9)):
-        with pytest.raises(ValueError):
-            core.linear_encode(q, scale, x, None, block, width, False, False)
-        with pytest.raises(ValueError):
-            core.linear_decode(x, q, scale, block, width)
-    with pytest.raises(ValueError):
-        core.onebit_encode(q, scale, x, None, 1 << 21)
-    with pytest.raises(ValueError, match="q"):
-        core.onebit_encode(bytearray(7), scale, x, None, 8)
-    with pytest.raises(ValueError, match="scale"):
-        core.onebit_encode(q, bytearray(15), x, None, 8)

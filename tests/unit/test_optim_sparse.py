@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any
 
@@ -90,44 +89,6 @@ def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
-def test_all_weights_of_a_touched_group_make_the_step(name: str) -> None:
-    race = Race(CASES[name], shape=(5, 11), lag=250)
-    for t in range(12):
-        idx = torch.arange(55) if t == 0 else torch.tensor([17, 20])
-        race.step(sparse_gradient(idx.to(torch.int32), torch.randn(len(idx)), race.shape))
-    error = (race.lazy.detach() - race.single.detach()).abs().view(-1)
-    fresh = torch.arange(55) // lazy_kernels.GROUP == 17 // lazy_kernels.GROUP
-    assert error[fresh].max() < 1e-5 < error[~fresh].max(), "the others are behind"
-
-
-@pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
-def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
-    race = Race(CASES[name], lag=6)
-    race.step(race.lazy.detach().clone().to_sparse())
-    for t in range(70):
-        for group in race.optimizer.param_groups:
-            group["lag"] = 250 if 30 <= t < 40 else 6
-        race.step(draw(race.shape, 3))
-        state = race.optimizer.state[race.lazy]
-        behind = (state["lazy_steps"] - state["stamp"].long()) % 256
-        assert behind.max() < len(state["rows"])
-        if t < 30 or t > 60:
-            assert behind.max() <= 6
-    race.optimizer.flush()
-    assert fits(race, name), race.errors()
-
-
-def test_switching_momentum_off_and_on_is_as_in_torch() -> None:
-    race = Race(CASES["sgd momentum and decay"], lag=20)
-    for t in range(60):
-        for optimizer in (race.optimizer, *race.rivals):
-            optimizer.param_groups[0]["momentum"] = 0.0 if t < 10 or 30 <= t < 45 else 0.9
-        race.step(draw(race.shape, 12))
-    race.optimizer.flush()
-    assert fits(race, ""), race.errors()
-
-
-@pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_checkpoint_goes_on_bit_for_bit_whoever_is_saved_first(name: str, flush: bool) -> None:
     race = Race(CASES[name], lag=9)
@@ -175,27 +136,6 @@ def test_states_go_from_torchs_optimizer_to_ours_and_back(name: str) -> None:
     assert fits(race, name)
 
 
-def test_parameters_with_clocks_of_their_own_and_groups_with_rates_of_their_own() -> None:
-    torch.manual_seed(3)
-    starts = [torch.randn(40) for _ in range(4)]
-    ours, theirs = ([nn.Parameter(s.to(dtype)) for s in starts] for dtype in (torch.float32, torch.float64))
-    results = []
-    for kind, parameters in ((SparseSGD, ours), (torch.optim.SGD, theirs)):
-        groups: list[dict[str, Any]] = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.2, "weight_decay": 0.1}]
-        optimizer = kind(groups, lr=0.05, momentum=0.9)
-        results.append((optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)))
-    for t in range(40):
-        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            a.grad = None if number == 1 and t % 3 else draw((40,), 4)
-            b.grad = None if a.grad is None else a.grad.to_dense().double()
-        for optimizer, schedule in results:
-            optimizer.step()
-            schedule.step()
-    results[0][0].flush()
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a.double(), b, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "sgd decay", "sgd plain", "adamw decay"])
 @pytest.mark.skipif(native.core is None, reason="built without the native core")
 def test_native_and_reference_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,18 +157,6 @@ def test_native_and_reference_give_the_same_bits(name: str, monkeypatch: pytest.
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(7,), (4, 5), (2, 3, 4), (1, 6), (3, 1, 2, 2)])
-def test_gradients_of_any_shape_and_repeated_entries(shape: tuple[int, ...]) -> None:
-    n = torch.Size(shape).numel()
-    p = nn.Parameter(torch.zeros(shape))
-    idx = torch.tensor([n - 1, 0, n - 1])
-    p.grad = torch.sparse_coo_tensor(torch.stack(torch.unravel_index(idx, shape)), torch.tensor([1.0, 2.0, 4.0]), shape,
-                                     check_invariants=True)
-    SparseSGD([p], lr=1.0).step()
-    assert p.flatten().nonzero().flatten().tolist() == [0, n - 1]
-    assert p.flatten()[[0, n - 1]].tolist() == [-2.0, -5.0]
-
-
 def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
     changes = {
         "added to": lambda grad: grad.add_(draw((4, 9), 8)), "cleared": lambda grad: grad.zero_(),
@@ -242,45 +170,6 @@ def test_a_gradient_that_was_changed_in_place_is_read_anew() -> None:
         dense = p.grad.to_dense()
         SparseSGD([p], lr=1.0).step()
         assert torch.equal(p.detach(), -dense)
-
-
-def test_a_copy_of_an_optimizer_steps() -> None:
-    p = nn.Parameter(torch.ones(40))
-    p.grad = draw((40,), 3)
-    optimizer = copy.deepcopy(SparseSGD([p], lr=0.1, momentum=0.9))
-    other = optimizer.param_groups[0]["params"][0]
-    other.grad = sparse_gradient(torch.tensor([7], dtype=torch.int32), torch.ones(1), (40,))
-    optimizer.step()
-    assert other.detach()[7] == pytest.approx(0.9)
-
-
-def test_rows_of_an_embedding() -> None:
-    torch.manual_seed(0)
-    tables = [nn.Embedding(50, 6, sparse=sparse) for sparse in (True, False)]
-    tables[1].load_state_dict(tables[0].state_dict())
-    kinds = SparseSGD, torch.optim.SGD
-    optimizers = [kind(table.parameters(), 0.1, momentum=0.9) for kind, table in zip(kinds, tables, strict=True)]
-    for _ in range(30):
-        words = torch.randint(0, 50, (4,))
-        for table, optimizer in zip(tables, optimizers, strict=True):
-            optimizer.zero_grad()
-            table(words).square().sum().backward()
-        tables[1].weight.grad = tables[0].weight.grad.to_dense()  # the one forward sees weights that are behind
-        for optimizer in optimizers:
-            optimizer.step()
-    optimizers[0].flush()
-    assert torch.allclose(*(table.weight for table in tables), atol=1e-5)
-
-
-def test_an_empty_parameter_and_one_of_no_dimension() -> None:
-    empty, scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.0))
-    optimizer = SparseSGD([empty, scalar], lr=0.5, momentum=0.9)
-    for _ in range(3):
-        empty.grad = sparse_gradient(torch.empty(0, dtype=torch.int32), torch.empty(0), (0, 3))
-        scalar.grad = sparse_gradient(torch.zeros(1, dtype=torch.int32), torch.ones(1), ())
-        optimizer.step()
-    optimizer.flush()
-    assert float(scalar.detach()) == pytest.approx(1 - 0.5 * (1 + 1.9 + 2.71))
 
 
 def coo(at: list[list[int]], values: list[float], shape: tuple[int, ...], *, coalesced: bool = True) -> torch.Tensor:
@@ -326,20 +215,6 @@ def test_a_gradient_that_does_not_fit_is_one_line_and_changes_nothing(mistake: s
 def test_a_setting_that_does_not_fit_is_one_line(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make([nn.Parameter(torch.ones(3))])
-
-
-def test_a_group_that_does_not_fit_is_not_added() -> None:
-    optimizer = SparseSGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(ValueError, match=r"torch\.float64.*E-OPTIM-PARAMETER"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_memory_that_is_not_row_by_row_is_refused_for_sparse_gradients() -> None:
-    p = nn.Parameter(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
-    p.grad = draw((2, 3, 4, 4), 3)
-    with pytest.raises(ValueError, match=r"SparseSGD: .*contiguous\(\).*E-OPTIM-PARAMETER"):
-        SparseSGD([p]).step()
 
 
 def test_sparse_gradients_without_the_native_core_or_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

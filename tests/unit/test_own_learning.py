@@ -6,24 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import structs
 
 import commlayer
 from bench import own_learning
 from commlayer.cli.main import run
-from commlayer.cli.plan_output import spread
 from commlayer.config import Config
 from commlayer.engine.plan_choice import settle
 from commlayer.errors import code_of
-from commlayer.plan_file import PlanFileInputs, inputs_of
+from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables
 from commlayer.planner.convergence import LearningRow
-from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, shipped, written
+from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
 
 TASK = """
 import torch
 from torch import nn
+
 
 def task(seed):
     torch.manual_seed(seed)
@@ -98,25 +96,6 @@ def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
     assert (code, errors) == (0, "")
 
 
-@pytest.mark.parametrize(("errors", "optimizer", "line"), [
-    ({"adam": 0.07, "sgd": 0.345}, "adam", "the median error on held-out tasks was 7%"),
-    ({"adam": 0.07, "sgd": 0.345}, "other", "the median error on held-out tasks was 34%"),
-    ({}, "adam", "from one seed of your own task; their error on other tasks is not known"),
-])
-def test_a_plan_says_how_far_off_its_factors_may_be(
-    errors: dict[str, float], optimizer: str, line: str, tmp_path: Path,
-) -> None:
-    copy = read(table(tmp_path / "rows.json", int4=0.1, int8=0.1))
-    copy = structs.replace(copy, provenance=structs.replace(copy.provenance, errors=errors))
-    assert spread(copy, optimizer) == f"x steps: {line}"
-    assert "error is not known" in spread(None, optimizer)
-    assert set(shipped().provenance.errors) == {"adam", "sgd"}
-    old = (tmp_path / "rows.json").read_bytes().replace(b',"errors":{}', b"").replace(b'"errors":{},', b"")
-    assert b"errors" not in old
-    (tmp_path / "old.json").write_bytes(old)
-    assert read(tmp_path / "old.json").provenance.errors == {}, "tables of before stay readable"
-
-
 def table(path: Path, **costs: float) -> Path:
     """Of the first steps' codecs alone, by their loss."""
     rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
@@ -136,20 +115,6 @@ def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
     session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
     assert session.inspect.connection.terms.learning == str(bad), "where planning of a running job looks it up"
     session.close()
-
-
-def test_ones_own_rows_go_before_a_profiles_and_the_shipped_ones(tmp_path: Path) -> None:
-    cluster, own = cluster_from_line("2xrtx3060@20/20Mb"), rows_in(table(tmp_path / "own.json", int4=0.1, int8=0.2))
-    plain = PlanFileInputs(builtin("lstm"), cluster)
-    assert plain.costs() == (None, None)
-    profile, _ = structs.replace(plain, learning=own).costs()
-    assert profile is not None
-    assert profile.learning == own
-    named = structs.replace(plain, profile=structs.replace(profile, learning=shipped().rows))
-    for inputs, rows in ((named, shipped().rows), (structs.replace(named, learning=own), own)):
-        result, _ = inputs.costs()
-        assert result is not None
-        assert result.learning == rows
 
 
 @pytest.mark.parametrize(("task", "more", "line"), [

@@ -165,15 +165,6 @@ def test_a_payload_may_lie_anywhere(codec: Codec) -> None:
         assert bytes(room[: codec.start(kit.noise(n), codec.init(Spec((n,))), room)]) == good
 
 
-def test_identity_in_place() -> None:
-    n = 100
-    full = torch.empty(4 + n)
-    x = full[4:].copy_(kit.noise(n))
-    out = memoryview(full.numpy()).cast("B")
-    nbytes = identity().start(x, {}, out)
-    assert bytes(out[:nbytes]) == bytes(kit.encode(identity(), kit.noise(n), {}))
-
-
 def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
     """False if both sides refused the payload; then neither wrote."""
     out = torch.full((n,), 7.0)
@@ -193,6 +184,7 @@ def refuses_or_decodes(codec: Codec, payload: bytes, n: int) -> bool:
 
 
 # ---- Damaged payloads at every reader of every codec: those that are kept, and fresh ones
+
 
 def test_every_codec_is_attacked_in_every_round() -> None:
     result = {(target.codec.id, target.r) for target in fuzzing.targets()}
@@ -234,16 +226,11 @@ def test_the_attack_sees_what_it_is_for(name: str, monkeypatch: pytest.MonkeyPat
 
 # ---- The spelling of codecs in plans
 
+
 @pytest.mark.parametrize("codec", kit.CODECS, ids=str)
 def test_parse_and_str_are_inverse(codec: Codec) -> None:
     assert parse(str(codec)) == codec
     assert str(parse(str(codec))) == str(codec)
-
-
-@given(ratio=st.floats(0, 1, exclude_min=True), values=st.sampled_from(["int8", "fp16", "fp32"]), exact=st.booleans())
-def test_every_ratio_survives(ratio: float, values: str, exact: bool) -> None:
-    codec = error_feedback(topk(ratio, values, exact))
-    assert parse(str(codec)) == codec
 
 
 def test_spellings() -> None:

@@ -11,7 +11,7 @@ from support.planner import DENSE, PROFILE, SHARED, SPARSE, codec, flat, home, t
 from bench.reference.fifo import TimedTask as Task
 from bench.reference.fifo import timed
 from commlayer.planner.costs import Prices
-from commlayer.planner.model import Cluster, Line, Node, Profile, bare
+from commlayer.planner.model import Cluster, Line, Node, Profile
 from commlayer.planner.tree import encodes, options, spell
 
 N = 1_000_000
@@ -64,21 +64,6 @@ def test_service_of_three_homes_around_a_hosting_node() -> None:
     assert dict(pull.lanes) == pytest.approx({"up:a": 2 * SPARSE_NBYTES * 8 / 20e6, "down:b": SPARSE_NBYTES * 8 / 100e6})
     assert seconds(result, "cpu:a") == pytest.approx(3e-6 + 3e-9 * N)
     assert seconds(result, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
-
-
-def test_a_host_that_does_not_train_receives_from_all() -> None:
-    cluster = Cluster((Node("a", 1, "cpu", home()), Node("b", 1, "cpu", home()), Node("hub", 0, "cpu", home(1e9, 1e9, 0))))
-    result = tasks("service", N, SPARSE, cluster, PROFILE, hosts=(2,))
-    assert seconds(result, "down:hub") == pytest.approx(2 * SPARSE_NBYTES * 8 / 1e9)
-    assert not any(lane == "cpu:hub" for task in result for lane, _ in task.lanes)
-
-
-def test_another_codec_on_the_way_down() -> None:
-    result = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
-    assert [t.nbytes for t in by_op(result, "net.push")] == [SPARSE_NBYTES]
-    assert [t.nbytes for t in by_op(result, "net.pull")] == [DENSE_NBYTES]
-    assert seconds(tuple(by_op(result, "server.emit")), "server:n0") == pytest.approx(1e-6 + 0.5e-9 * N)
-    assert seconds(tuple(by_op(result, "decode@cpu")[:1]), "cpu:n0") == pytest.approx(2e-6 + 0.75e-9 * N)
 
 
 def test_codecs_by_node() -> None:
@@ -136,34 +121,6 @@ def test_hierarchical_divisible_path_by_hand() -> None:
     assert last.lanes == first.lanes, "two payloads of an eighth each, both times"
 
 
-def test_forwarded_pieces_are_decoded_once_for_all() -> None:
-    """Without coding in the middle every rank decodes every rank's payload: n times the bucket."""
-    result = tasks("encode@gpu all.alltoall all.allgather decode@gpu", N, SPARSE, flat(8), PROFILE, hosts=())
-    assert by_op(result, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(64 * 2e-6 + 8 * 0.125e-9 * N)),)
-
-
-def test_a_sum_codec_goes_through_an_allreduce_of_its_payloads() -> None:
-    result = tasks("encode@gpu all.allreduce decode@gpu", N, SHARED, flat(8), PROFILE, hosts=())
-    assert by_op(result, "all.allreduce")[0].nbytes == pytest.approx(2 * 7 / 8 * SHARED_NBYTES, abs=1)
-    assert by_op(result, "decode@gpu")[0].lanes == (("compute:n0", pytest.approx(2e-6 + 0.0625e-9 * N)),)
-
-
-def test_who_codes_what_a_single_rank_holds() -> None:
-    """Owners take turns, so each has a lane of its own; after a reduce-scatter all ranks code."""
-    cluster = tall(2, 2)
-    assert seconds(tasks("service", N, SPARSE, cluster, PROFILE, owner=1), "cpu:n0.1") > 0
-    path = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
-    assert seconds(tasks(path, N, SPARSE, cluster, PROFILE, owner=1), "cpu:n0") > 0
-
-
-def test_slow_nodes_code_slower_on_their_gpu_and_named_gpus_have_their_own_costs() -> None:
-    nodes = (flat(1).nodes[0], Node("half", 1, "v100", home(), speed=0.5), Node("own", 1, "rtx3060", home()))
-    profile = Profile((*PROFILE.codecs, codec(SPARSE, "rtx3060", 9, 9, 0.02)), PROFILE.server)
-    result = tasks("encode@gpu all.allgather decode@gpu", N, SPARSE, Cluster(nodes), profile, hosts=())
-    assert [t.lanes[0][1] for t in by_op(result, "encode@gpu")] == pytest.approx(
-        [1e-6 + 0.25e-9 * N, 2 * (1e-6 + 0.25e-9 * N), 1e-6 + 9e-9 * N])
-
-
 def test_copies_between_gpu_and_host_and_the_buckets_own_cost() -> None:
     profile = Profile(PROFILE.codecs, PROFILE.server, bucket_s=1e-4, copy=Line(1e-5, 1e-10))
     on_cpu = tasks("service", N, SPARSE, flat(2), profile)
@@ -184,17 +141,6 @@ def test_codecs_of_several_rounds_pay_the_latency_again() -> None:
     assert twice[1].lanes[0][1] - once[1].lanes[0][1] == pytest.approx(6 * 2e-4)
 
 
-def test_error_feedback_costs_what_its_codec_does() -> None:
-    assert bare("error_feedback(topk(0.01))") == bare(SPARSE)
-    prices = Prices(flat(2), PROFILE)
-    assert timed(prices, "service", N, f"error_feedback({SPARSE})") == timed(prices, "service", N, SPARSE)
-
-
-def test_equal_nodes_do_not_make_planning_dearer() -> None:
-    few, many = (Prices(flat(n), PROFILE) for n in (3, 300))
-    assert len(timed(few, "service", N, SPARSE)) == len(timed(many, "service", N, SPARSE))
-
-
 @pytest.mark.parametrize(("cluster", "path", "name", "message"), [
     (flat(2), "service", "int4()", r"int4\(\) on cpu.*E-PLAN-CODEC-COST"),
     (flat(2, device="cpu"), "encode@gpu net.push net.pull decode@cpu", SPARSE, "node n0 .*E-PLAN-PATH"),
@@ -202,13 +148,6 @@ def test_equal_nodes_do_not_make_planning_dearer() -> None:
 def test_what_no_price_can_be_made_of(cluster: Cluster, path: str, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tasks(path, N, name, cluster, PROFILE)
-
-
-def test_servers_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="server 1: .*E-PLAN-INPUT"):
-        tasks("service", N, SPARSE, flat(2), PROFILE, server=1)
-    with pytest.raises(ValueError, match="host 2: .*E-PLAN-INPUT"):
-        tasks("service", N, SPARSE, flat(2), PROFILE, hosts=(2,))
 
 
 def test_ranks_of_one_node_use_no_link() -> None:

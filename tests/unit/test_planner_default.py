@@ -17,15 +17,11 @@ from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
     FIRST_COLLECTIVE_NBYTES,
-    SPREAD_NBYTES,
-    cut,
     fragments_of,
-    shared,
-    spread,
 )
 from commlayer.planner.model import Cluster, Link, Node
 from commlayer.planner.tables import profile_from_tables
-from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
+from commlayer.records import MAX_BUCKET_NBYTES, Bucket, Job, Plan, Slice, Spec, TensorInfo, Timing
 from commlayer.transport.framing import DEFAULT_MAX_NBYTES
 
 SIZES = st.one_of(st.integers(0, 40), st.integers(0, 50_000), st.just(20_000_000))
@@ -76,13 +72,6 @@ def test_small_neighbours_are_fused_and_large_tensors_cut() -> None:
         [(3, 0, 833)], [(3, 833, 1666)], [(3, 1666, 2500)], [(5, 0, 10), (2, 0, 20), (1, 0, 30)], [(0, 0, 60)]]
 
 
-def test_a_tensor_worth_it_is_spread_over_all_servers() -> None:
-    elements = 3 * SPREAD_NBYTES // ELEMENT_NBYTES
-    plan = plan_of(job_of(elements), servers=4, fuse_nbytes=64 << 20, cut_nbytes=64 << 20)
-    assert [b.numel for b in plan.buckets] == [elements // 3] * 3
-    assert len({b.server for b in plan.buckets}) == 3
-
-
 def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -> None:
     job = Job((TensorInfo("w", (4,)), TensorInfo("mean", (3,), buffer=True), TensorInfo("var", (3,), buffer=True)))
     plan = plan_of(job)
@@ -93,37 +82,12 @@ def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -
     assert verify(turned, job) == ["bucket 1: gradients stand behind buffers, which are ready last"]
 
 
-def test_a_full_bucket_is_closed_at_the_mask_of_the_frame_header() -> None:
-    plan = plan_of(job_of(*[1] * (MAX_TENSORS_PER_BUCKET + 1)))
-    assert [len(bucket.slices) for bucket in plan.buckets] == [MAX_TENSORS_PER_BUCKET, 1]
-
-
 def test_collectives_are_large_but_for_the_first() -> None:
     quarter_mib = (1 << 18) // ELEMENT_NBYTES
     plan = plan_of(job_of(*[quarter_mib] * 60), path="allreduce")
     assert [b.numel * ELEMENT_NBYTES for b in plan.buckets] == [FIRST_COLLECTIVE_NBYTES, 14 << 20]
     assert len(plan.buckets[1].slices) == 56
     assert (plan.servers, {b.server for b in plan.buckets}) == (0, {0})
-
-
-@given(st.integers(1, 10_000), st.integers(1, 30))
-def test_cuts_are_nearly_equal_and_gapless(numel: int, count: int) -> None:
-    parts = cut(3, numel, count)
-    assert len(parts) == count
-    assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
-    assert sum(p.numel for p in parts) == numel
-    assert max(p.numel for p in parts) <= min(p.numel for p in parts) + 1
-
-
-@given(st.lists(st.integers(1, 1000)), st.integers(1, 6))
-def test_no_host_gets_more_than_one_size_above_the_least_loaded(sizes: list[int], hosts: int) -> None:
-    chosen = spread(sizes, hosts)
-    loads = [sum(size for size, host in zip(sizes, chosen, strict=True) if host == h) for h in range(hosts)]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
-
-
-def test_equal_loads_are_filled_from_the_lowest_number() -> None:
-    assert spread([5, 1, 1, 5, 5], 3) == [0, 1, 2, 1, 2]
 
 
 def gpt(width: int = 192, layers: int = 4) -> Job:
@@ -159,16 +123,6 @@ def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: floa
     large = job_of(*[1 << 22] * 40)
     one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
     assert one == other, "of a large model what is fused is a small part anyway"
-
-
-def test_servers_get_about_equal_parts_whatever_the_order_of_sizes() -> None:
-    """As of a small transformer: many matrices of one size, and a few larger buckets of what is small."""
-    sizes = [8, 8, 8, 8, 22, 8, 8, 8, 8, 28, 8, 8, 8, 8, 19]
-    for order in (sizes, sizes[::-1], sorted(sizes)):
-        chosen = shared(order, 4)
-        loads = [sum(size for size, host in zip(order, chosen, strict=True) if host == h) for h in range(4)]
-        assert max(loads) < 1.12 * sum(order) / 4
-    assert shared([5] * 6, 3) == [0, 1, 2, 0, 1, 2], "what is ready first keeps all of them busy"
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4, 8])

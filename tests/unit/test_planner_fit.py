@@ -101,16 +101,6 @@ def test_what_is_measured_says_what_a_codec_promises() -> None:
         assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(wrap(parse(cost.codec)))
 
 
-def test_the_tables_promise_what_codecs_keep() -> None:
-    cluster = Cluster((machines.node("n", "cpu", "10g"),))
-    names = [*(t for t in NAMED.values() if t.partition("(")[0] in TABLED), *machines.DEFAULT_CODECS]
-    for cost in machines.profile_from_tables(cluster, names).codecs:
-        mine = promise_of(wrap(parse(cost.codec)))
-        assert (cost.sums, cost.alone, cost.answers) == mine, cost.codec
-
-
-TABLED = ("identity", "fp16", "bf16", "int8", "int4", "onebit", "qsgd", "topk", "randomk",
-          "block_threshold")
 SUMMED, GATHERED = "encode@cpu all.allreduce decode@cpu", "encode@cpu all.allgather decode@cpu"
 PUSHED, FORWARDED = "encode@cpu net.push net.pull decode@cpu", "encode@cpu net.push net.forward decode@cpu"
 ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, True), Promise(False, False, False)

@@ -57,13 +57,6 @@ def test_what_goes_over_a_server_shows_in_the_spelling() -> None:
     assert [over_server(name) == served(parse(name)) for name in ("allreduce", "service")] == [True, True]
 
 
-@pytest.mark.parametrize("name", ["allreduce", "service"])
-def test_the_short_names_are_in_the_tree(name: str) -> None:
-    assert parse(name) in kind("flat") + kind("service")
-    if name == "service":
-        assert parse(name, ranks_per_node=2) in kind("service")
-
-
 def texts(paths: tuple[Path, ...]) -> set[str]:
     return {spell(path) for path in paths}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from msgspec import structs
-from support.planner import DENSE, PROFILE
+from support.planner import DENSE
 from support.plans import closed_form, toy_job
 
-from bench.reference.fifo import timed
 from commlayer.planner import buckets, tables
 from commlayer.planner.costs import Prices
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import Cluster, Link, Node, Policy
+from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.options import Catalog, options
 from commlayer.planner.placement import host_sets, parts
 from commlayer.planner.search import plan
@@ -25,33 +24,10 @@ def machines(*links: str, servers: str = "", device: str = "rtx3060") -> Cluster
     return Cluster((*trained, *(tables.node(f"s{i}", "cpu", link, ranks=0) for i, link in enumerate(servers.split()))), False)
 
 
-def test_equal_links_ask_for_equal_parts_or_one_server() -> None:
-    assert [hosts.parts for hosts in host_sets(machines(*["fiber-100"] * 4))] == [(0.25,) * 4, ()]
-
-
 def test_servers_beside_training_nodes_sum_as_the_closed_form_has_it() -> None:
     other, own, _ = closed_form(4, 2)
     _, fitted, _ = host_sets(machines(*["10g"] * 4, servers="10g 10g"))
     assert fitted.parts == pytest.approx([own] * 4 + [other] * 2)
-
-
-def test_who_has_nothing_to_spare_hosts_nothing() -> None:
-    _, fitted, fastest = host_sets(machines(*["fiber-100"] * 6, "fiber-1000", "fiber-1000"))
-    assert (fitted.places, fitted.parts) == ((6, 7), (0.5, 0.5))
-    assert fastest.places == (6,)
-
-
-def test_transfers_and_sums_by_parts() -> None:
-    """n0 has half of the sums: it sends half of its own payload, and receives half of the two others'."""
-    nodes = tuple(Node(f"n{i}", 1, "cpu", Link(1e9 * (2 - (i > 0)), 1e9, 1e-4)) for i in range(3))
-    result = timed(Prices(Cluster(nodes), PROFILE, range(3), spread=(0.5, 0.25, 0.25)), "service", 10**6, DENSE)
-    sent_s = (16 + 4e6) * 8 / 1e9
-    first, others = (dict(task.lanes) for task in result if task.op == "net.push")
-    assert first == pytest.approx({"up:n0": 0.5 * sent_s / 2, "down:n1": 0.25 * sent_s})
-    assert others == pytest.approx({"up:n1": 0.75 * sent_s, "down:n0": 2 * 0.5 * sent_s, "down:n1": 0.25 * sent_s})
-    added = {lane: sum(dict(task.lanes).get(lane, 0.0) for task in result if task.op == "server.add") for lane in
-             ("server:n0", "server:n1")}
-    assert added["server:n0"] == pytest.approx(2 * added["server:n1"], rel=0.01)
 
 
 def test_what_is_written_keeps_the_parts() -> None:
@@ -75,13 +51,6 @@ def test_two_fast_links_share_what_one_could_not_carry() -> None:
     even = Cluster(tuple(structs.replace(node, link=tables.link("fiber-100")) for node in cluster.nodes), False)
     assert result.step_s < 0.7 * plan(toy_job(), alone, None, DENSE_ONLY).step_s
     assert result.step_s < 0.7 * plan(toy_job(), even, None, DENSE_ONLY).step_s
-
-
-@pytest.mark.parametrize("nodes", [49, 50, 51, 64, 128])
-def test_many_equal_hosts_are_all_worth_a_server(nodes: int) -> None:
-    """The part of one of many is small, as all parts are."""
-    evenly, fastest = host_sets(machines(*["fiber-1000"] * nodes))
-    assert (len(evenly.places), len(fastest.places)) == (nodes, 1)
 
 
 @pytest.mark.nightly

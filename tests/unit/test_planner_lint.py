@@ -52,15 +52,6 @@ def test_a_broken_bucket_is_named_with_the_rule(fields: dict[str, object], messa
     assert all(line.startswith("bucket 1: ") for line in problems), "and nothing else is blamed"
 
 
-def test_all_problems_are_told_at_once() -> None:
-    broken = edited(0, path="allreduce", codec="topkk()")
-    far = structs.replace(broken.buckets[2], server=99)
-    broken = structs.replace(broken, buckets=(*broken.buckets[:2], far, *broken.buckets[3:]))
-    problems = lint(broken, toy_job(), HOMES, None, spelled)
-    assert {line.split(":")[0] for line in problems} == {"bucket 0", "bucket 2"}
-    assert len(problems) >= 4
-
-
 def test_a_sound_plan_has_no_problems() -> None:
     assert lint(PLAN, toy_job(), HOMES, tables.profile_from_tables(HOMES), spelled) == []
     assert lint(PLAN) == []

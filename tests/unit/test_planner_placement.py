@@ -37,16 +37,6 @@ def test_published_examples(n: int, k: int, passes: float) -> None:
     assert closed_form(n, k)[2] == pytest.approx(passes, abs=5e-4)
 
 
-def test_more_others_than_training_nodes_add_nothing() -> None:
-    assert shares(cluster([BPS] * 4, [BPS] * 9), M).seconds == pytest.approx(8 * M / BPS)
-
-
-def test_without_servers_on_training_nodes_it_is_a_plain_parameter_server() -> None:
-    for k in (1, 2, 6):
-        expected = 8 * M / BPS * max(1, 4 / k)
-        assert shares(cluster([BPS] * 4, [BPS] * k, hosting=False), M).seconds == pytest.approx(expected)
-
-
 def busy_s(nodes: Cluster, owned: list[float]) -> float:
     """By the definition, node by node."""
     n = sum(1 for node in nodes.nodes if node.ranks)
@@ -95,9 +85,3 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
 def test_what_cannot_be_placed(nodes: Cluster, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shares(nodes)
-
-
-@pytest.mark.parametrize("weights", [[], [0.0], [-1.0, 2.0], [float("nan")], [float("inf")]])
-def test_weights_that_say_nothing(weights: list[float]) -> None:
-    with pytest.raises(ValueError, match="weights of servers.*E-PLAN-INPUT"):
-        assign([1, 2], weights)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from commlayer.planner import default_plan, lower, verify
-from commlayer.planner.tree import kind, parse, spell
+from commlayer.planner.tree import kind, spell
 from commlayer.records import Bucket, Job, Plan, TensorInfo
 
 JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,)), TensorInfo("d", (4001,))))
@@ -41,22 +41,6 @@ def test_servers_of_several_ranks(path: str) -> None:
         assert max(loads) - min(loads) <= len(before.buckets)
     else:
         assert len(lowered.buckets) == len(before.buckets)
-
-
-@pytest.mark.parametrize(("path", "text"), [("all.allreduce", "allreduce"), ("allreduce", "allreduce"), ("service", "service"),
-                                            ("all.reduce_scatter all.allgather", "all.reduce_scatter all.allgather")])
-def test_short_names(path: str, text: str) -> None:
-    assert {b.path for b in lower(plan(path, 1)).buckets} == {text}
-
-
-def test_what_is_low_stays() -> None:
-    low = plan("service", 2)
-    assert lower(low) is low
-    assert lower(lower(plan(spell(parse("service")), 1))) == lower(plan(spell(parse("service")), 1))
-
-
-def test_quantised_sums_are_forwarded_whole() -> None:
-    assert {b.down for b in lower(plan("encode@cpu net.push net.forward decode@cpu", 1, "int8()")).buckets} == {"identity()"}
 
 
 def test_one_place_to_code() -> None:

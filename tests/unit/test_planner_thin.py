@@ -6,19 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from msgspec import structs
 from support.learning import learnt
 from support.loopback import Hub
 from support.planner import at
 
-from commlayer.autotune.measuring import _nonzero, filled_of
+from commlayer.autotune.measuring import filled_of
 from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
-from commlayer.planner.buckets import default_plan, fused
+from commlayer.planner.buckets import default_plan
 from commlayer.planner.model import Policy
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import simulate
-from commlayer.planner.tensors import SPARSE_AT_MOST, full, is_sparse, keeps_zeros, nonzero_numel, sent_numel
+from commlayer.planner.tensors import keeps_zeros, sent_numel
 from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
@@ -56,15 +55,6 @@ def test_what_is_known_of_zeros_shortens_the_step_and_the_way_to_a_loss() -> Non
     assert seeing.step_s * seeing.steps_high < 0.8 * blind.step_s * blind.steps_high
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_zeros_are_counted_on_only_where_they_stay_out_of_what_is_sent(ranks: int) -> None:
-    """Without a server there are all-reduces, and inside a node of several ranks as well."""
-    machines = at(100e6)
-    nodes = (structs.replace(node, ranks=ranks, server=ranks > 1, intra_bps=1e10) for node in machines.nodes)
-    machines = structs.replace(machines, nodes=tuple(nodes))
-    assert plan(THIN, machines, learnt(machines), EXACT).buckets == plan(job(), machines, learnt(machines), EXACT).buckets
-
-
 def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> None:
     machines = at(2e6)
     result = plan(THIN, machines, learnt(machines), FREE)
@@ -91,27 +81,6 @@ def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: s
     assert sent_numel(result, one, job()) == ROWS * WIDTH
     dense = bucket(codec, path, down, tensor=1)
     assert sent_numel(result, dense, THIN) == DENSE
-
-
-def test_which_tensors_are_thin() -> None:
-    edge = job((SPARSE_AT_MOST, 1.0, 0.0))
-    assert is_sparse(edge, 0)
-    assert not is_sparse(edge, 2), "a small one is worth no bucket"
-    assert not is_sparse(job((SPARSE_AT_MOST + 0.01, 1.0, 1.0)), 0)
-    assert not is_sparse(job(), 0)
-    assert nonzero_numel(job((0.0, 1.0, 1.0)), (Slice(0, 0, 64),)) == 1
-    assert full(THIN) == job()
-    assert full(job()) == job()
-
-
-def test_thin_and_dense_tensors_are_not_fused() -> None:
-    infos = tuple(TensorInfo(f"t{i}", (1 << 12,)) for i in range(4))
-    timing = Timing((0.1,) * 4, (0.0,) * 4, 0.1, 0.05)
-    together = list(fused(Job(infos, timing=timing), 1 << 20, 1 << 20, 1 << 22, 1, False))
-    thin = structs.replace(timing, filled=(1.0, 1.0, 0.1, 0.1))
-    apart = list(fused(Job(infos, timing=thin), 1 << 20, 1 << 20, 1 << 22, 1, False))
-    assert [[s.tensor for s in group] for group in together] == [[3, 2, 1, 0]]
-    assert [[s.tensor for s in group] for group in apart] == [[3, 2], [1, 0]]
 
 
 @pytest.mark.parametrize("filled", [(1.0,), (1.5, 1.0, 1.0), (-0.1, 1.0, 1.0), (float("nan"), 1.0, 1.0)])
@@ -154,18 +123,3 @@ def test_where_an_answer_lies_in_the_place_of_the_gradient_it_is_of_all(codec: s
     answered = after_a_step(codec, rows(1, 3, 50, 77, 100, 130, 200, 255))
     assert all(bucket.x.data_ptr() == bucket.y.data_ptr() for bucket in answered.buckets)
     assert filled_of(answered, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
-
-
-def test_who_had_nothing_to_give_knows_nothing() -> None:
-    assert filled_of(after_a_step("error_feedback(int4())", rows()), 4) == (), "no row was named"
-    assert filled_of(after_a_step("error_feedback(int4())", rows(3), weight=0.0), 4) == (), "no samples"
-
-
-def test_columns_that_are_always_zero_do_not_make_a_matrix_thin() -> None:
-    """Chunks are looked at with an odd stride."""
-    x = torch.ones(4096, 1024)
-    x[:, :16] = 0.0
-    assert _nonzero(x.view(-1)) > 0.9
-    x = torch.zeros(1 << 20, 16)
-    x[12345] = 1.0
-    assert 0 < _nonzero(x.view(-1)) < 0.001, "few rows may lie between those that are looked at"

@@ -11,7 +11,7 @@ from support.plans import toy_job
 
 from commlayer.cluster.server_codecs import CodecOps
 from commlayer.codec_spec import parse_spec
-from commlayer.compressors import codec_of, fp16, identity, int8, parse, topk, two_way, wrap
+from commlayer.compressors import codec_of, fp16, identity, int8, parse, topk, two_way
 from commlayer.config import Config
 from commlayer.engine import plan_choice
 from commlayer.engine.plan_choice import unsuited
@@ -71,6 +71,7 @@ def test_auto_begins_within_its_budget_without_a_loss_model(
 
 
 # ---- a codec as text
+
 
 @pytest.mark.parametrize("text", ["fp16()", "fp16", "topk(0.05)", " int8( block = 64 ) ", "error_feedback(topk(ratio=0.01))"])
 def test_a_plan_may_be_a_codecs_spelling(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,12 +148,6 @@ def test_matrices_keep_their_shape_at_the_default_limits(model: str, codec: str)
     sent = sum(codec_of(b).bound(b.spec) for b in result.buckets)
     assert sent < 0.15 * 4 * job.numel, "a payload of either round, headers included"
     assert max(b.numel for b in result.buckets) * 4 <= MAX_BUCKET_NBYTES
-
-
-def test_other_codecs_are_cut_and_fused_as_before() -> None:
-    result = asked_for("topk(0.01)", MODELS["matrices above the cut"])
-    assert max(b.numel for b in result.buckets) * 4 <= Config().cut_nbytes
-    assert {b.codec for b in result.buckets} == {str(wrap(topk(0.01)))}
 
 
 def test_planned_buckets_are_matrices_where_they_can_be() -> None:
