@@ -1,6 +1,6 @@
 """Writes the pages of docs/reference that come from the code: api.md, cli.md, settings.md and errors.md.
 
-`make docs` runs `python docs/generate.py`. tests/unit/test_reference_pages.py fails while a page is not current.
+`make docs` runs `python docs/generate.py`. tests/unit/test_docs.py fails while a page is not current.
 """
 
 from __future__ import annotations

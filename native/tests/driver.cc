@@ -1,5 +1,5 @@
 // Drives every function of commlayer.h under sanitizers: memory of exactly the stated size, any alignment, damaged bytes.
-// Values are the property tests' affair (tests/unit/test_native_laws.py); here a wrong access must show.
+// Values are the property tests' affair (tests/unit/test_native.py); here a wrong access must show.
 #include "commlayer.h"
 #include "kit.h"
 

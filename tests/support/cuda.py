@@ -19,13 +19,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from oracle import codec_kernels as reference
 
 from commlayer.compressors.device import kernels as device
 from commlayer.engine.buckets import BucketMemory
 from commlayer.gpu import launch
 from commlayer.gpu.launch import Argument, Launcher
-from support.native_builds import bits, core
+from support import native_builds
+from support.native_builds import bits
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = ROOT / "tests" / "cuda_shim"
@@ -161,9 +161,9 @@ Run = Callable[[ModuleType, Callable[[np.ndarray], torch.Tensor]], list[bytes]]
 
 
 def same(run: Run, seed: int = 0, resident: int = 3) -> list[bytes]:
-    """What run(module, there) gives on all three; `there` puts an array where the module works, as a copy."""
-    result = run(core, here)
-    assert run(reference, here) == result, "reference and native differ"
+    """What run(module, there) gives, the same for all bodies of the native core, the reference and the device; `there` puts an
+    array where the module works, as a copy."""
+    result: list[bytes] = native_builds.same(lambda module: run(module, here))
     with running(seed, resident):
         assert run(device, there) == result, "device and native differ"
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import codecs as kit
 
-from commlayer.compressors import Codec, error_feedback, parse, restore, seed, snapshot
+from commlayer.compressors import (
+    Codec,
+    bf16,
+    error_feedback,
+    fp16,
+    identity,
+    int8,
+    kernels,
+    parse,
+    restore,
+    seed,
+    snapshot,
+    topk,
+    wrap,
+)
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.errors import CorruptFrame
 from commlayer.records import Spec
 
 each = pytest.mark.parametrize("codec", kit.EACH.values(), ids=kit.EACH)
@@ -223,3 +240,259 @@ def test_extreme_input_is_coded_or_flagged(codec: Codec, values: list[float]) ->
         assert not finite or bool(torch.isfinite(x).all())
         if "residual" in state:
             assert bool(torch.isfinite(kit.residual(state)).all())
+
+
+# ---- Error feedback: fused equals general, an abandoned step leaves no trace, a restored state goes on bit for bit
+
+WRAPPED = [error_feedback(codec) for codec in kit.PLAIN]
+
+
+@pytest.mark.parametrize("codec", WRAPPED, ids=str)
+@pytest.mark.parametrize("n", [1, 700, 20_011])
+def test_undo_leaves_what_was_owed_before_and_only_once(codec: Codec, n: int) -> None:
+    state = codec.init(Spec((n,)))
+    out = kit.room(codec, Spec((n,)))
+    codec.undo(state, torch.zeros(n))
+    assert not kit.residual(state).any()
+    for step in range(4):
+        codec.start(kit.noise(n, 20 + step), state, out)
+        x, wanted = kit.noise(n, step), kit.residual(state)
+        codec.start(x, state, out)
+        codec.undo(state, x)
+        torch.testing.assert_close(kit.residual(state), wanted, rtol=1e-6, atol=1e-6)
+        once = kit.residual(state)
+        codec.undo(state, x)
+        assert torch.equal(kit.residual(state), once)
+
+
+def test_a_sum_that_overflows_leaves_the_server_as_it_was() -> None:
+    codec = error_feedback(topk(ratio=0.5, values="fp32"))
+    cluster = kit.Cluster(codec, Spec((100,)), 2)
+    cluster.step([kit.noise(100), kit.noise(100, 1)])
+    before = kit.residual(cluster.server)
+    huge = torch.full((100,), 3e38)
+    cluster.step([huge, huge])
+    assert cluster.finite == [False, False]
+    cluster.undo()
+    assert torch.equal(kit.residual(cluster.server), before)
+    assert bool(kit.residual(cluster.states[0]).isfinite().all())
+    assert not bool((kit.residual(cluster.states[0]) > 1.0).any()), "nothing enormous stays behind"
+
+
+def test_restore_names_what_does_not_fit() -> None:
+    codec = error_feedback(topk())
+    state = codec.init(Spec((10,)))
+    good = snapshot(state)
+    with pytest.raises(ValueError, match=r"\['residual'\].*\['rest'\].*E-CODEC-STATE"):
+        restore(state, {**{k: v for k, v in good.items() if k != "residual"}, "rest": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"residual: .*\(11,\).*\(10,\).*E-CODEC-STATE"):
+        restore(state, {**good, "residual": torch.ones(11)})
+    assert not kit.residual(state).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("residual", float("nan"), "not finite"),
+        ("residual", float("inf"), "not finite"),
+        ("inner.slope", 0.0, "is 0.0.*0.5 to 40.0"),
+        ("inner.slope", -4.0, "is -4.0.*0.5 to 40.0"),
+        ("inner.slope", float("nan"), "not finite"),
+        ("inner.threshold", -1.0, "is -1.0.*0.0 to 3.4"),
+        ("inner.trend", 100.0, "is 100.0.*-0.5 to 0.5"),
+        ("inner.doubt", -1.0, "is -1.0.*0.0 to 0.25"),
+        ("inner.step", -1, "is -1.* 0 to"),
+    ],
+)
+def test_restore_refuses_numbers_that_no_step_makes(name: str, value: float, words: str) -> None:
+    codec = error_feedback(topk())
+    state = codec.init(Spec((20_000,)))
+    kit.encode(codec, kit.noise(20_000), state)
+    before, bad = snapshot(state), snapshot(state)
+    bad[name] = np.zeros_like(bad[name])
+    bad[name].reshape(-1)[-1] = value
+    with pytest.raises(ValueError, match=f"codec state {name}: .*{words}.*E-CODEC-STATE"):
+        restore(state, bad)
+    assert all(np.array_equal(value, before[path]) for path, value in snapshot(state).items())
+
+
+def test_wrap_adds_feedback_where_it_is_needed() -> None:
+    assert wrap(topk()) == error_feedback(topk())
+    assert wrap(int8()) == error_feedback(int8())
+    assert wrap(identity()) == identity()
+    assert wrap(error_feedback(topk())) == error_feedback(topk())
+    with pytest.raises(ValueError, match="error_feedback: inner is error_feedback.*E-CODEC-ARGUMENT"):
+        error_feedback(error_feedback(topk()))
+    with pytest.raises(ValueError, match="error_feedback: inner is topk, .*E-CODEC-ARGUMENT"):
+        error_feedback("topk")  # type: ignore[arg-type]
+
+
+# ---- Numbers at the edges of their formats: denormals flushed to zero, casts that overflow, scales near the largest float
+
+MOST = torch.finfo(torch.float32).max
+NARROW = [error_feedback(fp16()), error_feedback(topk(ratio=0.5, values="fp16"))]
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    """As torch.set_flush_denormal(True) leaves a training process."""
+    torch.ones(1 << 20).add_(1)  # torch's own threads start now: they would keep the mode of the thread that starts them
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("flushing")
+@pytest.mark.parametrize("codec", kit.CODECS, ids=str)
+@pytest.mark.parametrize("backend", kit.AVAILABLE)
+@pytest.mark.parametrize("n", [300, 20_011])
+def test_codecs_work_where_denormals_are_flushed(codec: Codec, backend: str, n: int) -> None:
+    """Fewer entries that are not zero than topk wants, denormals among them: what is put in is what comes out and is kept."""
+    with kit.use(backend):
+        cluster = kit.Cluster(codec, Spec((n,)), 2)
+        put, got = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+        for step in range(4):
+            x = torch.zeros(n)
+            x[[3, n // 2]] = torch.tensor([1.5, -0.25]) * (step + 1)
+            x[n - 1] = 3e-39
+            put += 2 * x.double()
+            got += cluster.step([x, x])[0].double()
+            assert cluster.finite == [True, True]
+        if not kit.coarse(codec):
+            torch.testing.assert_close(got + cluster.kept(), put, rtol=1e-2, atol=1e-30)
+
+
+@pytest.mark.parametrize("codec", [*NARROW, error_feedback(bf16())], ids=str)
+def test_what_a_cast_cannot_hold_is_sent_bit_by_bit(codec: Codec) -> None:
+    """One huge entry is cut to the format's largest number and follows in the next steps; no step is flagged."""
+    n, most = 1000, 3.3e38 if "bf16" in str(codec) else 65504.0
+    state, spike = codec.init(Spec((n,))), 3.4e38 if "bf16" in str(codec) else 1e5
+    x, total = torch.zeros(n), torch.zeros(n, dtype=torch.float64)
+    x[7] = spike
+    for step in range(3):
+        out = torch.empty(n)
+        assert codec.decode(kit.encode(codec, x if step == 0 else torch.zeros(n), state), state, out)
+        total += out.double()
+        assert step or float(out[7]) >= most
+    assert float(total[7]) == pytest.approx(spike, rel=1e-3)
+
+
+@pytest.mark.parametrize("codec", NARROW, ids=str)
+def test_a_sum_that_a_cast_cannot_hold_stays_at_the_server(codec: Codec) -> None:
+    n = 100
+    cluster = kit.Cluster(codec, Spec((n,)), 3)
+    x = torch.zeros(n)
+    x[7] = 60000.0
+    sums = cluster.step([x] * 3)[0].double()
+    assert cluster.finite == [True] * 3
+    assert float(sums[7]) == 65504.0
+    for _ in range(3):
+        sums += cluster.step([torch.zeros(n)] * 3)[0].double()
+        assert cluster.finite == [True] * 3
+    assert float(sums[7]) == pytest.approx(180_000, rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", kit.AVAILABLE)
+@pytest.mark.parametrize("codec", [int8(block=16), topk(ratio=1.0)], ids=str)
+def test_the_largest_numbers_lose_nothing(codec: Codec, backend: str) -> None:
+    wrapped, n = error_feedback(codec), 40
+    with kit.use(backend):
+        state = wrapped.init(Spec((n,)))
+        x = torch.linspace(-1, 1, n) * MOST
+        out = torch.empty(n)
+        assert wrapped.decode(kit.encode(wrapped, x, state), state, out)
+        assert bool(torch.isfinite(out).all())
+        torch.testing.assert_close(out.double() + kit.residual(state).double(), x.double(), rtol=0, atol=1e-7 * MOST)
+
+
+def test_no_byte_of_an_int8_payload_decodes_to_infinity() -> None:
+    """The largest scale that is allowed, with the q that no encoder writes; and the scales beyond it."""
+    payload = bytearray(kit.encode(int8(block=4), torch.ones(4), {}))
+    payload[16:24] = struct.pack("<f4b", kernels.MOST_SCALE, -128, 127, -127, 0)
+    out = kit.decoded(int8(block=4), bytes(payload), 4)
+    assert out.tolist()[0] == -MOST
+    for scale in (np.nextafter(kernels.MOST_SCALE, np.float32(np.inf)), -1.0, float("nan"), float("inf")):
+        payload[16:20] = struct.pack("<f", scale)
+        with pytest.raises(CorruptFrame, match="scale.*E-PAYLOAD"):
+            int8(block=4).decode(bytes(payload), {}, out)
+
+
+@pytest.mark.parametrize("codec", [identity(), fp16(), bf16()], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_dense_body_that_is_not_finite_counts_as_flagged(codec: Codec, bad: float, fed: bool) -> None:
+    n = 40
+    kind = {"identity": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[codec.name]  # type: ignore[attr-defined]
+    payload = bytearray(kit.encode(codec, kit.noise(n), codec.init(Spec((n,)))))
+    at = 16 + 11 * kind.itemsize
+    payload[at : at + kind.itemsize] = torch.tensor([bad]).to(kind).view(torch.uint8).numpy().tobytes()
+    outer = error_feedback(codec) if fed else codec
+    state, out = outer.init(Spec((n,))), torch.zeros(n)
+    assert outer.decode(bytes(payload), state, out) is False
+    assert bool(torch.isnan(out).all())
+    acc, server = outer.zeros(Spec((n,)), 0), outer.init_server(Spec((n,)))
+    result = kit.room(outer, Spec((n,)))
+    good = kit.encode(codec, kit.noise(n), {})
+    for order in ([payload, good], [good, payload], [payload, payload]):
+        for i, one in enumerate(order):
+            outer.add(0, bytes(one), acc, first=i == 0)
+        assert not outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
+    assert "residual" not in server or bool(torch.isfinite(kit.residual(server)).all())
+    outer.add(0, good, acc, first=True)
+    assert outer.decode(result[: outer.emit(0, acc, server, result)], state, out)
+
+
+# ---- Tensors and states that are not what a codec's state was made for: ValueError naming both sides, and nothing c
+
+SPEC = Spec((64, 50))
+WRONG: dict[str, torch.Tensor] = {
+    "float64 of shape (3200,)": torch.zeros(3200, dtype=torch.float64),
+    "bfloat16 of shape (3200,)": torch.zeros(3200, dtype=torch.bfloat16),
+    "float32 of shape (3100,)": torch.zeros(3100),
+    "float32 of shape (3300,)": torch.zeros(3300),
+    "float32 of shape (64, 50)": torch.zeros(64, 50),
+    "not contiguous": torch.zeros(6400)[::2],
+    "on meta": torch.zeros(3200, device="meta"),
+}
+FEEDBACK = [parse(text) for text in (
+    "error_feedback(int8())", "error_feedback(fp16())", "error_feedback(topk(ratio=0.1))", "error_feedback(powersgd(rank=2))",
+    "momentum(error_feedback(int8()))",
+)]
+PLAIN = [parse(text) for text in (
+    "topk(ratio=0.1)", "topk(ratio=0.1, exact=True)", "block_threshold(ratio=0.1)", "randomk(ratio=0.1)", "powersgd(rank=2)",
+)]
+
+
+@pytest.mark.parametrize("report", WRONG)
+@pytest.mark.parametrize("codec", FEEDBACK + PLAIN, ids=str)
+def test_input_of_another_kind(codec: Codec, report: str) -> None:
+    state, out = codec.init(SPEC), kit.room(codec, SPEC)
+    codec.start(kit.noise(3200), state, out)
+    before = snapshot(state)
+    with pytest.raises(ValueError, match="x is .*of 3200 elements.*E-CODEC-INPUT") as caught:
+        codec.start(WRONG[report], state, out)
+    assert report in str(caught.value)
+    after = snapshot(state)
+    assert all(np.array_equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("report", WRONG)
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
+def test_output_of_another_kind(codec: Codec, report: str) -> None:
+    cluster = kit.Cluster(codec, SPEC, 1)
+    cluster.step([kit.noise(3200)])
+    with pytest.raises(ValueError, match="out is .*of 3200 elements.*E-CODEC-INPUT") as caught:
+        codec.decode(cluster.result, cluster.states[0], WRONG[report])
+    assert report in str(caught.value)
+
+
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
+def test_a_state_of_another_spec_or_type_is_refused(codec: Codec) -> None:
+    state, other = codec.init(SPEC), codec.init(Spec((32, 101)))
+    with pytest.raises(ValueError, match=r"codec state \S+: got float32 of shape \(.*\).* \(.*\).*E-CODEC-STATE"):
+        restore(other, snapshot(state))
+    for name, value in snapshot(state).items():
+        wrong = np.dtype(np.float64 if value.dtype != np.float64 else np.float32)
+        with pytest.raises(ValueError, match=rf"codec state {name}: got {wrong}.* {value.dtype}.*E-CODEC-STATE"):
+            restore(codec.init(SPEC), {**snapshot(state), name: value.astype(wrong)})

@@ -1,21 +1,43 @@
-"""A codec's spelling as a value: the same for all ways to write it, and what it says agrees with the codec that it spells."""
+"""A codec's spelling: the same for all ways to write it, nestings, prices, and what is refused."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
+from support import codecs as kit
 
 from commlayer.codec_spec import RULES, spec_error
-from commlayer.compressors import parse, wrap
+from commlayer.compressors import (
+    Codec,
+    codec_of,
+    error_feedback,
+    fallback,
+    identity,
+    int8,
+    kernels,
+    momentum,
+    onebit,
+    parse,
+    qsgd,
+    seed,
+    topk,
+    two_way,
+    wrap,
+)
+from commlayer.compressors.feedback import in_updates
 from commlayer.compressors.plan_codecs import FACTORIES
+from commlayer.compressors.state import SERVER
 from commlayer.engine.plan_choice import promise_of
 from commlayer.errors import InvalidInput
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, Policy
 from commlayer.planner.search import plan
 from commlayer.planner.tables import node, profile_from_tables
-from commlayer.records import Spec
+from commlayer.records import Bucket, Slice, Spec
 
 NUMEL = 1 << 20
 PRICED = (
@@ -95,3 +117,153 @@ def toy():  # type: ignore[no-untyped-def]
     from support.plans import toy_job
 
     return toy_job()
+
+
+# ---- Codecs inside codecs, as a plan may spell them: each nesting is refused in one line, or works as its parts do
+
+SPEC = Spec((700,))
+WORKERS = 2
+LEAVES = (
+    "identity()", "fp16()", "int8(block=64)", "qsgd(block=64, levels=127)", "onebit(block=64)", "topk(ratio=0.1)",
+    "topk(ratio=0.1, values='fp32')", "block_threshold(ratio=0.2)", "randomk(ratio=0.2)", "powersgd(rank=2)",
+    "powersgd(rank=2, shapes=((20, 30), (10, 10)))",
+)
+WRAPPERS = (
+    "error_feedback({})", "momentum({})",
+)
+
+
+def spellings(depth: int) -> list[str]:
+    inner = spellings(depth - 1) if depth else []
+    return [*LEAVES, *(wrapper.format(text) for wrapper in WRAPPERS for text in inner)]
+
+
+def refusal(text: str) -> str:
+    """Why a spelling is refused; empty if it is not."""
+    try:
+        parse(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+WHY = {text: refusal(text) for text in spellings(2)}
+ACCEPTED = {str(codec): codec for codec in (wrap(parse(text)) for text, why in WHY.items() if not why)}
+
+
+def residuals(state: Mapping[str, Any]) -> torch.Tensor:
+    parts = [residuals(part) for part in state.values() if isinstance(part, dict)]
+    mine = [kit.residual(state).double()] if "residual" in state else []
+    return sum([*parts, *mine], torch.zeros(SPEC.numel, dtype=torch.float64))
+
+
+def seeded(codec: Codec) -> kit.Cluster:
+    cluster = kit.Cluster(codec, SPEC, WORKERS)
+    for rank, state in enumerate(cluster.states):
+        seed(state, "job", 0, rank)
+    seed(cluster.server, "job", 0, SERVER)
+    return cluster
+
+
+def owed_after(codec: Codec, steps: int = 4, bad: int = 2) -> torch.Tensor:
+    """What the steps put in, less what came out and what is kept; step `bad` is not finite, undone, and puts in nothing."""
+    cluster, put, got = seeded(codec), torch.zeros(700, dtype=torch.float64), torch.zeros(700, dtype=torch.float64)
+    for step in range(steps):
+        xs = [kit.noise(700, 10 * step + i) * (1 + i) for i in range(WORKERS)]
+        if step == bad:
+            xs[1][5] = float("nan")
+        else:
+            put += sum(x.double() for x in xs)
+        sums = cluster.step(xs)
+        assert cluster.finite == [step != bad] * WORKERS
+        if step == bad:
+            cluster.undo()
+        else:
+            assert all(torch.equal(sums[0], one) for one in sums)
+            got += sums[0].double()
+    return put - got - sum((residuals(state) for state in [*cluster.states, cluster.server]), torch.zeros(700))
+
+
+@pytest.mark.parametrize("codec", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_is_accepted_sums_and_skips(codec: Codec) -> None:
+    assert parse(str(codec)) == codec
+    assert not codec.biased
+    lost = owed_after(codec)
+    if str(codec).startswith("error_feedback"):
+        assert float(lost.abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("down", ["int8(block=64)", "topk(ratio=1.0, values='fp32')", "topk(ratio=0.3)"])
+@pytest.mark.parametrize("up", ["topk(ratio=0.2)", "momentum(int8(block=64))"])
+def test_wrapped_codecs_up_and_another_down(up: str, down: str) -> None:
+    lost = owed_after(two_way(wrap(parse(up)), wrap(parse(down))))
+    if "momentum" not in up and "dgc" not in up:
+        assert float(lost.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(("up", "down", "says"), [
+    ("randomk()", "int8()", "up is error_feedback.randomk"),
+    ("int8()", "randomk()", "down is error_feedback.randomk"),
+])
+def test_what_cannot_be_two_way_is_refused(up: str, down: str, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"two_way: {says}\b.*E-CODEC-ARGUMENT"):
+        two_way(wrap(parse(up)), wrap(parse(down)))
+
+
+@pytest.mark.parametrize(("by_node", "says"), [
+    (("topk(ratio=0.1)", "topk(ratio=0.2)"), "ratio=0.2.* larger .*ratio=0.1"),
+    (("topk(ratio=0.1)", "topk(ratio=0.05, values='fp16')"), "'fp16'.* does not read"),
+    (("topk(ratio=0.1)", "int8()"), "does not read"),
+    (("topk(ratio=0.1)", "error_feedback(topk(ratio=0.1), lr_correction=True)"), "does not read"),
+])
+def test_a_server_must_read_every_nodes_codec(by_node: tuple[str, ...], says: str) -> None:
+    bucket = Bucket(3, (Slice(0, 0, 700),), "service", "topk(ratio=0.1)", by_node=by_node)
+    for number in (None, 0, 1):
+        with pytest.raises(ValueError, match=f"bucket 3: by_node has .*{says}.*E-PLAN-BY-NODE"):
+            codec_of(bucket, number)
+
+
+# ---- Momentum, low rank in a fused bucket, and how wrappers nest; the laws of every codec are in test_codec_laws.py
+
+SPEC_MOMENTUM = Spec((60, 50))
+N = SPEC_MOMENTUM.numel
+
+
+def test_momentum_is_that_of_sgd() -> None:
+    cluster = kit.Cluster(momentum(identity(), 0.9), SPEC_MOMENTUM, 1)
+    weight = torch.zeros(N, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    applied = torch.zeros(N)
+    for step in range(5):
+        x = kit.noise(N, step)
+        weight.grad = x.clone()
+        optimizer.step()
+        applied -= cluster.step([x])[0]
+    torch.testing.assert_close(applied, weight.detach())
+
+
+def test_feedback_goes_inside_what_accumulates() -> None:
+    assert wrap(momentum(topk())) == momentum(error_feedback(topk()))
+    assert wrap(momentum(momentum(int8()), 0.5)) == momentum(momentum(error_feedback(int8())), 0.5)
+    assert wrap(momentum(qsgd())) == momentum(qsgd())
+
+
+def test_units() -> None:
+    on = error_feedback(int8(), lr_correction=True)
+    assert in_updates(on)
+    assert in_updates(momentum(on))
+    assert not in_updates(error_feedback(int8()))
+    assert "lr_correction" not in str(error_feedback(int8())), "plans from before there was a choice"
+
+
+# ---- The fallback in numpy gives the bytes, results and residuals of the native core, and refuses other codecs
+
+def test_other_codecs_are_refused_in_one_line() -> None:
+    with kernels.use(fallback):
+        with pytest.raises(InvalidInput, match="randomk.* needs the native core") as caught:
+            codec_of(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))
+        assert caught.value.code == "E-CODEC-BACKEND"
+        state = onebit().init(Spec((64,)))
+        with pytest.raises(InvalidInput) as caught:
+            onebit().start(torch.ones(64), state, kit.room(onebit(), Spec((64,))))
+        assert caught.value.code == "E-CODEC-BACKEND"

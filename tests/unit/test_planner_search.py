@@ -1,33 +1,53 @@
-"""Plans: legal, reproducible, within their limits, between the bound and the dense plan, and as good as trying everything."""
+"""Plans: legal, reproducible, within their limits, as good as trying everything; local steps in fragments; sparse gradients."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 from oracle.schedule import PortableSchedule
+from support.attached import assert_refused, outcome
+from support.codecs import NAMED
 from support.learning import learnt
-from support.planner import random_space
+from support.loopback import Hub
+from support.planner import at, price, random_space
 from support.plans import cluster, toy_job
 
 from commlayer import records
-from commlayer.engine.plan_choice import unsuited
-from commlayer.planner import choices
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measuring import filled_of
+from commlayer.compressors import codec_of, parse
+from commlayer.compressors.feedback import wrap
+from commlayer.engine.plan_choice import promise_of, unsuited
+from commlayer.engine.worker import Worker
+from commlayer.planner import choices, default_plan, verify
+from commlayer.planner import tables as machines
+from commlayer.planner.buckets import fragments_of
 from commlayer.planner.choices import search, uniform
-from commlayer.planner.costs import plan_excess
+from commlayer.planner.convergence import Recipe, excess
+from commlayer.planner.costs import Prices, hidden, plan_excess
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Policy
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower
 from commlayer.planner.search import plan
-from commlayer.planner.simulation import simulate
+from commlayer.planner.simulation import exact_s, simulate
 from commlayer.planner.tables import profile_from_tables
-from commlayer.records import Job
+from commlayer.planner.tables import rows as shipped_rows
+from commlayer.planner.tensors import keeps_zeros, sent_numel
+from commlayer.planner.tree import Promise, misfits, summing
+from commlayer.planner.tree import parse as path_of
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 DENSE_ONLY = Policy(codecs=(DENSE,))
 
@@ -210,3 +230,345 @@ def test_a_budget_that_no_choice_keeps_is_refused() -> None:
 def test_an_empty_job_has_an_empty_plan() -> None:
     timing = structs.replace(toy_job().timing, ready_s=(), needed_s=())
     assert plan(Job((), timing=timing), cluster(2, "1g")).buckets == ()
+
+
+# ---- Whatever the planner offers runs: options and plans of random clusters, costs and policies pass what workers ask of them
+
+FAMILIES = ("topk(ratio=0.1)", "topk(ratio=0.003)", "randomk(ratio=0.1)", "powersgd(rank=2)")
+"""Beside one of each codec: ratios, so that there is something to choose by node and both ways."""
+
+
+@cache
+def measured() -> Profile:
+    texts = [text for text in (*NAMED.values(), *FAMILIES) if not text.startswith("error_feedback")]
+    names = sorted({str(parse(text)) for text in texts})
+    return Profile(calibration.measure_codecs(names, sizes=(64, 1024), repeats=1), Line(0.0, 1e-10), source="measured")
+
+
+def drawn_cluster(rng: random.Random) -> Cluster:
+    device = rng.choice(("cpu", "cpu", "rtx3060"))
+    nodes, ranks = rng.randint(1, 3), rng.randint(1, 3)
+    links = [rng.choice(("home-100/20", "fiber-1000", "10g", "100g", "100m")) for _ in range(nodes)]
+    result = tuple(machines.node(f"n{i}", device, link, ranks=ranks, server=i == 0 or rng.random() < 0.5)
+                 for i, link in enumerate(links))
+    if rng.random() < 0.2:
+        result = (*result, Node("spare", 0, "cpu", machines.link("10g")))
+    return Cluster(result, rng.random() < 0.6)
+
+
+def drawn_profile(rng: random.Random, cluster: Cluster) -> Profile:
+    """The tables', or measured; and each codec dearer or cheaper by chance, so that any path may be the best for some."""
+    some = (*machines.DEFAULT_CODECS, *FAMILIES[1:3])
+    result = machines.profile_from_tables(cluster, some) if rng.random() < 0.3 else measured()
+    codecs = []
+    for cost in result.codecs:
+        encode, decode = (rng.choice((0.01, 1.0, 100.0)) for _ in range(2))
+        codecs.append(structs.replace(cost, task_loss=0.0, **{
+            name: Line(line.floor_s * factor, line.slope_s * factor)
+            for name, line, factor in (("encode", cost.encode, encode), ("decode", cost.decode, decode))}))
+    return structs.replace(result, codecs=tuple(codecs))
+
+
+def drawn_policy(rng: random.Random) -> Policy:
+    return Policy(devices=rng.choice((("cpu",), ("gpu", "cpu"))), max_encodes=rng.randint(1, 4), staleness=rng.random() < 0.3,
+                  max_local_steps=rng.choice((1, 4)))
+
+
+def problems(result: Plan, job: Job, cluster: Cluster, profile: Profile) -> list[str]:
+    nodes = sum(node.ranks > 0 for node in cluster.nodes)
+    cuda = any(node.device != "cpu" for node in cluster.nodes if node.ranks)
+    lowered = lower(result)
+    return [*lint(result, job, cluster, profile), *verify(lowered, job),
+            *unsuited(lowered, nodes, result.ranks_per_node, cuda=cuda)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_option_runs(seed: int) -> None:
+    """A plan with a bucket of each."""
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    profile, policy = drawn_profile(rng, cluster), drawn_policy(rng)
+    offered = [option for hosts in ((), None) for option in options(Prices(cluster, profile, hosts), policy)]
+    sizes = [rng.choice((1, 5, 4096)) for _ in offered]
+    job = Job(tuple(TensorInfo(f"t{i}", (n,)) for i, n in enumerate(sizes)), timing=None)
+    buckets = tuple(Bucket(i, (Slice(i, 0, n),), o.path, o.codec, down=o.down, by_node=o.by_node)
+                    for i, (o, n) in enumerate(zip(offered, sizes, strict=True)))
+    ranks = max(node.ranks for node in cluster.nodes)
+    assert problems(Plan(job.digest(), buckets, servers=1, ranks_per_node=ranks), job, cluster, profile) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_plan_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    cluster = drawn_cluster(rng)
+    profile, job = drawn_profile(rng, cluster), toy_job(5, rng.choice((3000, 300_000)))
+    assert problems(plan(job, cluster, profile, drawn_policy(rng)), job, cluster, profile) == []
+
+
+def test_what_is_measured_says_what_a_codec_promises() -> None:
+    for cost in measured().codecs:
+        assert Promise(cost.sums, cost.alone, cost.answers) == promise_of(wrap(parse(cost.codec)))
+
+
+SUMMED, GATHERED = "encode@cpu all.allreduce decode@cpu", "encode@cpu all.allgather decode@cpu"
+PUSHED, FORWARDED = "encode@cpu net.push net.pull decode@cpu", "encode@cpu net.push net.forward decode@cpu"
+ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, True), Promise(False, False, False)
+
+
+@pytest.mark.parametrize(("path", "up", "down", "by_node", "gpus", "text"), [
+    ("allreduce", NEEDS_SERVER, None, False, True, ""),
+    (SUMMED, ADDS, None, False, False, ""), (SUMMED, LONELY, None, False, False, "payloads go through an all-reduce"),
+    (GATHERED, LONELY, None, False, False, ""), (GATHERED, ADDS, None, False, False, "every rank adds payloads to a dense sum"),
+    (GATHERED, LONELY, None, False, True, ""), (SUMMED, ADDS, None, False, True, "added up in host memory alone"),
+    (GATHERED, LONELY, LONELY, False, False, "`down` and `by_node`"),
+    (GATHERED, LONELY, None, True, False, "`down` and `by_node`"),
+    (PUSHED, NEEDS_SERVER, None, False, True, ""), (PUSHED, LONELY, LONELY, True, True, ""),
+    (PUSHED, ADDS, LONELY, False, False, "a server sends the sum otherwise"),
+    (PUSHED, LONELY, ADDS, False, False, "`down` is coded from a dense sum"),
+    (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server sends the sum otherwise"),
+])
+def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
+    lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
+    assert len(lines) == bool(text)
+    assert text in "".join(lines)
+    assert summing(path_of(path)) == (path == SUMMED)
+
+
+# ---- Rounds of local steps in fragments: their cost in steps, their simulated time, and where the planner chooses them
+
+SMALL = toy_job(numel=125_000, step_s=0.03)
+"""1.5 M elements."""
+
+
+def fragments_measured(machines: Cluster) -> Profile:
+    """With the shipped rows."""
+    return structs.replace(profile_from_tables(machines), learning=shipped_rows())
+
+
+def rounds(job: Job, every: int, count: int, *, overlap: str = "round", codec: str = "int4()") -> Plan:
+    """A bucket for each tensor."""
+    chosen = default_plan(job, codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
+    return structs.replace(chosen, codes="updates", local_steps=every, overlap=overlap, fragments=count)
+
+
+def step_s(job: Job) -> float:
+    assert job.timing is not None
+    return job.timing.forward_s + job.timing.backward_s + job.timing.update_s
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", ""])
+@pytest.mark.parametrize("every", [2, 8, 32])
+def test_a_shorter_lag_lies_on_the_line_between_waiting_and_a_whole_round(optimizer: str, every: int) -> None:
+    rows = shipped_rows()
+    recipe = Recipe(optimizer, "updates", every, "round")
+    for codec in ("int4()", "topk(ratio=0.05)", "identity()"):
+        full, waited = excess(rows, codec, recipe), excess(rows, codec, recipe._replace(overlap=""))
+        before = full
+        for count in (1, 2, every):
+            result = excess(rows, codec, recipe._replace(fragments=count))
+            for mine, late, soon in zip(result, full, waited, strict=True):
+                assert mine == pytest.approx(soon + (late - soon) / count if late > soon else late)
+            assert all(a <= b for a, b in zip(result, before, strict=True)), "sooner is never worse"
+            before = result
+        assert excess(rows, codec, recipe._replace(overlap="", fragments=2)) == waited, "what is waited for is as measured"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([2, 4, 8, 12, 64]), st.integers(0, 4), st.sampled_from(["", "round"]), st.floats(5.5, 10.5),
+       st.sampled_from([0.0, 1e-3, 4e-2]))
+def test_a_round_takes_no_less_than_its_steps_its_bytes_and_the_latencies_of_each_fragment(
+    every: int, doublings: int, overlap: str, magnitude: float, alpha_s: float,
+) -> None:
+    bps = 10**magnitude
+    count = math.gcd(every, 2**doublings)
+    machines = at(bps)
+    machines = structs.replace(machines, nodes=tuple(
+        structs.replace(n, link=structs.replace(n.link, alpha_s=alpha_s)) for n in machines.nodes))
+    profile = learnt(machines)
+    chosen = rounds(SMALL, every, count, overlap=overlap)
+    if count > len(chosen.buckets):
+        return
+    timeline = simulate(chosen, SMALL, machines, profile)
+    computing_s = every * step_s(SMALL)
+    pushed: dict[str, float] = {}
+    for span in timeline.spans:
+        for lane in span.lanes:
+            if lane.startswith("up:"):
+                pushed[lane] = pushed.get(lane, 0.0) + span.nbytes * 8 / bps
+    near = 1 - 1e-9
+    assert timeline.compute_s == pytest.approx(computing_s)
+    assert timeline.step_s >= computing_s * near
+    # A group's uplink stands for one node; each fragment's results arrive after its own sums.
+    worker_s = min(pushed.values())
+    assert timeline.step_s >= (worker_s + 2 * alpha_s * count + (0.0 if overlap else computing_s)) * near
+    fragments = fragments_of(chosen.buckets, count)
+    edge_s = 0.0
+    for places in fragments:  # no fragment's spans reach into another's
+        begin = min(s.start_s for s in timeline.spans if s.bucket in places)
+        end = max(s.end_s for s in timeline.spans if s.bucket in places)
+        assert edge_s <= begin + 1e-9
+        edge_s = end
+    assert exact_s(chosen, SMALL, machines, profile, Policy()) == pytest.approx(timeline.step_s / every)
+
+
+@pytest.mark.parametrize("bps", [3e6, 1e7, 1e8, 1e10])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_round_is_the_sum_of_its_fragments_and_each_the_longer_of_its_exchange_and_its_steps(bps: float, count: int) -> None:
+    machines = at(bps)
+    profile = learnt(machines)
+    chosen = rounds(SMALL, 8, count)
+    waited = rounds(SMALL, 8, 1, overlap="")
+    fragment_s = 8 // count * step_s(SMALL)
+    expected = 0.0
+    for places in fragments_of(chosen.buckets, count):
+        kept = tuple(structs.replace(waited.buckets[b], id=i) for i, b in enumerate(places))
+        alone = simulate(structs.replace(waited, buckets=kept), SMALL, hidden(machines), profile)
+        expected += max(fragment_s, alone.step_s - 8 * step_s(SMALL))
+    result = simulate(chosen, SMALL, machines, profile).step_s
+    assert result == pytest.approx(expected)
+    full = simulate(rounds(SMALL, 8, 1), SMALL, machines, profile).step_s
+    assert result >= full * (1 - 1e-9), "fragments hide no more than a round"
+
+
+def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
+    free = Policy(exact=False, optimizer="sgd")
+    near = structs.replace(at(1e10), nodes=tuple(
+        structs.replace(node, link=structs.replace(node.link, alpha_s=1e-5)) for node in at(1e10).nodes))
+    slow, fast = (plan(SMALL, machines, fragments_measured(machines), free) for machines in (at(1e7), near))
+    assert slow.overlap == "round"
+    assert slow.fragments > 1
+    assert slow.local_steps % slow.fragments == 0
+    assert verify(slow, SMALL) == []
+    assert len(fragments_of(slow.buckets, slow.fragments)) == slow.fragments
+    assert (fast.fragments, fast.overlap) == (1, "")
+    full = plan(SMALL, at(1e7), fragments_measured(at(1e7)), structs.replace(free, fragments=False))
+    assert full.fragments == 1
+    assert price(slow) < 0.9 * price(full)
+    timeline = simulate(slow, SMALL, at(1e7), fragments_measured(at(1e7)), free)
+    assert timeline.step_s / slow.local_steps == pytest.approx(slow.step_s), "the plan's time is the simulated one"
+
+
+def test_a_tensor_that_is_most_of_a_model_is_cut_into_fragments_of_one_size() -> None:
+    one = toy_job(tensors=1, numel=1_500_000, step_s=0.03)
+    free = Policy(exact=False, optimizer="sgd")
+    chosen = plan(one, at(1e7), fragments_measured(at(1e7)), free)
+    assert chosen.fragments > 1
+    assert verify(chosen, one) == []
+    sizes = [sum(chosen.buckets[place].numel for place in places) for places in fragments_of(chosen.buckets, chosen.fragments)]
+    assert max(sizes) < 1.1 * sum(sizes) / len(sizes)
+    for places in fragments_of(chosen.buckets, chosen.fragments):
+        loads = [0] * chosen.servers
+        for place in places:
+            loads[chosen.buckets[place].server] += chosen.buckets[place].numel
+        assert max(loads) < 1.3 * sum(loads) / chosen.servers, "a fragment waits for the server that has most of it"
+    full = plan(one, at(1e7), fragments_measured(at(1e7)), structs.replace(free, fragments=False))
+    assert price(chosen) < 0.9 * price(full)
+    assert_refused(outcome(lambda: simulate(rounds(one, 8, 2), one, at(1e7), fragments_measured(at(1e7)))), "E-SYNC-FRAGMENTS",
+                   "fragments=2: ", " 1 ")
+
+
+# ---- Tensors whose gradients are mostly zeros: priced by what nonzero_numel, in buckets of their own, where zeros stay zeros
+
+EXACT, FREE = Policy(optimizer="adam", exact=True), Policy(optimizer="adam", exact=False)
+ROWS, WIDTH, DENSE_THIN = 1 << 16, 64, 1 << 20
+SOME = 0.02
+
+
+def job(filled: tuple[float, ...] = ()) -> Job:
+    """An embedding, and something behind it."""
+    return Job((TensorInfo("words", (ROWS, WIDTH)), TensorInfo("behind", (DENSE_THIN,)), TensorInfo("bias", (64,))),
+               timing=Timing((0.1, 0.05, 0.05), (0.0, 0.02, 0.02), 0.1, 0.05, 0.005, filled=filled))
+
+
+THIN = job((SOME, 1.0, 1.0))
+
+
+def bucket(codec: str = "fp16()", path: str = "service", down: str = "", tensor: int = 0) -> Bucket:
+    numel = THIN.tensors[tensor].numel
+    return Bucket(0, (Slice(tensor, 0, numel),), path, codec, down=down)
+
+
+def test_a_thin_tensor_has_buckets_of_its_own_and_goes_over_servers_as_zeros_stay_zeros() -> None:
+    machines = at(100e6)
+    result = plan(THIN, machines, learnt(machines), EXACT)
+    of_words = [b for b in result.buckets if any(s.tensor == 0 for s in b.slices)]
+    assert of_words
+    assert all({s.tensor for s in b.slices} == {0} and keeps_zeros(b) for b in of_words), of_words
+    assert all(b.why is not None and "zeros are not sent" in b.why.reason for b in of_words)
+    assert sum(b.why.nbytes for b in of_words if b.why) < 4 * 4 * ROWS * WIDTH * SOME
+
+
+def test_what_is_known_of_zeros_shortens_the_step_and_the_way_to_a_loss() -> None:
+    machines = at(100e6)
+    blind, seeing = (plan(each, machines, learnt(machines), EXACT) for each in (job(), THIN))
+    assert seeing.step_s * seeing.steps_high < 0.8 * blind.step_s * blind.steps_high
+
+
+def test_changes_of_weights_are_no_zeros_so_local_steps_are_priced_in_full() -> None:
+    machines = at(2e6)
+    result = plan(THIN, machines, learnt(machines), FREE)
+    assert result.local_steps > 1
+    assert any(not keeps_zeros(b) for b in result.buckets if b.slices[0].tensor == 0), "zeros are no reason to send it as it is"
+    assert simulate(result, THIN, machines, learnt(machines), FREE) == simulate(result, job(), machines, learnt(machines), FREE)
+
+
+@pytest.mark.parametrize(("codec", "path", "down", "codes", "every", "thin"), [
+    ("fp16()", "service", "", "gradients", 1, True),
+    ("identity()", "service", "", "gradients", 1, True),
+    ("bf16()", "encode@cpu net.push net.pull decode@cpu", "", "gradients", 1, True),
+    ("int4()", "service", "", "gradients", 1, False),  # keeps back, and sends it later
+    ("error_feedback(int4())", "service", "", "gradients", 1, False),
+    ("fp16()", "service", "int4()", "gradients", 1, False),
+    ("identity()", "allreduce", "", "gradients", 1, False),  # a collective sends zeros
+    ("fp16()", "service", "", "updates", 1, False),
+    ("fp16()", "service", "", "updates", 4, False),
+])
+def test_elements_that_a_bucket_sends(codec: str, path: str, down: str, codes: str, every: int, thin: bool) -> None:
+    one = bucket(codec, path, down)
+    result = Plan(THIN.digest(), (one,), 1, 1, every, codes)  # type: ignore[arg-type]
+    assert sent_numel(result, one, THIN) == (round(SOME * ROWS * WIDTH) if thin else ROWS * WIDTH)
+    assert sent_numel(result, one, job()) == ROWS * WIDTH
+    dense = bucket(codec, path, down, tensor=1)
+    assert sent_numel(result, dense, THIN) == DENSE_THIN
+
+
+@pytest.mark.parametrize("filled", [(1.0,), (1.5, 1.0, 1.0), (-0.1, 1.0, 1.0), (float("nan"), 1.0, 1.0)])
+def test_parts_that_cannot_be_are_one_line(filled: tuple[float, ...]) -> None:
+    machines = at(1e9)
+    with pytest.raises(ValueError, match=rf"timing\.filled has {len(filled)} .*E-PLAN-INPUT"):
+        plan(job(filled), machines, learnt(machines), EXACT)
+
+
+WORDS = (TensorInfo("words", (256, 64)), TensorInfo("behind", (4096,)))
+
+
+def after_a_step(codec: str, gradients: Sequence[torch.Tensor], weight: float = 1.0) -> Worker:
+    """A worker that has sent its gradients and has no results yet."""
+    plan = default_plan(Job(WORDS), codec=codec, path="service", servers=1, ranks_per_node=1, fuse_nbytes=1, cut_nbytes=1 << 24)
+    worker = Worker(Job(WORDS), plan, {b.id: codec_of(b) for b in plan.buckets}, torch.device("cpu"),
+                    transport=Hub().transport(0))
+    for each in worker.buckets:
+        each.sources = [gradients[s.tensor] for s in each.slices]
+        each.gather(1.0, weight)
+    worker.close()
+    return worker
+
+
+def rows(*named: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gradients = torch.zeros(256, 64), torch.ones(4096)
+    gradients[0][list(named)] = 1.0
+    return gradients
+
+
+def test_what_no_row_named_is_seen_in_gradients() -> None:
+    """Two of 256 rows for this rank, at most eight for all four."""
+    assert filled_of(after_a_step("error_feedback(int4())", rows(3, 77)), 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))
+    assert filled_of(after_a_step("error_feedback(int4())", rows(*range(256))), 4) == ()
+
+
+@pytest.mark.parametrize("codec", ["identity()", "fp16()"])
+def test_where_an_answer_lies_in_the_place_of_the_gradient_it_is_of_all(codec: str) -> None:
+    """Eight rows of all four are two of each: as much as was seen when what a rank gave was still there."""
+    answered = after_a_step(codec, rows(1, 3, 50, 77, 100, 130, 200, 255))
+    assert all(bucket.x.data_ptr() == bucket.y.data_ptr() for bucket in answered.buckets)
+    assert filled_of(answered, 4) == pytest.approx(((2 / 256 + 8 / 256) / 2, 1.0))

@@ -1,4 +1,4 @@
-"""Built-in jobs against published sizes, and times that hang together."""
+"""Built-in jobs, named machines and links, and clusters as people write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of `commlayer` and `python -m bench` in README.md and docs/: each is one that the commands take. Nothing is run."""
+"""Documentation: paths and links, commands and options, pages that come from the code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,60 @@ import typer
 
 from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
+from commlayer.compressors import parse
+from commlayer.compressors.plan_codecs import FACTORIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KEPT = ("commlayer", "native", "cuda", "bench", "tests", "examples", "docs")
+THERE = [f"/{path.relative_to(ROOT)}{'/' * path.is_dir()}" for top in KEPT for path in [ROOT / top, *(ROOT / top).rglob("*")]]
+"""Prose says `paths/late.py` where the room is clear: any path may end so."""
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
+PATH = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|md|cc|h|cu|cuh|toml))`|`([\w./-]+/)`")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ +(.*)$", page.read_text(), re.MULTILINE)
+    return {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_something(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name}: link to {target}"
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), f"{page.name}: link to {target}{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_in_prose_are_there(page: Path) -> None:
+    for file, folder in PATH.findall(page.read_text()):
+        name = file or folder
+        assert any(path.endswith(f"/{name}") for path in THERE), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_conflict_markers(page: Path) -> None:
+    assert not re.search(r"^(<<<<<<<|>>>>>>>) ", page.read_text(), re.MULTILINE)
+
+
+def test_there_is_something_to_check() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert len(LINK.findall(text)) > 50
+    assert len(PATH.findall(text)) > 20
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name in ("tutorials", "how-to", "explanation")],
+                         ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_for_users_name_no_internals(page: Path) -> None:
+    text = page.read_text()
+    assert "decisions/" not in text
+    assert [file for file, _ in PATH.findall(text) if file.endswith(".py") and not file.startswith("examples/")] == []
+    assert not re.search(r"\b(decision|ADR) 0\d\d", text)
+
+
+# ---- Lines of `commlayer` and `python -m bench` in README.md and docs/: each is one that the commands take. Nothing is run
+
 FENCED = re.compile(r"^```[a-z]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(r"(?:^|(?<=[\s'\"=]))(commlayer|python -m bench)(?=\s|$)((?:\.\w+)?)(.*)", re.DOTALL)
@@ -165,3 +216,56 @@ def test_modules_of_the_bench_that_pages_start_are_there() -> None:
     for page in PAGES:
         for module in MODULE.findall(page.read_text("utf-8")):
             assert importlib.util.find_spec(module), f"{page.name}: python -m {module}"
+
+
+# ---- The pages of docs/reference that come from the code are current
+
+FOLDER = Path(__file__).parents[2] / "docs"
+SPEC = importlib.util.spec_from_file_location("generate", FOLDER / "generate.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+generate = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(generate)
+
+
+@pytest.mark.parametrize("name", generate.PAGES)
+def test_a_page_is_current(name: str) -> None:
+    assert (FOLDER / "reference" / name).read_text() == generate.PAGES[name](), "run `make docs`"
+
+
+def test_every_setting_and_command_is_on_its_page() -> None:
+    settings, commands = ((FOLDER / "reference" / name).read_text() for name in ("settings.md", "cli.md"))
+    assert all(f"| `{name}` |" in settings for name in generate.config.Config.__struct_fields__)
+    assert {"commlayer serve", "commlayer plan create", "commlayer keys add"} <= {
+        line.lstrip("# ") for line in commands.splitlines() if line.startswith("#")}
+
+
+def test_a_setting_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "class Config:\n    join: str = ''\n    bind: str = ''\n"
+    monkeypatch.setattr(generate.inspect, "getsource", lambda _: source)
+    with pytest.raises(ValueError, match="the setting join has no text"):
+        generate._setting_texts()
+
+
+# ---- docs/reference/codecs.md: every codec is in its table, and the table is what the code says
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "reference" / "codecs.md"
+SPEC_CATALOGUE = importlib.util.spec_from_file_location("codec_table", DOCS / "codec_table.py")
+assert SPEC_CATALOGUE is not None
+assert SPEC_CATALOGUE.loader is not None
+codec_table = importlib.util.module_from_spec(SPEC_CATALOGUE)
+SPEC_CATALOGUE.loader.exec_module(codec_table)
+
+
+def test_every_codec_has_an_entry_that_a_plan_can_spell() -> None:
+    assert set(codec_table.CATALOGUE) == set(FACTORIES)
+    for name, entry in codec_table.CATALOGUE.items():
+        assert entry.example.startswith(f"{name}(")
+        assert parse(entry.example)
+        assert "|" not in "".join(entry)
+
+
+def test_the_page_is_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert codec_table.renewed(page) == page, "run `make docs`"

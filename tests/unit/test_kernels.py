@@ -1,4 +1,4 @@
-"""The kernels of dense and sparse codecs against native core and reference, byte for byte: on a GPU, or else on the shim."""
+"""Kernels of codecs: vector, portable and threaded bodies, the reference, and the device's on a GPU or else on the shim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attach() makes of a codec: spelled as text, of matrices that need their shape, of states that must fit a frame."""
+"""What attach() makes of a codec, a plan and their settings."""
 
 from __future__ import annotations
 

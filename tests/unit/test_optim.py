@@ -1,4 +1,4 @@
-"""Lazy optimizers equal torch's on the same gradients, to rounding, once flushed; and with dense gradients, bit for bit."""
+"""Lazy optimizers equal torch's on the same gradients; the family that an optimizer belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oracle import lazy_kernels
 from support.optim import Case, Race, draw, rates
 from torch import nn
 
-from commlayer import native
+from commlayer import native, optim
 from commlayer.optim import SparseAdam, SparseAdamW, SparseSGD
 from commlayer.optim.sparse import sparse_gradient
 
@@ -237,3 +237,46 @@ def test_sparse_gradients_without_the_native_core_or_on_a_gpu_are_refused(monkey
 def test_a_state_with_an_option_that_is_missing_here_is_refused(kind: Any, theirs: torch.optim.Optimizer) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}: .*E-OPTIM-STATE"):
         kind([nn.Parameter(torch.ones(3))]).load_state_dict(theirs.state_dict())
+
+
+# ---- which family an optimizer belongs to
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer that has another."""
+
+    def __init__(self, inner: Any) -> None:
+        self.optimizer = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+FAMILIES = {
+    "sgd": ["ASGD", "SGD", "SparseSGD", "FusedSGD"],
+    "adam": ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SparseAdam", "LANS",
+             "CLAN", "SparseAdamW", "Adam8bit", "FusedAdam", "FusedLAMB", "DeepSpeedCPUAdam"],
+    "other": ["LBFGS", "Muon", "Rprop", "Lion"],
+}
+
+
+def optimizer_called(name: str) -> torch.optim.Optimizer:
+    """torch's or this package's; or another one of this name."""
+    known = getattr(torch.optim, name, None) or getattr(optim, name, None)
+    weights = [nn.Parameter(torch.zeros(2, 2))]
+    return known(weights, lr=0.1) if known else type(name, (torch.optim.Optimizer,), {})(weights, {})
+
+
+def test_optimizers_have_the_family_of_their_class_or_name_and_wrappers_that_of_the_wrapped() -> None:
+    torchs = {name for name, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"}
+    assert torchs <= {name for names in FAMILIES.values() for name in names}
+    for family, names in FAMILIES.items():
+        for name in names:
+            result = optimizer_called(name)
+            assert optim.family_of(result) == optim.family_of(Wrapped(Wrapped(result))) == family, name
+            assert optim.family_of(type("ZeroRedundancyOptimizer", (), {"optim": result})()) == family
+    odd = type("Odd", (), {"param_groups": []})()
+    odd.optimizer = odd
+    assert optim.family_of(None) == optim.family_of(odd) == "other"
+    assert optim.family_of(type("MySGD", (torch.optim.SGD,), {})([nn.Parameter(torch.zeros(2))], lr=0.1)) == "sgd"

@@ -1,4 +1,4 @@
-"""The tree of paths: Espresso's counts, what was added, which clusters allow what, what is refused and how it is named."""
+"""The tree of paths, and its paths in the runtime's terms."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from support.planner import flat, home, tall
 
+from commlayer.planner import default_plan, lower, verify
 from commlayer.planner.model import Cluster, Node
+from commlayer.planner.plan_rules import cut, together
 from commlayer.planner.tree import KINDS, Kind, Op, Path, check, encodes, kind, options, parse, served, spell, summing
-from commlayer.records import over_server
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, over_server
 
 UNEVEN = Cluster((*tall(1, 4).nodes, *tall(1, 2).nodes))
 
@@ -136,3 +139,79 @@ def test_whatever_the_tree_lacks_is_refused() -> None:
 def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str) -> None:
     assert [line for line in check(parse(text), cluster) if rule in line]
     assert parse(text) not in options(cluster)
+
+
+# ---- Lowering: every path of the tree in the runtime's terms, summing the same elements once
+
+JOB = Job((TensorInfo("a", (50, 33)), TensorInfo("b", (7,)), TensorInfo("c", (1,)), TensorInfo("d", (4001,))))
+
+
+def plan(path: str, ranks_per_node: int, codec: str = "topk(ratio=0.01)") -> Plan:
+    result = default_plan(JOB, codec=codec, path="service", servers=1, ranks_per_node=ranks_per_node,
+                        fuse_nbytes=1 << 13, cut_nbytes=1 << 13)
+    return msgspec.structs.replace(result, buckets=tuple(msgspec.structs.replace(b, path=path) for b in result.buckets))
+
+
+@pytest.mark.parametrize("path", [p for p in kind("service", ("cpu",)) if p[0].where != "node"])
+def test_servers_of_single_ranks(path: tuple[object, ...]) -> None:
+    lowered = lower(plan(spell(path), 1))  # type: ignore[arg-type]
+    assert {b.path for b in lowered.buckets} == {"service"}
+    forwarded = "net.forward" in spell(path)  # type: ignore[arg-type]
+    assert {b.down for b in lowered.buckets} == ({"topk(ratio=1.0, values='int8')"} if forwarded else {""})
+    assert verify(lowered, JOB) == []
+
+
+@pytest.mark.parametrize("path", [spell(p) for p in kind("service", ("gpu",)) if p[0].where == "node"])
+def test_servers_of_several_ranks(path: str) -> None:
+    before = plan(path, 3)
+    lowered = lower(before)
+    assert verify(lowered, JOB) == []
+    assert {(b.path, b.coder) for b in lowered.buckets} == {("service", "gpu")}
+    scattered = path.startswith("node.reduce_scatter")
+    numel = sum(b.numel for b in before.buckets)
+    assert sum(b.numel for b in lowered.buckets) == numel
+    loads = [sum(b.numel for b in lowered.buckets if b.owner == rank) for rank in range(3)]
+    if scattered:
+        assert max(loads) - min(loads) <= len(before.buckets)
+    else:
+        assert len(lowered.buckets) == len(before.buckets)
+
+
+def test_one_place_to_code() -> None:
+    with pytest.raises(ValueError, match="bucket 0: path 'encode@gpu .*E-PLAN-PATH"):
+        lower(Plan("", (Bucket(0, (), "encode@gpu net.push net.pull decode@cpu"),)))
+
+
+# ---- Which buckets of a plan go through a node as one, and how a bucket is cut so that they do
+
+Shard = tuple[int, int, int, int]
+"""Owner, tensor, start, stop."""
+
+
+def buckets(*shards: Shard) -> list[Bucket]:
+    return [Bucket(i, (Slice(tensor, start, stop),), "service", owner=owner)
+            for i, (owner, tensor, start, stop) in enumerate(shards)]
+
+
+@pytest.mark.parametrize(("shards", "runs"), [
+    ([(0, 0, 0, 5), (1, 0, 5, 10)], [(0, 1)]),
+    ([(0, 0, 0, 5), (1, 0, 5, 11), (0, 0, 11, 16), (1, 0, 16, 21)], [(0, 1), (2, 3)]),
+    ([(1, 0, 0, 5), (0, 0, 5, 10), (1, 0, 10, 15)], [(0,), (1, 2)]),
+    ([(0, 0, 0, 5), (1, 1, 0, 5)], [(0,), (1,)]),
+    ([(0, 0, 0, 5), (1, 0, 6, 11)], [(0,), (1,)]),
+    ([(0, 0, 0, 5), (1, 0, 5, 12)], [(0,), (1,)]),
+    ([(0, 0, 0, 5)], [(0,)]),
+], ids=["two halves", "twice", "owners one after the other, from 0", "two tensors", "a gap", "unlike sizes", "one alone"])
+def test_shards_stand_side_by_side_and_continue_one_another(shards: list[Shard], runs: list[tuple[int, ...]]) -> None:
+    assert [tuple(run) for run in together(buckets(*shards), 2)] == runs
+
+
+def test_where_a_node_has_one_rank_every_bucket_is_alone() -> None:
+    assert [*map(len, together(buckets((0, 0, 0, 5), (0, 0, 5, 10)), 1))] == [1, 1]
+
+
+def test_a_fused_bucket_is_cut_into_runs_of_one_size() -> None:
+    parts = cut((Slice(3, 0, 4), Slice(2, 10, 17)), 3)
+    assert parts == [(Slice(3, 0, 3),), (Slice(3, 3, 4), Slice(2, 10, 13)), (Slice(2, 13, 17),)]
+    results = [Bucket(i, part, "service", owner=i) for i, part in enumerate(parts)]
+    assert [*map(len, together(results, 3))] == [3]

@@ -1,4 +1,4 @@
-"""explain, diff and what_if, on plans that the planner made; and golden plans of the papers' cases."""
+"""Questions about plans: explain, diff and what_if."""
 
 from __future__ import annotations
 

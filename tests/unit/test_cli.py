@@ -1,4 +1,4 @@
-"""`commlayer plan` as people call it: what it prints, what it writes, and one line with exit code 2 on what they can mend."""
+"""Commands as people call them: what they print and write, and one line with exit code 2 on what can be mended."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import io
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 from rich.console import Console
 from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
-from commlayer import records
+from commlayer import plan_file, records
 from commlayer.cli import plan_output
+from commlayer.cli.arguments import function_of, job_made_by, job_named, made_by
+from commlayer.cli.main import run
+from commlayer.demo.fleet import Progress
+from commlayer.demo.report import notes, results, ring_bound_s
+from commlayer.demo.settings import CODEC, DemoSettings, read_settings
 from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
 from commlayer.planner.baselines import Curve, one_machine, what_if
@@ -23,8 +30,9 @@ from commlayer.planner.convergence import ALONE
 from commlayer.planner.explanation import diff, explain
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
-from commlayer.planner.tables import profile_from_tables
+from commlayer.planner.tables import device_named, profile_from_tables
 from commlayer.records import Plan
+from commlayer.transport.shaped_links import parse_shape
 
 NODES = "2xrtx3060@100/20Mb,rtx4090@1Gb"
 
@@ -347,3 +355,269 @@ def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
                 console.print(part)
         assert max(map(len, told.get().splitlines())) <= width
         assert [word for word in whole if word not in told.get()] == []
+
+
+# ---- estimate FILE.py: a user's model is timed here, and its times are compared with the tables' reference
+
+MODEL = '''
+import torch
+from torch import nn
+
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    x = torch.randn(16, 64)
+    return model, lambda: model(x).square().mean()
+'''
+
+
+def test_a_script_can_be_planned_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODEL)
+    words = ("mine.py", "--nodes", "2xcpu@20/5Mb", "--batch", "16", "--out", "plan.json")
+    monkeypatch.setattr("sys.argv", ["commlayer", "plan", "create", *words])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    out = capsys.readouterr().out
+    assert out.startswith("mine.py: 4 tensors, 0.0 M elements, 2 ranks on 2 nodes\n")
+    plan, inputs = plan_file.plan_in(Path("plan.json")), plan_file.inputs_of(Path("plan.json"))
+    assert plan.job == inputs.job.digest()
+    assert inputs.job.batch == 16
+    assert inputs.job.timing is not None
+    assert inputs.job.timing.device == ""
+    with pytest.raises(ValueError, match="^mine.py:absent: .*E-USER-CODE"):
+        job_named("mine.py:absent", None)
+
+
+@pytest.mark.parametrize(("driver", "name"), [
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla T4", "t4"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", ""), ("Radeon", ""),
+])
+def test_gpus_are_known_by_what_their_drivers_call_them(driver: str, name: str) -> None:
+    assert device_named(driver) == name
+
+
+SCRIPT = '''
+from __future__ import annotations
+
+import dataclasses
+
+import {beside}
+
+
+@dataclasses.dataclass
+class Settings:
+    width: int = {beside}.WIDTH
+
+
+def make():
+    return Settings().width
+'''
+
+
+@pytest.mark.parametrize("name", ["{folder}/script.py:make", "{folder}/script.py", "script_of_mine:make"])
+def test_a_script_finds_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As if Python had been given it; dataclasses included."""
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path if name.startswith("script") else "/")
+    beside = f"beside_{len(name)}"
+    (tmp_path / f"{beside}.py").write_text("WIDTH = 7")
+    for script in ("script.py", "script_of_mine.py"):
+        (tmp_path / script).write_text(SCRIPT.format(beside=beside))
+    assert function_of(name.format(folder=tmp_path), "make", "that returns a number")() == 7
+
+
+ALLOWED = '''
+"""A script."""
+import logging
+import os
+import sys
+import torch
+
+sys.path.append("lib")
+logging.basicConfig(level=logging.INFO)
+log = logging.getLogger(__name__)
+torch.manual_seed(0)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTH: int = int(os.environ.get("WIDTH", "7"))
+SIZES = [2 * n for n in (1, 2)]
+rate = lambda step: work(step)
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
+
+class Net:
+    made = work = None
+
+
+def make():
+    return WIDTH
+
+if __name__ == "__main__":
+    raise SystemExit(make())
+else:
+    BESIDE = 1
+'''
+
+
+def test_a_file_whose_top_level_only_defines_and_sets_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "allowed.py").write_text(ALLOWED)
+    assert function_of(f"{tmp_path}/allowed.py", "make", "")() == 7
+
+
+@pytest.mark.parametrize(("top", "line", "more"), [
+    ("model = nn.Linear(4, 4)\n", "model = nn.Linear(4, 4)", 0),
+    ("X = 1\nfor step in range(9):\n    train()\nprint('done')\n", "for step in range(9):", 1),
+    ("with open('mark', 'w') as f:\n    f.write('ran')\n", "with open('mark', 'w') as f:", 0),
+    ("if True:\n    open('mark', 'w')\n", "open('mark', 'w')", 0),
+    ("try:\n    open('mark', 'w')\nfinally:\n    X = 1\n", "open('mark', 'w')", 0),
+    ("if __name__ == '__main__':\n    main()\nelse:\n    open('mark', 'w')\n", "open('mark', 'w')", 0),
+    ("X: int = len(open('mark', 'w').name)\n", "X: int = len(open('mark', 'w').name)", 0),
+])
+def test_a_file_whose_top_level_would_run_is_refused_unless_it_is_named_as_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top: str, line: str, more: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("working.py").write_text(f"from torch import nn\n\ndef make():\n    return 7\n\n{top}")
+    with pytest.raises(ValueError) as caught:
+        function_of("working.py:make", "make", "")
+    number = Path("working.py").read_text().splitlines().index(next(
+        each for each in Path("working.py").read_text().splitlines() if each.strip() == line)) + 1
+    assert str(caught.value).startswith(f"working.py:{number}: ")
+    assert f"`{line}`" in str(caught.value)
+    assert str(caught.value).endswith("[E-USER-CODE]")
+    assert (f"and {more} more" in str(caught.value)) is (more > 0)
+    assert "\n" not in str(caught.value)
+    assert not Path("mark").exists(), "nothing has run"
+
+
+def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("runs_when_imported.py").write_text("mark = open('mark', 'w')\nmark.close()\n\ndef make():\n    return 7\n")
+    assert function_of("runs_when_imported:make", "make", "")() == 7
+    assert Path("mark").exists()
+
+
+def test_a_job_says_what_its_step_keeps_for_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kept.py").write_text(KEPT)
+    timing = job_made_by(made_by("kept.py"), "kept.py", 8).timing
+    assert timing is not None
+    # The input of each layer, and the result of the last for its square; no weights.
+    assert timing.activation_nbytes == 4 * 8 * (100 + 200 + 300)
+
+
+KEPT = '''
+import torch
+from torch import nn
+
+
+def make():
+    model = nn.Sequential(nn.Linear(100, 200, bias=False), nn.Linear(200, 300, bias=False))
+    return model, lambda: model(torch.ones(8, 100)).square().sum()
+'''
+
+BROKEN = '''
+import torch
+from torch import nn
+
+
+def raising():
+    raise KeyError("weights")
+
+
+def frozen():
+    model = nn.Linear(4, 4).requires_grad_(False)
+    return model, lambda: model(torch.ones(2, 4)).sum()
+
+
+def fine():
+    model = nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(2, 4)).sum()
+'''
+
+
+@pytest.mark.parametrize(("name", "batch", "text"), [
+    ("raising", None, "broken.py:raising: KeyError: 'weights'"),
+    ("frozen", None, "broken.py:frozen: a step: InvalidInput: the loss is a Tensor of 1 without a gradient"),
+    ("fine", 0, "batch of broken.py:fine: got 0"),
+])
+def test_what_fails_in_a_users_model_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, text: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text(BROKEN)
+    with pytest.raises(ValueError) as caught:
+        job_made_by(made_by(f"broken.py:{name}"), f"broken.py:{name}", batch)
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
+    assert "\n" not in str(caught.value)
+
+
+# ---- What a demo may be asked for, and its arithmetic: units, refusals, the shape of its links, the ring's bound, the figures
+
+def settings(**given: Any) -> DemoSettings:
+    asked = {"workers": 4, "link": "100Mb", "rtt_ms": 30.0, "codec": CODEC, "quick": False}
+    return read_settings(**{**asked, **given})
+
+
+@pytest.mark.parametrize("change", [
+    {"link": "100"}, {"link": "-1Mb"}, {"link": "0.5Mb"}, {"link": "101Gb"}, {"link": "100/20Mb"}, {"rtt_ms": -1.0},
+    {"rtt_ms": float("nan")}, {"rtt_ms": 10001.0}, {"workers": 1}, {"workers": 17}, {"codec": "topq()"},
+])
+def test_what_is_not_allowed_is_named(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(ValueError, match=rf"^--{name.removesuffix('_ms')}\b.*\[E-[A-Z-]+\]$"):
+        settings(**change)
+
+
+def test_a_round_trip_is_both_hosts_delays_there_and_back(tmp_path: Path) -> None:
+    made = msgspec.structs.replace(settings(workers=3, link="8Mb", rtt_ms=40.0), folder=str(tmp_path))
+    links = parse_shape(made.shape(0))
+    try:
+        assert len(links.hosts) == 3
+        nbytes = 1000  # 1 ms at 8 Mb/s
+        out = links.send(0, 100.0, nbytes)
+        there = links.receive(0, 1, out, nbytes)
+        assert there == pytest.approx(100.001 + made.rtt_s / 2)
+    finally:
+        links.close()
+
+
+@pytest.mark.parametrize(("workers", "nbytes", "bps", "one_way_s", "bound_s"), [
+    (2, 1_000_000, 8e6, 0.0, 1.0),  # half there, half back
+    (4, 1_000_000, 8e6, 0.0, 1.5),
+    (4, 0, 8e6, 0.015, 0.09),
+    (4, 2_252_820, 1e8, 0.015, 0.3603384),
+    (1, 1_000_000, 8e6, 0.015, 0.0),
+])
+def test_ring_bound(workers: int, nbytes: int, bps: float, one_way_s: float, bound_s: float) -> None:
+    assert ring_bound_s(workers, nbytes, bps, one_way_s) == pytest.approx(bound_s)
+
+
+DENSE = Progress(0, 100, 0.1, 0.97, 40.0, 39.0, 200_000_000)
+SPARSE = Progress(1, 120, 0.1, 0.98, 8.0, 6.0, 3_000_000)
+
+
+def test_figures_of_two_runs_that_reached_the_target() -> None:
+    found = results(settings(), 1_126_410, [DENSE, SPARSE], [True, True])
+    dense, bound, compressed = found["rows"]
+    assert [row["run"] for row in found["rows"]] == ["dense", "bound", "compressed"]
+    assert (dense["speedup"], compressed["speedup"]) == (1.0, 5.0)
+    assert (compressed["step_nbytes"], compressed["exposed"]) == (25_000, 0.75)
+    assert bound["train_s"] == pytest.approx(100 * 0.3603384)
+    assert found["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
+    assert "4.50x" in notes(settings(), found, native=True)
+
+
+@pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
+def test_a_run_that_missed_the_target_is_not_compared(reached: tuple[bool, bool]) -> None:
+    found = results(settings(), 1_126_410, [DENSE, SPARSE], list(reached))
+    assert found["summary"]["speedup"] is None
+    assert found["rows"][2]["speedup"] is None
+    assert " as fast " not in notes(settings(), found, native=True)

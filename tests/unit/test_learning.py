@@ -1,0 +1,424 @@
+"""Convergence factors: the lookup, the curves that they are made of, and a table of one's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import commlayer
+from bench import Unmeasurable, learning_table, own_learning
+from bench.learning_factors import (
+    LEAST_TASKS,
+    MOST,
+    Cost,
+    cost,
+    costs,
+    held_out,
+    rows,
+)
+from bench.learning_run import LOOKS, STEPS, Variant
+from commlayer.cli.main import run
+from commlayer.codec_spec import parse_spec
+from commlayer.config import Config
+from commlayer.engine.plan_choice import settle
+from commlayer.errors import RecordError, code_of
+from commlayer.plan_file import inputs_of
+from commlayer.planner import builtin, tables
+from commlayer.planner.convergence import ALONE, NONE, Excess, LearningRow, Recipe, alone, excess
+from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
+from commlayer.planner.tables import rows as shipped_rows
+
+
+def row(codec: str, steps: float = 0.0, *, high: float | None = None, loss: float = 0.0, **fields: Any) -> LearningRow:
+    """A row with that excess: by default of Adam with an exchange after every step."""
+    recipe = {"optimizer": "adam", "codes": "gradients", "every": 1, "overlap": "", "late": False, "workers": 0} | fields
+    return LearningRow(codec=codec, steps=1 + steps, steps_high=1 + (steps if high is None else high), loss=loss,
+                       loss_high=loss, tasks=5, runs=5, **recipe)
+
+
+TABLE = (
+    row("int4()", 0.02), row("onebit()", 0.2), row("topk(ratio=0.1)", 0.1), row("topk(ratio=0.01)", 0.5),
+    row("topk(ratio=0.001)", 2.0), row("powersgd(rank=4)", 0.3),
+    row("identity()", 0.05, codes="updates", every=4), row("int4()", 0.1, codes="updates"),
+    row("int4()", 0.2, codes="updates", every=4), row("int4()", 0.8, codes="updates", every=16),
+    row("topk(ratio=0.01)", 0.3, codes="updates"), row("topk(ratio=0.01)", 0.4, codes="updates", every=4),
+    row("int4()", 0.5, codes="updates", every=4, overlap="round"), row("int4()", 0.1, late=True),
+    row("int4()", 0.01, optimizer="sgd"), row("topk(ratio=0.01)", 0.7, optimizer="sgd"),
+)
+CODECS = ("identity()", "fp16()", "bf16()", "int8()", "int4()", "onebit()", "qsgd()",
+          "topk(ratio={})", "randomk(ratio={})", "block_threshold(ratio={})", "powersgd(rank=2)",
+          "powersgd(rank=32)", "error_feedback(topk(ratio={}, values='int4'))")
+RATIOS = st.floats(1e-5, 1.0)
+RECIPES = st.builds(Recipe, st.sampled_from(["sgd", "adam", "other", ""]), st.sampled_from(["gradients", "updates"]),
+                    st.integers(1, 64), st.sampled_from(["", "round", "forward"]), st.booleans(), st.sampled_from([2, 3, 4, 8]))
+ROWS = st.lists(st.builds(
+    lambda codec, ratio, steps, more, loss, **fields: row(codec.format(ratio), steps, high=steps + more, loss=loss, **fields),
+    st.sampled_from(CODECS), st.sampled_from([0.3, 0.1, 0.01, 0.001]), st.floats(0, 3), st.floats(0, 1), st.floats(0, 1),
+    optimizer=st.sampled_from(["sgd", "adam"]), codes=st.sampled_from(["gradients", "updates"]),
+    every=st.sampled_from([1, 2, 4, 16]), overlap=st.sampled_from(["", "round"]), late=st.booleans(),
+    workers=st.sampled_from([0, 2, 4, 8]),
+), min_size=1, max_size=25).map(tuple)
+
+
+def test_measured_factors_are_returned_as_measured() -> None:
+    for one in TABLE:
+        result = excess(TABLE, one.codec, Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late))
+        assert result == pytest.approx((one.steps - 1, one.steps_high - 1, one.loss, one.loss_high)), one
+
+
+EIGHT = (*TABLE, row("int4()", 0.01, workers=8))
+NOISY = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
+
+
+@pytest.mark.parametrize(("rows", "codec", "recipe", "steps"), [
+    (TABLE, "identity()", Recipe(), 0.0), (TABLE, "fp16()", Recipe(), 0.0), (TABLE, "error_feedback(fp16())", Recipe(), 0.0),
+    ((), "topk(ratio=0.001)", Recipe(every=16), 0.0),
+    # On a line over the logarithm of the ratio; a ratio of 1 is dense, and factors rise below the smallest ratio.
+    (TABLE, "topk(ratio=0.001)", Recipe(), 2.0), (TABLE, f"topk(ratio={10 ** -2.5})", Recipe(), (0.5 + 2.0) / 2),
+    (TABLE, "topk(ratio=1.0)", Recipe(), 0.0), (TABLE, f"topk(ratio={10 ** -0.5})", Recipe(), 0.05),
+    (TABLE, "topk(ratio=0.0001)", Recipe(), 3.5),
+    # On a line over the logarithm of local steps.
+    (TABLE, "int4()", Recipe(every=8), 0.5), (TABLE, "int4()", Recipe(every=64), 1.4),
+    # Kinds of values and error feedback do not matter.
+    (TABLE, "error_feedback(topk(ratio=0.01, values='int4'))", Recipe(), 0.5),
+    (TABLE, "topk(ratio=0.01, exact=True)", Recipe(), 0.5),
+    # Local steps and overlapped outer steps always exchange updates; the forward overlap costs nothing.
+    (TABLE, "int4()", Recipe(every=4), 0.2), (TABLE, "int4()", Recipe(codes="updates", every=4), 0.2),
+    (TABLE, "int4()", Recipe(every=4, overlap="round"), 0.5), (TABLE, "onebit()", Recipe(overlap="forward"), 0.2),
+    # Another optimizer has the worse factor of both.
+    (TABLE, "topk(ratio=0.01)", Recipe("other"), 0.7), (TABLE, "int4()", Recipe("other"), 0.02),
+    # Without measurements: that of the worst related codec.
+    (TABLE, "qsgd(levels=1)", Recipe(), 0.2),  # of dense codecs: onebit
+    (TABLE, "int8()", Recipe(), 0.02),  # at most that of a coarser dense codec: int4
+    (TABLE, "int8()", Recipe(every=4), 0.2),
+    (TABLE, "randomk(ratio=0.001)", Recipe(), 2.0),  # of sparse ones at the same ratio
+    (TABLE, "onebit()", Recipe(late=True), 1.2 * 1.1 / 1.02 - 1),  # as much worse as int4 is
+    (TABLE, "topk(ratio=0.01)", Recipe(every=16), 1.4 * 1.8 / 1.2 - 1),  # as much worse than at 4 steps as int4 is
+    # Rows of as many workers go before the worst.
+    (EIGHT, "int4()", Recipe(workers=8), 0.01), (EIGHT, "int4()", Recipe(workers=4), 0.02),
+    # Noise: a smaller ratio never has a smaller factor, and no factor is below one.
+    (NOISY, "topk(ratio=0.01)", Recipe(), 0.4), ((row("int8()", -0.05, loss=-0.01),), "int8()", Recipe(), 0.0),
+])
+def test_factors_between_and_beyond_measurements(
+    rows: tuple[LearningRow, ...], codec: str, recipe: Recipe, steps: float,
+) -> None:
+    result = excess(rows, codec, recipe)
+    assert result.steps == pytest.approx(steps, abs=1e-12)
+    assert steps or result == NONE == Excess(0.0, 0.0, 0.0, 0.0)
+
+
+def test_one_machine_alone_has_rows_of_its_own_and_loses_more_against_more_workers() -> None:
+    table = (*TABLE, row("identity()", 0.9, workers=ALONE), row("identity()", 2.0, workers=ALONE, optimizer="sgd"))
+    for codec, recipe in (("int4()", Recipe(workers=1)), ("identity()", Recipe(workers=1)), ("identity()", Recipe("sgd"))):
+        assert excess(table, codec, recipe) == excess(TABLE, codec, recipe)
+    # An unknown optimizer: the smallest, which plans have to beat. Without rows: unknown.
+    for known, optimizer, workers, factor in ((table, "adam", 4, 1.9), (table, "sgd", 4, 3.0), (table, "", 4, 1.9),
+                                              (table, "adam", 16, 1.9**2), (table, "adam", 1, 1.0), (TABLE, "adam", 4, 0.0)):
+        assert alone(known, optimizer, workers) == pytest.approx(factor)
+
+
+@given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
+def test_it_is_monotone_in_the_ratio_and_in_local_steps(
+    rows: tuple[LearningRow, ...], codec: str, a: float, b: float, recipe: Recipe, every: int,
+) -> None:
+    easy = excess(rows, codec.format(max(a, b)), recipe._replace(every=min(every, recipe.every)))
+    hard = excess(rows, codec.format(min(a, b)), recipe._replace(every=max(every, recipe.every)))
+    if min(every, recipe.every) == 1 < max(every, recipe.every):  # one step may code gradients, which is another thing
+        easy = excess(rows, codec.format(max(a, b)), recipe._replace(every=1, codes="updates"))
+    assert all(0 <= e <= h + 1e-9 for e, h in zip(easy, hard, strict=True))
+    assert easy.high >= easy.steps
+    assert easy.loss_high >= easy.loss
+
+
+SPARSE_RATIOS, STEPS_APART = (1.0, 0.1, 0.03, 0.01, 1e-4), (1, 2, 4, 16)
+
+
+@pytest.mark.parametrize("codec", ["topk(ratio={})", "randomk(ratio={})", "int4()", "onebit()"])
+def test_the_shipped_table_is_monotone(codec: str) -> None:
+    for optimizer in ("sgd", "adam", ""):
+        for where in ({}, {"overlap": "round"}, {"late": True}):
+            assert_monotone(shipped_rows(), codec, Recipe(optimizer, "updates", **where))
+
+
+def assert_monotone(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe) -> None:
+    """From each point to the next harder one in either way."""
+    results = {(r, every): excess(rows, codec.format(r), recipe._replace(every=every))
+             for r in SPARSE_RATIOS for every in STEPS_APART}
+    for (r, every), hard in results.items():
+        easier = [*[results[e, every] for e in SPARSE_RATIOS if e > r][-1:],
+                  *[results[r, e] for e in STEPS_APART if e < every][-1:]]
+        for other in easier:
+            assert all(o <= h + 1e-9 for o, h in zip(other, hard, strict=True)), (r, every, other, hard, rows)
+
+
+@given(ROWS)
+def test_nothing_is_cheaper_than_it_was_measured(rows: tuple[LearningRow, ...]) -> None:
+    for one in rows:
+        recipe = Recipe(one.optimizer, one.codes, one.every, one.overlap, one.late, one.workers)
+        result = excess(rows, one.codec, recipe)
+        if excess((one,), one.codec, recipe) != NONE and (one.workers or all(r.workers == 0 for r in rows)):
+            assert result.steps >= one.steps - 1 - 1e-9
+            assert result.high >= one.steps_high - 1 - 1e-9
+            assert result.loss >= one.loss - 1e-9
+
+
+@given(ROWS, RECIPES.map(lambda r: r._replace(codes="gradients", every=1, overlap="", late=False)))
+def test_identity_is_zero_in_every_table(rows: tuple[LearningRow, ...], recipe: Recipe) -> None:
+    assert excess(rows, "identity()", recipe) == NONE == excess(rows, "fp16()", recipe)
+
+
+# ---- What is made of curves of trainings: factors where they are known, rows, what is foretold, the shipped table
+
+TASKS = ("a", "b", "c", "d")
+
+
+def falling(step: float) -> float:
+    return 2.0 * math.exp(-step / 100) + 0.5
+
+
+def curve(of_step: Callable[[float], float]) -> tuple[float, ...]:
+    return tuple(of_step(STEPS / LOOKS * (look + 1)) for look in range(LOOKS))
+
+
+DENSE = curve(falling)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0, 5.0])
+def test_who_learns_so_many_times_as_slowly_has_that_factor(factor: float) -> None:
+    slow = cost(curve(lambda step: falling(step / factor)), DENSE)
+    assert slow.steps == pytest.approx(factor, rel=0.03)
+    assert 1 + slow.loss == pytest.approx(falling(STEPS / factor) / falling(STEPS), rel=0.02)
+
+
+@pytest.mark.parametrize("lost", [curve(lambda step: 9.0), (*DENSE[:-1], math.nan), curve(lambda step: math.inf)])
+def test_who_learns_nothing_has_the_most(lost: tuple[float, ...]) -> None:
+    assert cost(lost, DENSE).steps == MOST
+
+
+def test_a_dense_training_that_fails_is_said() -> None:
+    way = Variant("a", "adam", "int4()")
+    with pytest.raises(Unmeasurable, match=r"task a: .*adam .*\bnan\b.*E-USER-CODE"):
+        costs({way: DENSE, way.dense: (*DENSE[:-1], math.nan)})
+
+
+def measured(codec: str, factor: float, *, tasks: tuple[str, ...] = TASKS, **fields: object) -> dict[Variant, Cost]:
+    return {Variant(task, "adam", codec, **fields): Cost(factor + 0.1 * i, 0.01 * i)  # type: ignore[arg-type]
+            for i, task in enumerate(tasks)}
+
+
+def test_a_row_is_the_median_task_and_a_cautious_one() -> None:
+    row, = rows(measured("int4()", 1.0))
+    assert (row.codec, row.codes, row.workers, row.tasks, row.runs) == ("int4()", "gradients", 0, 4, 4)
+    assert (row.steps, row.steps_high, row.loss, row.loss_high) == pytest.approx((1.15, 1.24, 0.015, 0.024))
+
+
+def test_tasks_of_one_order_foretell_each_other() -> None:
+    results: dict[Variant, Cost] = {}
+    for i, ratio in enumerate((0.1, 0.01, 0.001)):
+        results |= measured(f"topk(ratio={ratio})", 1.0 + i)
+    results |= measured("int4()", 1.05, every=4) | measured("int4()", 1.02)
+    report = held_out(results)
+    assert {one.task for one in report} == set(TASKS)
+    assert all(one.rank_correlation == pytest.approx(1.0) for one in report)
+    assert all(one.error < 0.2 for one in report)
+    backwards = {way: Cost(4.0 - one.steps if way.task == "a" else one.steps, 0.0) for way, one in results.items()}
+    assert next(one for one in held_out(backwards) if one.task == "a").rank_correlation < -0.9
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*own_learning.*E-LEARNING-TABLE"),
+    ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
+    ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
+    ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),
+    ((b'int4()', b'int4('), r"int4\(.*E-CODEC-NAME"),
+    ((b']}', b''), "E-LEARNING-TABLE"),
+])
+def test_a_table_that_cannot_be_used_is_said_in_one_line(change: tuple[bytes, bytes], text: str, tmp_path: Path) -> None:
+    result = tables.LearningTable(tables.Provenance("2026-01-02", "c", 9, ("a",), "2.6", "hash"), rows(measured("int4()", 1.0)))
+    data = learning_table.written(result)
+    assert change[0] in data
+    (tmp_path / "t.json").write_bytes(data.replace(*change))
+    with pytest.raises(RecordError, match=text) as caught:
+        tables.read(tmp_path / "t.json")
+    assert str(tmp_path / "t.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_table() -> None:
+    table = tables.shipped()
+    assert {row.optimizer for row in table.rows if row.workers == ALONE} == {"adam", "sgd"}
+    assert tables.rows() is tables.rows() is table.rows
+    assert table.provenance.runs >= sum(row.runs for row in table.rows if row.workers == 0)
+    places = [(r.optimizer, r.codes, r.codec, r.every, r.overlap, r.late, r.workers) for r in table.rows]
+    assert len(set(places)) == len(places)
+    for row in table.rows:
+        assert str(parse_spec(row.codec).bare) == str(parse_spec(row.codec))
+        assert 1 <= row.steps <= row.steps_high <= MOST
+        assert 0 <= row.loss <= row.loss_high
+        assert row.tasks >= LEAST_TASKS
+        recipe = Recipe(row.optimizer, row.codes, row.every, row.overlap, row.late, row.workers)
+        assert row.workers == ALONE or excess(table.rows, row.codec, recipe).high >= row.steps_high - 1 - 1e-9
+
+
+# ---- `python -m bench.own_learning TASK FILE`: what ways cost in steps on a task of one's own, and that plans are made by it
+
+TASK = """
+import torch
+from torch import nn
+
+
+def task(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), {extra}nn.Tanh(), nn.Linear(16, 2))
+    truth = torch.randn(6, 2, generator=torch.Generator().manual_seed(9))
+    held = torch.randn(64, 6, generator=torch.Generator().manual_seed(8))
+
+    def batches(rank, world):
+        drawn = torch.Generator().manual_seed(1000 * seed + rank)
+        while True:
+            x = torch.randn(8, 6, generator=drawn)
+            yield x, x @ truth
+            {ends}
+
+    def loss(model, batch):
+        return {loss}
+
+    def validation(model):
+        with torch.no_grad():
+            return {held}
+
+    return {made}
+"""
+WHOLE = "dict(model=model, optimizer=lambda m: torch.optim.{optimizer}(m.parameters(), lr=0.02), batches=batches, loss=loss, " \
+        "validation=validation)"
+HELD = "float(nn.functional.mse_loss(model(held), held @ truth))"
+LOSS = "nn.functional.mse_loss(model(batch[0]), batch[1])"
+
+
+def task_file(folder: Path, optimizer: str = "AdamW", *, extra: str = "", loss: str = LOSS, returned: str = WHOLE,
+              held: str = HELD, ends: str = "") -> Path:
+    path = folder / "mine.py"
+    task = returned.format(optimizer=optimizer)
+    path.write_text(TASK.format(extra=extra, loss=loss, made=task, held=held, ends=ends), "utf-8")
+    return path
+
+
+def told(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["commlayer", *arguments])
+    code: object = 0
+    try:
+        run()
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    return int(str(code or 0)), output.out, output.err
+
+
+def test_rows_are_measured_on_ones_own_task_and_plans_are_made_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, plan = tmp_path / "rows.json", tmp_path / "plan.json"
+    options = ["--steps", "24", "--codec", "int4()", "--local-steps", "2"]
+    assert own_learning.main([str(task_file(tmp_path)), str(out), *options]) == 0
+    output = capsys.readouterr().out
+    result = read(out)
+    assert [(row.optimizer, row.codes, row.codec, row.every, row.overlap) for row in result.rows] == [
+        ("adam", "gradients", "int4()", 1, ""), ("adam", "updates", "int4()", 1, ""), ("adam", "updates", "int4()", 1, "round"),
+        ("adam", "updates", "int4()", 2, ""), ("adam", "updates", "int4()", 2, "round"),
+        ("adam", "gradients", "identity()", 1, "")]
+    assert [row.workers for row in result.rows] == [0, 0, 0, 0, 0, 1]
+    assert "one worker by itself" in output
+    assert result.provenance.tasks[0].startswith("your proxy: ")
+    assert result.provenance.runs == 7
+    assert f"6 rows in {out}" in output
+    code, output, errors = told(["plan", "create", "lstm", "--nodes", "4xrtx3060@20/20Mb", "--learning", str(out), "--out",
+                               str(plan)], monkeypatch, capsys)
+    assert (code, errors) == (0, "")
+    assert inputs_of(plan).learning == result.rows, "explain, whatif and diff go by them, too"
+    assert "x steps: from one seed of your own task" in output
+    code, _, errors = told(["plan", "whatif", "--plan", str(plan), "--bandwidth", "20Mb"], monkeypatch, capsys)
+    assert (code, errors) == (0, "")
+
+
+def table(path: Path, **costs: float) -> Path:
+    """Of the first steps' codecs alone, by their loss."""
+    rows = tuple(LearningRow("adam", "gradients", codec, 1, "", False, 0, 1 + cost, 1 + cost, cost, cost, 1, 1)
+                 for codec, cost in (("int4()", costs["int4"]), ("int8()", costs["int8"])))
+    path.write_bytes(written(LearningTable(Provenance("2026-01-02", "commlayer tune", 2, ("your proxy",), "2.6", "x"), rows)))
+    return path
+
+
+def test_a_job_begins_by_its_own_table(tmp_path: Path) -> None:
+    bad, good = table(tmp_path / "bad.json", int4=0.5, int8=0.001), table(tmp_path / "good.json", int4=0.001, int8=0.001)
+    first = [settle("auto", builtin("lstm"), Config(learning=str(path), max_loss=0.05), 4, 1, optimizer="adam").buckets[0].codec
+             for path in (bad, good)]
+    assert ["int8" in first[0], "int4" in first[1]] == [True, True]
+    assert tables.learning_rows(str(bad)) is rows_in(bad), "one object, since looks are kept by it"
+    assert tables.learning_rows() is tables.rows()
+    model = torch.nn.Linear(2, 2)
+    session = commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), config={"learning": str(bad)})
+    assert session.inspect.connection.terms.learning == str(bad), "where planning of a running job looks it up"
+    session.close()
+
+
+@pytest.mark.parametrize(("task", "more", "line"), [
+    ({"extra": "nn.BatchNorm1d(16), "}, [], "1.running_mean"),
+    ({"held": "None"}, [], "mine.py: validation returned NoneType"),
+    ({"held": "model(held)"}, [], "mine.py: validation returned Tensor of 128"),
+    ({"ends": "return"}, [], "mine.py: the batches of rank 0 ended after 1"),
+    ({"loss": "None"}, [], "returned NoneType as its loss"),
+    ({"held": "0.0"}, [], "mine.py: validation returned 0, "),
+    ({"held": "-1.5"}, [], "mine.py: validation returned -1.5"),
+    ({"held": "model(batch)"}, [], "mine.py: validation: NameError: name 'batch' is not defined"),
+    ({"loss": "model(batch[1]).sum()"}, [], "mine.py: loss: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ({"ends": "raise KeyError(rank)"}, [], "mine.py: batches: KeyError: 0"),
+    ({"optimizer": "AdamV"}, [], "mine.py: optimizer: AttributeError: module 'torch.optim' has no attribute 'AdamV'"),
+    ({"returned": "None"}, [], "mine.py: task(0) returned NoneType"),
+    ({"returned": "dict(model=model)"}, [], "mine.py: task(0) returned a dict without optimizer, batches, loss, validation"),
+    ({"returned": "dict(model=model, optimizer=1, batches=batches, loss=loss, validation=validation)"}, [],
+     "mine.py: task(0): its optimizer is of type int"),
+    ({"returned": "1 / 0"}, [], "mine.py: task(0): ZeroDivisionError: division by zero"),
+    ({"optimizer": "Rprop"}, [], "its optimizer is of no family"),
+    ({}, ["--codec", "int5()"], "int5"),
+])
+def test_what_cannot_be_measured_is_one_line(
+    task: dict[str, str], more: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "rows.json"
+    assert own_learning.main([str(task_file(tmp_path, **task)), str(out), *more]) == 2
+    errors = capsys.readouterr().err
+    assert line in errors
+    assert code_of(errors) == ("E-CODEC-NAME" if more else "E-USER-CODE"), errors
+    assert len(errors.strip().splitlines()) == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("text", "line"), [
+    ('{"rows": []}', "`version`"), ('{"version": 1, "rows": [], "more": 2}', "`more`"), ("no JSON", "JSON"),
+])
+def test_a_table_of_another_form_is_one_line_with_a_remedy(text: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match=f"learning table {path}: .*{line}.*{path}.*E-LEARNING-TABLE") as told:
+        read(path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_table_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    absent = tmp_path / "none.json"
+    with pytest.raises(ValueError, match=f"{absent}: No such file.*E-LEARNING-TABLE"):
+        settle("auto", builtin("lstm"), Config(learning=str(absent)), 4, 1)
+    words = ["plan", "create", "lstm", "--nodes", "2xrtx3060@1Gb", "--learning", str(absent)]
+    code, _, errors = told(words, monkeypatch, capsys)
+    assert code == 2
+    assert str(absent) in errors
+    assert errors.endswith("[E-LEARNING-TABLE]\n")
