@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
-from support.membership import beat, elastic, members, running, server, ticked, worker
+from support.membership import elastic, members, running, server, worker
 from support.meshes import soon
 from support.serving import JOB, PLAN, Pair, view_of
 from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served, service  # noqa: F401  (a fixture)
@@ -20,15 +20,14 @@ from commlayer import records
 from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import FINISHED, Heartbeat, PeerExit
-from commlayer.cluster.summation import Summation
+from commlayer.cluster.messages import Heartbeat, PeerExit
 from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.config import host_port
-from commlayer.errors import CorruptFrame, PeerLost, Refused
+from commlayer.errors import PeerLost, Refused
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, Message, key
+from commlayer.transport.protocol import SERVER_BASE, Flag, Header, Kind, key
 
 DATA = records.encode(PLAN)
 WRONG_CODEC = ("got codec 99, weight 1.0 and total weight 0.0; the codec must be 1, and weights finite and not negative "
@@ -65,60 +64,7 @@ def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_w
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
 
 
-def test_without_a_coordinator_a_worker_believes_its_server(opened: list[Any]) -> None:
-    job = Pair(opened)
-    job.ups[1]._regroups = True
-    job.ups[1]._membership.reachable = False  # type: ignore[union-attr]
-    job.ups[1]._on_stalled(0, Stalled(0, 3, (0,), {0: "noise"}))
-    error = job.failure()
-    assert (error.peer, error.code) == ("worker 0", "E-PEER-LOST")
-    assert "noise" in error.what
-
-
 # ---- what a server tells of
-
-
-def breach(core: Summation, *sent: Message) -> CorruptFrame:
-    """Of the last one."""
-    for one in sent[:-1]:
-        core.push(one, 0.0)
-    with pytest.raises(CorruptFrame) as caught:
-        core.push(sent[-1], 0.0)
-    return caught.value
-
-
-class Drawn(Doubles):
-    """Whose payloads must be of one sign."""
-
-    def add(self, r: int, payload: memoryview, acc: list[float], first: bool) -> None:
-        before = 0.0 if first else acc[0]
-        super().add(r, payload, acc, first)
-        if before * self.added[-1] < 0:
-            raise CorruptFrame("drawn otherwise")
-
-
-@pytest.mark.parametrize(("ops", "sent", "code"), [
-    (Doubles(), [push(1, 1.0, codec=9)], "E-FRAME"),
-    (Doubles(), [push(1, 1.0, sender=2)], "E-FRAME"),
-    (Doubles(), [push(0, 1.0, 7), push(1, 1.0, 0)], "E-STEPS-DIFFER"),
-    (Doubles(), [push(0, 1.0, undone=1), push(1, 1.0)], "E-STEPS-DIFFER"),
-    (Drawn(), [push(0, -1.0), push(1, 1.0)], "E-FRAME"),
-    (Drawn(), [push(0, 1.0), push(1, 1.0)._replace(body=memoryview(b"1234567"))], "E-FRAME"),
-    (Doubles(), [push(1, 1.0, generation=2)], "E-FRAME"),
-    (Doubles(), [push(1, 1.0, generation=2, bucket=99)], "E-FRAME"),
-], ids=["codec", "sender", "order", "undone", "at odds", "malformed", "generation", "generation and bucket"])
-def test_a_breach_names_the_member_whose_message_it_was(ops: Doubles, sent: list[Message], code: str) -> None:
-    core, _ = service(ops=ops)
-    error = breach(core, *sent)
-    assert (error.peer, error.code) == ("worker 1", code)
-
-
-def test_a_state_that_is_asked_for_while_another_pushes_is_a_breach() -> None:
-    core, _ = service()
-    core.push(push(0, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match=r"STATE_GET.*E-FRAME") as caught:
-        core.snapshot(ask(Kind.STATE_GET, 1))
-    assert (caught.value.peer, caught.value.step) == ("worker 1", 0)
 
 
 class Served:
@@ -165,19 +111,6 @@ def test_a_drop_is_told_and_in_the_audit_log_at_once(opened: list[Any], tmp_path
     assert [(line["event"], line["peer"], line["why"]) for line in noted] == [("dropped", "worker 1", WRONG_CODEC)]
 
 
-def test_so_is_one_behind_a_change_of_members(opened: list[Any], tmp_path: Path) -> None:
-    made = Served(opened, tmp_path / "audit.jsonl")
-    assert made.dropped(made.regrouped()) == [("worker 1", WRONG_CODEC)]
-
-
-def test_who_is_no_member_any_more_is_not_told_of(opened: list[Any], tmp_path: Path) -> None:
-    made = Served(opened, tmp_path / "audit.jsonl")
-    assert made.dropped() != []
-    made.next = msgspec.structs.replace(made.next, members=(made.view.members[0], made.view.members[2]))
-    made.regrouped()
-    assert made.serving.report()["dropped"] == ()
-
-
 # ---- whom the coordinator believes
 
 
@@ -204,18 +137,6 @@ def test_nobody_else_can_send_anyone_away(teller: str, peer: str) -> None:
     assert not any(place.dead for place in state.registrations.values())
 
 
-def test_a_server_that_is_gone_has_no_say() -> None:
-    dead = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
-    left = membership.leave(running(2), "s0", FINISHED)
-    for state in (dead, left):
-        assert not says("s0", "worker 1", state).registrations["w1"].dead
-
-
-def test_what_a_server_quotes_stands_in_one_line() -> None:
-    state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(PeerExit("worker 1", "a\nb"),)))
-    assert state.registrations["w1"].dead == "was dropped (by server 0): a\\nb"
-
-
 def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:
     state = membership.State(2, 1)
     refused = membership.join(state, server(0, certificate="anna", dials_only=True), 0.0)[1]
@@ -237,15 +158,6 @@ def test_under_the_rank_of_another_node_nobody_comes_in_to_be_dropped(
     with pytest.raises(Refused, match=rf"{names[1]}\b.*worker 0 .*{names[0]}\b.*E-RANK\]"):
         other.dial(SERVER_BASE, host_port(serving.address), soon())
     own.dial(SERVER_BASE, host_port(serving.address), soon())
-
-
-def test_the_view_says_with_which_certificates_workers_have_joined(folders: Folders) -> None:
-    config = quick(token="of-this-job", keys=str(folders.worker))
-    coordinator = Coordinator(quick(token="of-this-job", keys=str(folders.server)), workers=1)
-    seat = client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), config, Failures())
-    assert [m.certificate for m in seat.view.members] == [Keys(str(folders.worker)).own.name]
-    seat.leave()
-    coordinator.close()
 
 
 def test_the_coordinator_sees_itself_whose_certificate_that_is(folders: Folders) -> None:

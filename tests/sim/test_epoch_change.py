@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,15 +14,12 @@ from support.membership import DEAD_AFTER_S, PLAN, elastic, members, worker
 from support.site_groups import leave, met, options, together
 from support.summation import push, service
 
-from commlayer.cluster import client, epoch_change, membership
+from commlayer.cluster import epoch_change, membership
 from commlayer.cluster.coordinator_journal import CoordinatorRecord, without_times
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Heartbeat, Join, pack
 from commlayer.cluster.site_process_group import RelayedGroup
-from commlayer.cluster.uplink import Uplink
-from commlayer.config import Config
-from commlayer.errors import CommError, PeerLost
-from commlayer.records import View
+from commlayer.errors import CommError
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import Header, Kind, Message, key
 
@@ -67,13 +63,6 @@ def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
     assert not waits(heard(elastic(2, 1), "w0", "w1", now=9.0))
     assert waits(heard(elastic(2, 1), "w0", now=9.0))
     assert waits(heard(elastic(2, 0), "w0", now=9.0)), "with this one's death the job ends"
-
-
-def test_a_home_is_let_in_where_one_of_those_who_are_left_is_heard() -> None:
-    """It would have no weights to begin with otherwise."""
-    left = without(elastic(3, 1), 2)
-    assert waits(left, 99.0)
-    assert not waits(heard(left, "w0", now=98.0), 99.0)
 
 
 def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
@@ -123,18 +112,6 @@ def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow(
     assert sizes[-1][1] < 1.05 * sizes[half][1]
     state, pulse = membership.heartbeat(state, f"w{rank}", 1.0, Heartbeat(f"w{rank}"))
     assert not pulse.unknown_token, "the last of them are known still"
-
-
-def test_a_plan_is_kept_once_and_with_no_seat() -> None:
-    state = elastic()
-    state = epoch_change.next_view(membership.leave(state, "w3", FINISHED, 1))
-    first = state.registrations["w0"].join
-    state, seat = epoch_change.admit(state, worker(4, world=0, elastic=True, plan=PLAN, must_match=first.must_match), 1.0)
-    assert seat.plan == PLAN
-    kept = pack(without_times(CoordinatorRecord("", "", state)))
-    assert kept.count(PLAN) == 1
-    assert msgspec.msgpack.decode(kept, type=CoordinatorRecord).state.plan == PLAN
-    assert membership.join(state, first, 1.0)[1].plan == PLAN, "who asks again has it"
 
 
 def test_too_few_hear_who_is_gone_and_what_to_do() -> None:
@@ -208,39 +185,6 @@ def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it
     assert ops.residual == pytest.approx(owed, abs=1e-15)
     assert core.push(push(1, 0.3, 1), 0.0) == [], "its view has ended"
     assert ops.residual == pytest.approx(owed, abs=1e-15)
-
-
-@pytest.mark.parametrize("heard", [False, True])
-def test_a_server_hears_of_the_step_before_once_whether_or_not_a_push_has_told_it(heard: bool) -> None:
-    core, ops = service(2)
-    for sender in (0, 1):
-        core.push(push(sender, 0.1), 0.0)
-    before, calls = ops.undo, list[int]()
-
-    def undo(slices: int) -> None:
-        """As CodecOps: what is named twice is taken back once."""
-        if not calls:
-            before(slices)
-        calls.append(slices)
-
-    ops.undo = undo  # type: ignore[method-assign]
-    # Where member 0 is the one that died, what comes of the other waits for it, unadded.
-    core.push(push(0 if heard else 1, 0.7, 1, undone=1), 0.0)
-    core.end(1, {5: 1})
-    assert calls
-    assert ops.residual == 0.0
-
-
-def test_a_death_that_is_said_while_members_go_over_ends_what_is_done_again_in_their_next_view(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    callbacks, heard = list[Any](), list[str]()
-    member = SimpleNamespace(left={}, view=View(1, (), ()))
-    monkeypatch.setattr(client, "join", lambda *call, **_: callbacks.append(call[-1]) or member)
-    link = Uplink(Config(), "127.0.0.1:9", worker(0))
-    link.subscribe(lambda error: heard.append(f"before: {error.peer}"), lambda *_: None, lambda *_: None)
-    callbacks[0](PeerLost("is dead, and too few are left", peer="worker 2"))
-    link.subscribe(lambda error: heard.append(f"behind: {error.peer}"), lambda *_: None, lambda *_: None, 1 << 16)
-    assert heard == ["before: worker 2", "behind: worker 2"]
 
 
 def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from support.coordinators import Failures, all_opened, quick, until  # noqa: F401  (a fixture)
-from support.membership import PATIENCE_S, elastic, members, running, several, worker
+from support.membership import PATIENCE_S, elastic, members, several, worker
 from support.serving import PLAN, view_of
 from support.summation import Doubles, hub_of_a_test, push  # noqa: F401  (a fixture)
 
 from commlayer import records
-from commlayer.cluster import client, coordinator_journal, epoch_change, membership, messages
+from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Heartbeat, Overdue
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import DataServer, SumServer
-from commlayer.engine.connection import JobContext
-from commlayer.engine.regroup import MembershipChange
 from commlayer.errors import CorruptFrame
 from commlayer.transport.protocol import SERVER_BASE
 
@@ -190,14 +187,6 @@ def test_beside_one_that_was_dropped_another_may_hang(hub: Any) -> None:
     assert sums.server.overdue(300.0) == (0, (2,))
 
 
-def test_what_a_server_said_before_its_coordinator_was_killed_is_no_report() -> None:
-    state = msgspec.structs.replace(hears(running(), ("s0", 7, (2,)), ("s0", 7, (2,))), held=(7, 0, 1.0))
-    assert any(p.overdue for p in state.registrations.values())
-    kept = coordinator_journal.without_times(coordinator_journal.CoordinatorRecord("", "", state))
-    assert {(p.overdue, p.hung) for p in kept.state.registrations.values()} == {(None, ())}
-    assert kept.state.held is None
-
-
 def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> None:
     for steps in (1, 4):
         serving = DataServer("127.0.0.1", 0, quick(deadline_s=0.001))
@@ -226,14 +215,3 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     assert [m.rank for m in seats[0].newest.members] == [0]
     dead = coordinator._state.registrations[requests[2].token].dead
     assert "sent nothing for 5 s while others waited in step 3 (reported by server 0)" in dead
-
-
-# ---- how long workers wait for that
-
-
-def test_behind_its_deadline_a_worker_waits_for_the_verdict() -> None:
-    made = JobContext()
-    made.uplink = SimpleNamespace(view=None, subscribe_epochs=lambda _: None)  # type: ignore[assignment]
-    config = quick(reconnect_s=60.0, dead_after_s=10.0, heartbeat_s=1.0, deadline_s=600.0)
-    three_heartbeats_s = 3.0
-    assert MembershipChange(made, config, "home").patience() == 60.0 + 10.0 + three_heartbeats_s

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import commlayer
 from commlayer.autotune.measure import step_times
 from commlayer.autotune.measure.step_times import BatchTrial, batches_of, out_of_memory
-from commlayer.balance import Decision, Sampler
+from commlayer.balance import Sampler
 from commlayer.balance.profile import profile
 
 
@@ -64,16 +64,6 @@ def test_a_trial_leaves_no_trace(ends: bool) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-def test_it_is_undone_when_the_model_raises() -> None:
-    one = model()
-    before = one[1].running_mean.clone()
-    trial = BatchTrial(one, lambda module, x: module(x).nonsense(), lambda samples: torch.randn(samples, 6))
-    with pytest.raises(AttributeError), trial.untouched(begun=True):
-        trial(4)
-    assert torch.equal(one[1].running_mean, before)
-    assert all(p.grad is None for p in one.parameters())
-
-
 @pytest.mark.commit(2)
 @pytest.mark.parametrize(("error", "memory"), [
     (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True), (MemoryError(), True),
@@ -96,13 +86,6 @@ def test_what_says_that_memory_has_ended(error: Exception, memory: bool) -> None
     else:
         with pytest.raises(type(error)):
             profile(trial, 16)
-
-
-def test_a_real_allocation_that_cannot_be_met_ends_memory() -> None:
-    def loss_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return mean_of(module, x) + torch.empty(1 << (50 if len(x) > 4 else 3)).sum() * 0
-
-    assert profile(BatchTrial(model(), loss_of, lambda samples: torch.randn(samples, 6)), 16).ended
 
 
 class Counted(IterableDataset[int]):
@@ -150,18 +133,6 @@ def test_alone_it_finds_the_cap(given: int, found_cap: int) -> None:
     assert sum(sizes) == 40
 
 
-def test_what_a_restored_schedule_has_announced_comes_first() -> None:
-    saved = Sampler(200, 20, rank=0, world=1)
-    saved.announce(3, [20])
-    sampler, one = Sampler(200, 20, rank=0, world=1), nn.Linear(6, 1)
-    sampler.load_state_dict(saved.state_dict())
-    with commlayer.attach(one) as session:
-        controller = commlayer.LoadBalancer(session, sampler)
-        controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
-    assert [event.from_step for event in controller.events if isinstance(event, Decision)] == [4]
-    assert sampler.announced == (4, {0: 20})
-
-
 def _holds(module: nn.Module, x: torch.Tensor, most: int) -> torch.Tensor:
     if len(x) > most:
         raise MemoryError
@@ -179,18 +150,6 @@ def test_arguments_are_named(mode: Any, limit_s: float, text: str) -> None:
 
     with pytest.raises(ValueError, match=text):
         profiled()
-
-
-def test_where_not_even_the_optimizer_will_fit_the_worker_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: torch.Tensor) -> torch.Tensor:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "empty_like", full)
-    one = nn.Linear(6, 1)
-    with commlayer.attach(one) as session:
-        controller = commlayer.LoadBalancer(session, Sampler(40, 20, rank=0, world=1))
-        with pytest.raises(ValueError, match=r"worker 0: .*\b0 samples\b.*E-SHARES-ARGUMENT"):
-            controller.profile(one, mean_of, lambda samples: torch.randn(samples, 6))
 
 
 def takes(nbytes: int) -> Any:
@@ -212,7 +171,3 @@ def test_on_a_cpu_it_stops_before_the_machine_has_no_memory(
     result = profile(trial, 64, repeats=1)
     assert result.ended == (most < 64)
     assert least <= result.cap <= most
-
-
-def test_room_is_known_on_linux_and_not_short_here() -> None:
-    assert step_times.room_nbytes() > 1 << 20

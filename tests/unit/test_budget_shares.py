@@ -41,20 +41,6 @@ def test_a_bucket_changes_by_a_factor_at_most(given_: list[Demand]) -> None:
         assert ask.now / MOST_CHANGE - 1 <= entries <= ask.now * MOST_CHANGE + 1
 
 
-def test_what_cannot_send_leaves_its_share_to_others_and_more_than_there_is_room_for_goes_to_nobody() -> None:
-    tail = Tail(100, 1.0, 3.0)
-    assert share_budget([Demand(100, 12, 100, 800, tail), Demand(100, 12, 100, 800, Tail(0, 0.0, 0.5))]) == [150, 50]
-    assert share_budget([Demand(100, 12, 100, 150, tail), Demand(100, 12, 100, 30, tail)]) == [150, 30]
-    assert share_budget([Demand(0, 1, 7, 56, None)]) == [7]
-
-
-def test_equal_tails_stay_as_they_are_and_unknown_ones_keep_their_part() -> None:
-    same = Tail(100, 0.3, 4.0)
-    assert share_budget([Demand(100, 12, 100, 800, same)] * 3) == [100] * 3
-    assert share_budget([Demand(100, 12, 100, 800, None), Demand(50, 6, 50, 400, None)]) == [100, 50]
-    assert share_budget([Demand(250, 12, 100, 800, None), Demand(250, 12, 100, 800, None)]) == [100, 100]
-
-
 def test_shares_settle_where_one_threshold_over_all_would_have_them() -> None:
     generator = torch.Generator().manual_seed(1)
     scales = [0.5, 1.0, 1.0, 1.3, 2.0]

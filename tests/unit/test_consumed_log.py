@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import msgspec
@@ -65,24 +64,6 @@ def test_each_position_is_done_once(data: st.DataObject) -> None:
     assert log.done == merged([(0, log.length)])
 
 
-def test_what_comes_back_goes_out_next() -> None:
-    log = ConsumedLog(20)
-    log.assign(0, {0: 4, 1: 4})
-    log.assign(1, {0: 4, 1: 4})
-    assert log.take_back(1, from_step=1) == 4
-    assert log.assign(2, {0: 6}) == {0: [(12, 18)]}
-
-
-def test_a_copy_goes_its_own_way() -> None:
-    log = ConsumedLog(10)
-    log.assign(0, {0: 2, 1: 2})
-    twin = log.copy()
-    twin.take_back(1)
-    twin.assign(1, {0: 8})
-    assert (log.left, twin.left) == (6, 0)
-    assert log.open[0][1] == [(2, 4)]
-
-
 def test_a_ledger_stays_small() -> None:
     log = ConsumedLog(10**12)
     for step in range(200):
@@ -136,14 +117,3 @@ def test_orders_differ_by_seed_and_epoch_and_never_by_machine(length: int) -> No
     assert len(set(orders.values())) == 3
     # Written down once: all members of a job must agree on it, whatever they run on.
     assert orders[0, 0] == GOLDEN[length]
-
-
-def test_neighbours_are_independent() -> None:
-    """Both ways to make an order, by the share of neighbours that rise and by how far elements move."""
-    for walk in (False, True):
-        order = Permutation(1 << 16, 1, 2, longest_table=0 if walk else 1 << 16)
-        drawn = order.at([(0, 1 << 16)])
-        rising = sum(a < b for a, b in itertools.pairwise(drawn)) / len(drawn)
-        assert abs(rising - 0.5) < 5 * (1 / 12 / len(drawn)) ** 0.5
-        moved = sum(abs(i - x) for i, x in enumerate(drawn)) / len(drawn) ** 2
-        assert abs(moved - 1 / 3) < 0.005

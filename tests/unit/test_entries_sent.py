@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +11,11 @@ import torch
 from msgspec.structs import replace
 from support import codecs
 from support import workers as kit
-from support.loopback import Hub
 
-from commlayer.autotune.controller import Phase, TuningController
 from commlayer.compressors import codec_of, parse, wrap
 from commlayer.compressors.global_budget import FIRST_RATIO, MAX_SHARE, BudgetedTopK, with_budget
-from commlayer.engine.buckets import EncodedBucket
-from commlayer.engine.connection import JobContext
-from commlayer.engine.observers import StalePlanWatch
 from commlayer.engine.plan_choice import unsuited
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.worker import Worker
-from commlayer.observe.prediction_check import PATIENCE
 from commlayer.planner import default_plan, verify
 from commlayer.records import Bucket, Plan, Slice, Spec
 
@@ -98,35 +90,6 @@ def test_warmup_goes_by_the_step_of_the_job_and_servers_follow() -> None:
     assert [sum(step) for step in later.sent[0]] == pytest.approx(totals[7:], rel=0.1), "a new worker in a running job"
 
 
-def test_another_codec_down_keeps_its_proportion() -> None:
-    run = Run(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), 6)
-    for sent, got in zip(run.sent[0][-1], run.received[-1], strict=True):
-        assert got == pytest.approx(2 * sent, rel=0.25, abs=4)
-    dense = Run(plan("topk(0.02)", "int8(block=64)", ratio_over="plan"), 3)
-    assert dense.received[-1] == [math.prod(shape) for shape in reversed(SHAPES)]
-
-
-def test_nodes_with_ratios_of_their_own_each_keep_their_total() -> None:
-    copy = plan("topk(0.04)", ratio_over="plan")
-    copy = replace(copy, buckets=tuple(replace(b, by_node=("topk(0.04)", "topk(0.01)")) for b in copy.buckets))
-    run = Run(copy, 6)
-    assert sum(run.sent[0][-1]) == pytest.approx(0.04 * NUMEL, rel=0.1)
-    assert sum(run.sent[1][-1]) == pytest.approx(0.01 * NUMEL, rel=0.1)
-    assert sum(run.received[-1]) == pytest.approx(0.04 * NUMEL, rel=0.15), "as much as the bucket's codec says"
-
-
-@pytest.mark.parametrize("path", ["service", "encode@cpu all.allgather decode@cpu"])
-def test_buckets_that_another_rank_codes_have_nothing_to_hand_over(path: str) -> None:
-    copy = replace(plan("topk(0.02)", "error_feedback(topk(0.04))", ratio_over="plan"), ranks_per_node=2)
-    copy = replace(copy, buckets=tuple(replace(b, path=path, owner=1) for b in copy.buckets))
-    codecs = {b.id: codec_of(b, 0, copy) for b in copy.buckets}
-    before, after = (Worker(kit.job(SHAPES), copy, codecs, torch.device("cpu"), transport=Hub().transport(0)) for _ in range(2))
-    hand_over(before, after)
-    assert not any(isinstance(bucket, EncodedBucket) for bucket in after.buckets)
-    before.close()
-    after.close()
-
-
 @pytest.mark.parametrize("cut_nbytes", [1 << 20, 1 << 14])
 def test_a_change_of_plans_keeps_what_each_element_had(cut_nbytes: int) -> None:
     """The first step under the next plan divides entries as the last one did, whether or not buckets are cut alike."""
@@ -184,20 +147,6 @@ def test_what_there_is_nothing_to_pace_in_stays_as_it_is() -> None:
     assert str(budgeted("topk(0.1)")) == str(wrap(parse("topk(0.1)")))
 
 
-def test_a_flagged_step_teaches_nothing_and_an_empty_one_that_all_is_zero() -> None:
-    codec, spec = budgeted("topk(0.1)"), Spec((100,))
-    state, out = codec.init(spec), codecs.room(codec, spec)
-    codec.start(torch.full((100,), math.inf), state, out)
-    assert codec.inner.demand(state["inner"], 0.1).tail is None
-    codec.start(torch.zeros(100), state, out)
-    tail = codec.inner.demand(state["inner"], 0.1).tail
-    assert tail is not None
-    assert tail.sent == 0
-    codec.inner.set_entries(state["inner"], 20)
-    codec.start(torch.eye(100)[0] + torch.eye(100)[1], state, out)
-    assert codec.inner.demand(state["inner"], 0.1).most == 2, "there are no more"
-
-
 # ---- plans
 
 
@@ -207,33 +156,3 @@ def test_a_plan_says_only_what_there_is() -> None:
         "warmup is -1, allowed: at least 0", "ratio_over is 'all', allowed: 'bucket' or 'plan'"]
     assert not verify(replace(result, ratio_over="plan", warmup=100), kit.job(SHAPES))
     assert not unsuited(replace(result, ratio_over="plan", warmup=100), 2, 1)
-
-
-def watched(result: Plan) -> tuple[JobContext, kit.Rig]:
-    connection, rig = JobContext(), kit.Rig(1, "", shapes=SHAPES, plan=result)
-    connection.plan, connection.worker = result, rig.workers[0]
-    return connection, rig
-
-
-def test_automatic_planning_begins_behind_a_warmup() -> None:
-    connection, rig = watched(plan(warmup=5))
-    with rig:
-        connection.terms.auto = True
-        actions: Any = SimpleNamespace(share_times=lambda *_: (0.0, 0.0), record=lambda on: None, close=lambda: None,
-                                       prepare_search=lambda: None)
-        auto = TuningController(connection, actions, None)
-        for step, looked in ((0, False), (3, False), (4, False), (5, False), (6, True)):
-            rig.workers[0].now.number = step
-            auto.after_step()
-            assert (auto.phase is Phase.MEASURING) is looked
-
-
-def test_a_plan_is_not_stale_for_what_a_warmup_sends() -> None:
-    connection, rig = watched(plan(warmup=5, step_s=1e-9))
-    with rig:
-        watch = StalePlanWatch(connection)
-        for step, stale in ((4, 0), (5, 1)):
-            rig.workers[0].now.number = step
-            for _ in range(PATIENCE + 3):
-                watch()
-            assert len(connection.events) == stale

@@ -12,7 +12,6 @@ from torch import nn
 
 from commlayer.compressors import parse
 from commlayer.compressors.feedback import wrap
-from commlayer.compressors.kernels import give_back
 from commlayer.engine import worker as worker_module
 from commlayer.engine.buckets import BucketExchange, EncodedBucket
 from commlayer.engine.local_steps import OuterSteps, StepWeights
@@ -32,31 +31,6 @@ def coded() -> EncodedBucket:
                         torch.device("cpu"), 0)
     bucket.keep_encoded(lambda _: None)
     return bucket
-
-
-def resident_nbytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident")
-def test_a_bucket_takes_no_memory_before_its_first_step() -> None:
-    coded()
-    before = resident_nbytes()
-    results = [coded() for _ in range(8)]
-    assert resident_nbytes() - before < NUMEL * 4
-    assert len(results) == 8
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
-def test_what_is_given_back_reads_as_zeros_and_can_be_written() -> None:
-    x = torch.ones(NUMEL)
-    give_back(x[:100].numpy())
-    assert bool((x == 1).all())
-    give_back(x.numpy())
-    assert int((x == 0).sum()) > NUMEL - 4096
-    x.fill_(2.0)
-    assert bool((x == 2).all())
 
 
 @pytest.mark.parametrize("unapplied", [0, 1])
@@ -127,16 +101,3 @@ def test_behind_a_step_buckets_hold_what_can_be_taken_back_or_is_measured(
         assert held(worker) == stays
         if codec == "identity()":
             assert all(torch.equal(average, gradient) for average in averages if average is not None)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is given back")
-def test_a_worker_that_was_left_holds_nothing() -> None:
-    with large_rig("int4()") as rig:
-        worker = rig.workers[0]
-        worker.recorder.switch(on=False)
-        step(worker, [torch.randn(NUMEL)])
-        assert held(worker)
-        worker.close()
-        worker.forget_states()
-        assert not held(worker)
-        assert not any(state for bucket in worker.buckets for _, state in bucket.ledger.encoders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 
@@ -15,7 +14,6 @@ from commlayer.observe.link_monitor import (
     COST_S,
     FACTOR,
     IN_A_ROW,
-    LONGER,
     MORE,
     PAYLOAD,
     SETTLED,
@@ -75,33 +73,6 @@ def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
     assert reported(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
 
 
-def test_what_links_carry_now_is_told_by_several_steps() -> None:
-    links = settled()
-    for bps in (5e6, 2e7, 1e7):
-        links, result = links.observe(seen(2.0, [Throughput(Direction(bps, 0.9), Direction(bps, 0.9))] * 3))
-    assert result == (Rates(PAYLOAD * 1e7, PAYLOAD * 1e7),) * 3
-
-
-def test_the_same_watch_gives_the_same_answer_again() -> None:
-    links = after(settled(), seen(2.0, [FULL] * 3), IN_A_ROW - 1)
-    assert links.observe(seen(2.0, [FULL] * 3)) == links.observe(seen(2.0, [FULL] * 3))
-
-
-@pytest.mark.parametrize("known", range(SETTLED))
-def test_a_few_steps_do_not_say_what_is_usual(known: int) -> None:
-    """Half a step was taken for one, and each whole step for twice as long as usual."""
-    links = after(LinkWatch(PLANNED), seen(0.168, [QUICK] * 3, 0.0), known)
-    assert links.slow_s == math.inf
-    after(links, seen(0.344, [FULL] * 3), 10 * USUAL)
-
-
-def test_one_short_step_does_not_make_others_slow() -> None:
-    links = after(LinkWatch(PLANNED), seen(0.168, [QUICK] * 3, 0.0))
-    links = after(links, seen(0.344, [QUICK] * 3), SETTLED - 1)
-    assert links.slow_s == LONGER * 0.344
-    assert not links.faster
-
-
 # ---- actions of scripts and machines that are no change of links
 
 EMPTY = Throughput(Direction(), Direction())
@@ -131,21 +102,6 @@ def test_what_is_no_change_of_links(step: SeenStep, every: int) -> None:
         links = after(links, seen(0.4, [QUICK] * 3) if number % every else step)
 
 
-def test_what_stays_slow_becomes_usual() -> None:
-    links = settled()
-    assert links.slow_s < 2.0
-    assert after(links, seen(2.0, [QUICK] * 3), USUAL).slow_s < 2.0
-    assert after(links, seen(2.0, [QUICK] * 3), USUAL + 1).slow_s == math.inf, "what was usual is forgotten"
-    assert after(links, seen(2.0, [QUICK] * 3), USUAL + 1 + SETTLED).slow_s == LONGER * 2.0
-
-
-def test_what_was_usual_counts_on_where_other_rates_are_planned_for() -> None:
-    links = after(structs.replace(settled(), planned=(Rates(3e7, 3e7),) * 3), seen(2.0, [FULL] * 3), IN_A_ROW - 1)
-    links, result = links.observe(seen(2.0, [FULL] * 3))
-    assert result == (NARROW,) * 3
-    after(structs.replace(links, planned=result), seen(2.0, [FULL] * 3), USUAL)  # that is known
-
-
 # ---- links that are faster
 
 
@@ -163,17 +119,6 @@ def test_what_comes_in_can_be_carried(down: float, sent: float, counts: bool) ->
     count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
     assert result == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
     assert count == SETTLED or not counts
-
-
-@pytest.mark.parametrize(("step_s", "waited_s", "hint"), [
-    (0.45, 0.15, True), (0.73, 0.43, False), (0.45, 0.4, False),  # faster machines make quicker steps, too
-])
-def test_steps_that_wait_less_hint_at_faster_links(step_s: float, waited_s: float, hint: bool) -> None:
-    links = after(LinkWatch((NARROW,) * 3), seen(0.9, [FULL] * 3, 0.6), USUAL)
-    assert not links.faster
-    few = after(links, seen(step_s, [FULL] * 3, waited_s), SETTLED // 2 - 1)
-    assert not few.faster
-    assert after(few, seen(step_s, [FULL] * 3, waited_s), SETTLED).faster is hint
 
 
 # ---- noise

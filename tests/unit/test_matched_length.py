@@ -13,7 +13,7 @@ from support.workers import Rig, ToldRows, on_ranks
 from torch import nn
 
 from commlayer.engine.local_steps import OuterSteps, StepWeights, scale_of, square_of
-from commlayer.optim import OuterSGD, usual
+from commlayer.optim import OuterSGD
 from commlayer.planner import default_plan
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, TensorInfo
@@ -67,11 +67,6 @@ def test_squares_of_little(values: list[float], wanted: float) -> None:
 ])
 def test_the_factor(rows: list[tuple[float, float]], square: float, wanted: float) -> None:
     assert scale_of(rows, square) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_it_is_for_adam_and_its_like() -> None:
-    assert [usual(family).matched for family in ("adam", "sgd", "other")] == [True, False, False]
-    assert usual("sgd") == OuterSGD()
 
 
 def trained(
@@ -163,16 +158,6 @@ def test_means_are_as_long_as_changes(weights: list[float], fragments: int, over
         assert all(torch.equal(mine, first) for mine, first in zip(end, results[0][1], strict=True))
     far = max(float((a - b).abs().max()) for a, b in zip(wanted[-1], plain[-1], strict=True))
     assert (far > 0.1) == (world > 1), "plain averages lead elsewhere"
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["waited for", "overlapped"])
-def test_cut_tensors_may_lie_in_memory_as_they_like(overlap: bool) -> None:
-    outer = OuterSGD(lr=0.7, momentum=0.9, matched=True)
-    results = [trained(2, outer, [1.0, 1.0], 4, overlap=overlap, cut_nbytes=500, strided=strided) for strided in (False, True)]
-    for (starts, end), (strided_starts, strided_end) in zip(*results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(end, strided_end, strict=True))
-        assert all(torch.equal(a, b) for each in zip(starts, strided_starts, strict=True) for a, b in zip(*each, strict=True))
-        assert float(end[0].abs().max()) > 0.1
 
 
 def _parts(fragments: int) -> list[list[int]]:

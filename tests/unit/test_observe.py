@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.observe.prediction_check import PATIENCE, PredictionCheck, StalePlan
+from commlayer.observe.prediction_check import PredictionCheck
 from commlayer.observe.step_trace import (
     EXCHANGE,
     NO_BUCKET,
     STEP,
     Comparison,
     Event,
-    RecordedStep,
     Recorder,
     Seen,
     by_lane,
@@ -89,33 +88,11 @@ def test_ops_are_compared_over_buckets_ranks_and_nodes() -> None:
     assert {(row.predicted_s, row.error, row.worst) for row in alone} == {(None, None, None)}
 
 
-def test_of_steps_the_median_counts_of_ranks_the_slowest_of_nodes_the_mean() -> None:
-    def took(*seconds: float) -> list[list[Event]]:
-        return [[Event("encode@cpu", 0, 0.0, s)] for s in seconds]
-
-    seen = [Seen(0, took(1.0, 2.0, 9.0)), Seen(0, took(4.0, 4.0, 5.0)), Seen(1, took(6.0, 6.0, 1.0))]
-    (row,) = rows_of(seen, {0: took(2.0)[0], 1: took(3.0)[0]})
-    assert (row.measured_s, row.predicted_s) == (5.0, 2.5)
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {}}', '{"otherData": {"commlayer": {"plan": 3}}}'])
 def test_a_file_that_is_no_trace_is_told_in_a_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ValueError, match=r"^trace .*t\.json: [^\n]*\[E-TRACE\]$"):
         read_comparison(tmp_path / "t.json")
-
-
-def test_whoever_follows_gets_every_whole_step_whatever_others_switch() -> None:
-    recorder, seen = Recorder(), list[RecordedStep]()
-    recorder.follow(seen.append)
-    for number in range(4):
-        recorder.switch(on=number == 1)
-        recorder.add("encode@cpu", number, time.perf_counter())
-        recorder.next()
-    assert [[e.bucket for e in s.events] for s in seen] == [[1], [2], [3]]
-    assert [[e.bucket for e in s.events] for s in recorder.steps] == [[1]]
-    recorder.unfollow(seen.append)
-    assert not recorder.on
 
 
 def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
@@ -153,15 +130,6 @@ def stale_at(times: list[float]) -> list[int]:
         check, event = check.observe(seconds, step)
         steps += [event.step] if event else []
     return steps
-
-
-def test_what_is_stale_says_why() -> None:
-    check, event = PredictionCheck(0.01), None
-    for step in range(PATIENCE):
-        assert event is None
-        check, event = check.observe(0.03, step)
-    assert event == StalePlan(PATIENCE - 1, 0.01, 0.03, PATIENCE)
-    assert event.reason == f"the plan is stale: the last {PATIENCE} steps took 30.0 ms each; 10.0 ms were predicted"
 
 
 @pytest.mark.parametrize(("times", "steps"), [

@@ -15,11 +15,9 @@ from support.autotuning import JOB, plan_of
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import NEARLY, SearchOrder, search, sped_up, step_s
 from commlayer.errors import InvalidInput, InvalidState
-from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, PlanInputs, Policy
-from commlayer.planner.search import PlanSearch, plan
-from commlayer.planner.tables import learning_rows, profile_from_tables
+from commlayer.planner.tables import profile_from_tables
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
 CURRENT = plan_of(0.0, "int4()")
@@ -42,20 +40,6 @@ def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
         result, local = process.search(order(measured_s)), search(order(measured_s))
         assert result.candidate == local.candidate
         assert result.contention == local.contention
-
-
-@pytest.mark.nightly
-def test_plans_of_several_ways_are_those_that_each_search_by_itself_finds() -> None:
-    for rate in ("2/2", "20/20"):
-        cluster = cluster_from_line(f"2xrtx3060@{rate}Mb")
-        profile = structs.replace(profile_from_tables(cluster), learning=learning_rows())
-        inputs = structs.replace(order().inputs, cluster=cluster, profile=profile)
-        given = inputs.job, inputs.cluster, inputs.profile
-        plan_search = PlanSearch(*given, inputs.policy)
-        local = structs.replace(inputs.policy, exact=False, max_local_steps=measured_local_steps(profile.learning))
-        alone = [plan(*given, policy) for policy in (inputs.policy, local)]
-        assert [plan_search.explained(plan_search.best(exact=exact)) for exact in (True, False, True)] == [*alone, alone[0]]
-        assert alone[0] != alone[1], "otherwise they look alike"
 
 
 def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:

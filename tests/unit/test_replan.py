@@ -11,7 +11,7 @@ from commlayer import planner
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measuring import RankMeasurement, server_nodes_of
 from commlayer.autotune.replanner import cluster_of
-from commlayer.autotune.search import on_hosts, on_servers
+from commlayer.autotune.search import on_servers
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner.model import Line, Link, Policy, Profile
 from commlayer.planner.tables import profile_from_tables, published
@@ -39,14 +39,6 @@ def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) ->
     assert unsuited(planner.lower(plan), 3, 1, cuda=cuda) == []
 
 
-def test_a_server_on_a_machine_of_its_own_is_a_node_without_ranks() -> None:
-    cluster = cluster_of(LINKS, ROWS, INSIDE, [3])
-    assert [(node.ranks, node.server) for node in cluster.nodes] == [(1, False)] * 3 + [(0, True)]
-    plan = planner.plan(JOB, cluster, costs(), Policy(devices=("cpu",)))
-    assert plan.hosts in ((3,), ())
-    assert on_servers(plan, [3]).servers == (1 if plan.servers else 0)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
     """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
@@ -66,15 +58,6 @@ def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int
 def test_speeds_are_against_rank_0_whose_times_are_planned_with(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
     cluster = cluster_of(LINKS, [ROWS[rank] for rank in order], INSIDE, [0])
     assert [node.speed for node in cluster.nodes] == pytest.approx(speeds)
-
-
-def test_servers_become_hosts_and_servers_again() -> None:
-    plan = planner.default_plan(JOB, codec="fp16()", path="service", servers=2, ranks_per_node=1, fuse_nbytes=1 << 20,
-                                cut_nbytes=1 << 22)
-    hosted = on_hosts(plan, [2, 0])
-    assert hosted.hosts == (0, 2)
-    back = on_servers(hosted, [2, 0])
-    assert [b.server for b in back.buckets] == [b.server for b in plan.buckets]
 
 
 def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through() -> None:

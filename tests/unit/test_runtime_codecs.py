@@ -9,8 +9,6 @@ import pytest
 import torch
 from support import workers as kit
 
-from commlayer.compressors import parse, restore, snapshot, wrap
-from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.optimizers import learning_rate
 from commlayer.planner import default_plan
 
@@ -70,29 +68,6 @@ def run(r: kit.Rig, steps: range, bad: int = -1, rates: tuple[float, float] = (1
     return results
 
 
-def test_every_name_runs_through_the_service() -> None:
-    assert {text.partition("(")[0] for text in CODECS} == set(FACTORIES)
-
-
-@each
-def test_sums_of_unequal_workers_over_a_skipped_step(codec: str) -> None:
-    with rig(codec) as r:
-        results = run(r, range(7), bad=3)
-        assert all(not w.roll_back() for w in r.workers), "the last step was whole"
-    for step in range(7):
-        for ours, theirs in zip(results[0][step], results[2][step], strict=True):
-            assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
-        assert bool(torch.isnan(results[0][step][4]).any()) is (step == 3)
-    kept = wrap(parse(codec)).keeps
-    exact = [weighted(step) for step in range(7)]
-    if codec == "identity()":
-        torch.testing.assert_close(results[1][5][0], exact[5][0])
-    agreement = sum(float((results[0][s][t] * exact[s][t]).sum()) for s in range(7) if s != 3 for t in range(5))
-    assert agreement > 0.1 * sum(float((exact[s][t] ** 2).sum()) for s in range(7) if s != 3 for t in range(5))
-    with rig(codec) as r:
-        assert [w.tracked for w in r.workers] == [kept] * WORLD
-
-
 def weighted(step: int) -> list[torch.Tensor]:
     mean = [torch.zeros(shape) for shape in SHAPES]
     for rank in range(WORLD):
@@ -100,36 +75,6 @@ def weighted(step: int) -> list[torch.Tensor]:
             assert g is not None
             total += g * (rank + 0.5) / (1.5 * WORLD)
     return mean
-
-
-@each
-def test_states_of_workers_and_servers_go_on_bit_for_bit(codec: str) -> None:
-    with rig(codec) as first, rig(codec) as second:
-        run(first, range(4))
-        for old, new in zip(first.workers, second.workers, strict=True):
-            new.now.number, new.units.total = old.step, old.units.total
-            for a, b in zip(old.buckets, new.buckets, strict=True):
-                restore(b.ledger.state, snapshot(a.ledger.state))
-        for old_server, new_server in zip(first.servers, second.servers, strict=True):
-            for bucket, cell in old_server._core.cells.items():
-                new_server._core.cells[bucket].ops.restore(cell.ops.snapshot())
-        ours, theirs = run(first, range(4, 8), bad=5), run(second, range(4, 8), bad=5)
-    for a, b in zip(ours[0], theirs[0], strict=True):
-        assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
-
-
-def test_a_changed_learning_rate_rescales_what_is_owed_on_both_sides() -> None:
-    """Residuals are in units of the update: all else equal, they scale with the rate."""
-    owed = {}
-    for rates in ((1.0, 1.0), (0.25, 0.25)):
-        with rig("error_feedback(topk(0.1, 'fp32'), lr_correction=True)") as r:
-            results = run(r, range(4), rates=rates)
-            cells = [cell for s in r.servers for cell in s._core.cells.values()]
-            kept = [torch.from_numpy(state["residual"]) for state in (
-                *(f.ledger.state for w in r.workers for f in w.buckets), *(c.ops._state for c in cells))]
-            owed[rates[0]] = torch.cat([k.clone() for k in kept]), torch.cat([t.view(-1) for t in results[0][3]])
-    torch.testing.assert_close(owed[0.25][0], 0.25 * owed[1.0][0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(owed[0.25][1], owed[1.0][1], rtol=1e-5, atol=1e-6)
 
 
 def test_applied_updates_and_what_is_owed_make_all_that_went_in() -> None:

@@ -48,24 +48,6 @@ def test_runs_repeat_bit_for_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
 
 
-def test_unused_tensors() -> None:
-    """Unused on one rank: a zero with its weight. Unused on all: nothing comes back."""
-    with Rig(2, "identity()") as rig:
-        def train(rank: int) -> list[torch.Tensor | None]:
-            mine: list[torch.Tensor | None] = list(gradients(rank, rig))
-            mine[1] = None
-            if rank == 0:
-                mine[0] = mine[5] = None
-            return step(rig.workers[rank], mine)
-
-        results = on_ranks(2, train)
-    for result in results:
-        assert result[1] is None
-        torch.testing.assert_close(result[0], gradients(1, rig)[0] / 2)
-        torch.testing.assert_close(result[5], gradients(1, rig)[5] / 2)
-        torch.testing.assert_close(result[2], (gradients(0, rig)[2] + gradients(1, rig)[2]) / 2)
-
-
 def test_layouts() -> None:
     """Channels-last, transposed and bf16 gradients come back as they went."""
     with Rig(2, "identity()", shapes=[(4, 3, 8, 8), (64, 80), (10,)]) as rig:

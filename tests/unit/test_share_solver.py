@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.balance import PAPER
 
-from commlayer import balance
 from commlayer.balance import Line, Piecewise, shares, solve
 from commlayer.balance.time_models import TimeModel, in_pieces_s
 
-ONE = Line(1.0, 1.0)
 numbers = st.floats(0.01, 10, allow_nan=False)
 lines = st.builds(Line, numbers, st.floats(0, 40))
 
@@ -56,23 +53,6 @@ def test_the_papers_four_gpus_have_their_integer_optimum() -> None:
     assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than what the memories hold at once"
 
 
-@pytest.mark.parametrize("workers", [1, 2, 7, 40])
-def test_equal_workers_share_equally(workers: int) -> None:
-    for total in (workers, 2 * workers + 1, 10 * workers - 1):
-        got = shares([ONE] * workers, total)
-        assert sum(got) == total
-        assert max(got) - min(got) <= 1
-
-
-@pytest.mark.parametrize(("models", "total", "minimum", "expected"), [
-    ([ONE], 7, 1, [7]), ([Line(1.0), Line(6.0, 1.0)], 8, 1, [7, 1]), ([Line(1.0), Line(6.0, 1.0)], 8, 2, [6, 2]),
-    ([Line(1.0), Line(1.0), Line(1.0, 100.0)], 20, 1, [10, 9, 1]),
-    ([Line(0.0, 1.0), Line(1e-9, 1.0)], 10**9, 1, [10**9 - 1, 1]),
-])
-def test_small_cases(models: list[Line], total: int, minimum: int, expected: list[int]) -> None:
-    assert shares(models, total, minimum=minimum) == expected
-
-
 @pytest.mark.parametrize("call", [
     lambda: shares([], 4), lambda: shares(PAPER, 0), lambda: shares(PAPER, 3), lambda: shares(PAPER, 8, [1, 2]),
     lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), lambda: shares(PAPER, 8, [4, -1, 4, 4]),
@@ -81,8 +61,3 @@ def test_mistakes_are_one_line(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:
         call()
     assert "\n" not in str(caught.value)
-
-
-def test_no_module_has_the_name_of_a_public_function() -> None:
-    """Loading it would replace the function."""
-    assert {path.stem for path in Path(balance.__file__).parent.glob("*.py")} & set(balance.__all__) == set()

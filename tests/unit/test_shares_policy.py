@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
-from commlayer.balance import Decision, Line, Note, Outcome, Policy, shares
+from commlayer.balance import Decision, Line, Note, Policy, shares
 from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
 
@@ -98,31 +97,6 @@ def test_an_impossible_time_is_noted_and_left_out(time_s: float) -> None:
     assert decided(begun(), silent, 1)[1:] == ([], []), "ranks that have measured nothing"
 
 
-def test_an_outcome_has_the_time_of_a_whole_step() -> None:
-    state, events = begun(), []
-    for step in range(8):
-        state, _, more = read(state, step, 0.25)
-        events += more
-    assert {event.whole_s for event in events if isinstance(event, Outcome)} == {0.25}
-
-
-def test_two_times_of_one_share_show_a_jump_in_one_row() -> None:
-    state = begun()
-    for step in range(6):
-        state, _, _ = read(state, step)
-    newest = state.balancer.latest.by_worker
-    for before_s, text in ((0.0, "one outlier"), (4 * LINES[0].time_s(newest[0]), "new time model")):
-        rows = rows_of(state, 6)
-        rows[0] = rows[0]._replace(compute_s=4 * rows[0].compute_s, before_s=before_s)
-        assert any(text in event.text for event in decided(state, rows, 7)[2] if isinstance(event, Note))
-
-
-@pytest.mark.parametrize("comm_s", [0.05, 0.0])
-def test_the_price_of_communication_is_rank_0s(comm_s: float) -> None:
-    (free,), (priced,) = read(begun(), 0)[1], read(begun(), 0, comm_s=comm_s)[1]
-    assert priced.before_s == pytest.approx(free.before_s + comm_s)
-
-
 def test_ranks_with_different_shares_are_named() -> None:
     rows = rows_of(begun(), 7)
     rows[1] = rows[1]._replace(shares=rows[1].shares + 1)
@@ -131,24 +105,6 @@ def test_ranks_with_different_shares_are_named() -> None:
     state = begun()
     sums = {policy.checksum(state), policy.checksum(read(state, 0)[0]), policy.checksum(read(state, 1)[0])}
     assert len(sums) == 3, "shares and steps count"
-
-
-def test_work_moves_once_when_its_step_begins() -> None:
-    state, (decision,), _ = read(begun(), 0, lookahead=2)
-    assert policy.step_begins(state, decision.from_step - 1) == (state, [])
-    after, parts = policy.step_begins(state, decision.from_step)
-    assert parts == [decision.gain_s / decision.before_s]
-    assert policy.step_begins(after, decision.from_step + 1) == (after, [])
-    lost = structs.replace(decision, before_s=math.inf)
-    assert policy.step_begins(state._replace(announced=(lost,)), decision.from_step)[1] == [1.0]
-
-
-@pytest.mark.parametrize(("times", "expected"), [
-    ([(4, 9.0), (5, 1.0), (5, 3.0), (4, 8.0), (5, 2.0)], (5, 2.0, 3.0)), ([(5, 1.0), (4, 8.0)], (4, 8.0, 0.0)),
-    ([], (0, 0.0, 0.0)),
-])
-def test_a_row_has_the_last_two_times_of_one_share(times: list[tuple[int, float]], expected: tuple[int, float, float]) -> None:
-    assert policy.latest(times) == expected
 
 
 # ---- the start
@@ -164,11 +120,6 @@ def test_samplers_that_do_not_belong_together_are_named(rank: int, fields: dict[
     rows = [start(one, **fields if one == rank else {}) for one in range(WORLD)]
     with pytest.raises(ValueError, match=text):
         begun(rows)
-
-
-def test_the_largest_of_the_smallest_batches_holds_for_all() -> None:
-    state, (decision,), _ = read(begun([start(0), start(1, least=4), start(2)]), 0)
-    assert state.policy.minimum == min(decision.shares) == 4
 
 
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:

@@ -61,28 +61,6 @@ def test_the_documented_offsets() -> None:
     assert struct.unpack_from("<III", data, 56) == (3, crc.crc32c(b"abc"), crc.crc32c(data[:64]))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_whole_bytewise_and_with_trailing_bytes(name: str) -> None:
-    header, body = CASES[name]
-    data = wire(header, body)
-    (frame,) = Reader().feed(data)
-    same(frame, header, body)
-
-    reader, frames = Reader(), []
-    for i in range(len(data)):
-        assert not frames
-        frames += reader.feed(data[i : i + 1])
-    same(frames[0], header, body)
-    assert reader.between
-
-    reader = Reader()
-    (frame,) = reader.feed(data + data[:20])
-    same(frame, header, body)
-    assert not reader.between
-    (frame,) = reader.feed(data[20:])
-    same(frame, header, body)
-
-
 @given(
     st.lists(st.integers(0, 3 * STAGING_NBYTES), min_size=1, max_size=5),
     st.lists(st.integers(1, 2 * STAGING_NBYTES), min_size=1),
@@ -198,12 +176,6 @@ def test_frames_before_the_fault_are_delivered_and_none_after() -> None:
         reader.feed(bytes(bad) + good)
 
 
-def test_reordered_frames_come_in_the_order_of_arrival() -> None:
-    frames = [(FULL._replace(step=s), bytes([s])) for s in (3, 1, 2)]
-    got = Reader().feed(b"".join(wire(*f) for f in frames))
-    assert [f.header.step for f in got] == [3, 1, 2]
-
-
 @given(st.binary(max_size=300))
 @settings(max_examples=200, deadline=None)
 def test_garbage_never_yields_a_frame(data: bytes) -> None:
@@ -246,28 +218,8 @@ def test_crc_known_answers() -> None:
         assert crc32c(b"\xff" * 32) == 0x62A8AB43
 
 
-@given(st.binary(max_size=700), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
-def test_the_portable_crc_walks_lanes_as_it_walks_bytes(data: bytes, repeat: int) -> None:
-    data *= 2**repeat
-    byte_by_byte = 0
-    for i in range(0, len(data), 200):
-        byte_by_byte = crc.portable(data[i : i + 200], byte_by_byte)
-    assert crc.portable(data) == byte_by_byte
-
-
 @pytest.mark.skipif(native.core is None, reason="no native core")
 @given(st.binary(max_size=2000))
 @settings(max_examples=60, deadline=None)
 def test_the_native_crc_equals_the_portable_one(data: bytes) -> None:
     assert crc.crc32c(data) == crc.portable(data)
-
-
-@pytest.mark.parametrize("at", [0, 10, HEADER_NBYTES + 1])
-def test_what_differs_on_the_way_is_damage_behind_another_frame(at: int) -> None:
-    """Then the way may be at fault. What breaks the format with a right checksum was sent so."""
-    good = wire(*CASES["push-full"])
-    bad = bytearray(good)
-    bad[at] ^= 1
-    with pytest.raises(Damaged):
-        Reader().feed(good + bytes(bad))

@@ -102,24 +102,6 @@ def test_the_lower_of_a_share_and_a_credit_holds_and_either_alone(pairs: list[tu
     assert cap(a) == flow_control.MIN_RATE, "0 would stop it"
 
 
-def test_a_connection_whose_credit_has_settled_is_bound_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's figures of the link are fixed: 20 ms and a rate that does not grow. The connection is real."""
-    monkeypatch.setattr(flow_control, "sample_link", lambda _: flow_control.LinkSample(1e8, 0.02))
-    ours, theirs = StreamTransport(Hello("job", 0)), StreamTransport(Hello("job", SERVER_BASE))
-    try:
-        deadline = time.monotonic() + 20.0
-        ours.dial(SERVER_BASE, theirs.listen("127.0.0.2"), deadline)
-        sock = ours._connections[SERVER_BASE]._sock
-        while cap(sock) == UNLIMITED:
-            sent = ours.send(SERVER_BASE, Header(Kind.DATA), MUCH)
-            ours.wait(sent, deadline)
-            theirs.wait(theirs.recv(0), deadline)
-        assert cap(sock) == int(1e8 * (0.02 + flow_control.QUEUE_S) / 0.02)
-    finally:
-        ours.close()
-        theirs.close()
-
-
 def control(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
