@@ -38,11 +38,11 @@ class Rig:
                                          fuse_nbytes=2048, cut_nbytes=4096)
         self.hub = hub or Hub()
         gradients = sum(not tensor.buffer for tensor in self.job.tensors)
-        self.servers = [
-            SumServer(Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world)),
-                      self.hub.transport(SERVER_BASE + s), range(world), stall_s=stall_s)
-            for s in range(self.plan.servers)
-        ]
+        self.sums = [Summation(s, 1, ops_of(self.plan, s, gradients=gradients), senders_of(self.plan, world))
+                     for s in range(self.plan.servers)]
+        """What the servers hold."""
+        self.servers = [SumServer(core, self.hub.transport(SERVER_BASE + s), range(world), stall_s=stall_s)
+                        for s, core in enumerate(self.sums)]
         self.transports = [self.hub.transport(rank) for rank in range(world)]
         self.workers = [self.worker(rank, t) for rank, t in enumerate(self.transports)]
 

@@ -20,6 +20,7 @@ from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.engine import checkpoint
 from commlayer.engine.connection import JobContext
+from commlayer.engine.optimizers import learning_rate
 from commlayer.engine.worker import Worker
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan
@@ -147,10 +148,10 @@ def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
     """As engine/checkpoint.py: workers and servers behind one step, without what of it was not applied."""
     words, *_ = [worker.roll_back() for worker in r.workers]
     servers = []
-    for server in r.servers:
-        for bucket, cell in server._core.cells.items():
+    for core in r.sums:
+        for bucket, cell in core.cells.items():
             cell.ops.undo(words.get(bucket, 0))
-        servers.append({bucket: cell.ops.snapshot() for bucket, cell in server._core.cells.items()})
+        servers.append({bucket: cell.ops.snapshot() for bucket, cell in core.cells.items()})
     for worker in r.workers:
         worker.acknowledge_rollbacks()
     return [copy.deepcopy(checkpoint.worker_state(connected(worker))) for worker in r.workers], servers
@@ -158,8 +159,8 @@ def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
 
 def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
     states, servers = kept
-    for server, saved in zip(r.servers, servers, strict=True):
-        for bucket, cell in server._core.cells.items():
+    for core, saved in zip(r.sums, servers, strict=True):
+        for bucket, cell in core.cells.items():
             cell.ops.restore(saved[bucket])
             cell.forget_results()
             cell.idle(states[0]["step"])
@@ -217,8 +218,8 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
     words = [worker.roll_back() for worker in r.workers]
     assert all(word == words[0] for word in words), "ranks must agree on what was not applied"
     debts = [debt for worker in r.workers for bucket in worker.buckets for debt in bucket.ledger.residuals()]
-    for server in r.servers:
-        for bucket, cell in server._core.cells.items():
+    for core in r.sums:
+        for bucket, cell in core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
             debts += cell.ops.debts()
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
@@ -278,6 +279,38 @@ def test_the_sum_of_weights_may_be_passed_if_all_results_are_late() -> None:
             return True
 
         assert kit.on_ranks(WORLD, body) == [True] * WORLD
+
+
+def test_a_changed_learning_rate_loses_nothing() -> None:
+    """With lr_correction residuals are in units of the update, so the law holds for rate times average."""
+    rates = [0.5] * 4 + [0.05] * 4
+    with rig("error_feedback(topk(0.1), lr_correction=True)") as r:
+        def body(rank: int) -> list[torch.Tensor]:
+            applied = [torch.zeros(shape) for shape in SHAPES]
+            for step, rate in enumerate(rates):
+                r.workers[rank].units.rate = rate
+                for total, average in zip(applied, kit.step(r.workers[rank], list(gradients(rank, step))), strict=True):
+                    total += rate * average
+            return applied
+
+        applied = kit.on_ranks(WORLD, body)[0]
+        residuals = owed(r)
+    for t, shape in enumerate(SHAPES):
+        put = torch.zeros(shape)
+        for step, rate in enumerate(rates):
+            put += rate * torch.stack([gradients(rank, step)[t] for rank in range(WORLD)]).sum(0)
+        torch.testing.assert_close((WORLD * applied[t] + residuals[t]).float(), put, rtol=1e-4, atol=1e-4)
+
+
+def test_learning_rate_is_that_of_the_first_group_unless_it_is_zero() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    assert learning_rate(optimizer, 1.0) == 0.25
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+    assert learning_rate(optimizer, 1.0) == 0.125
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert learning_rate(optimizer, 0.5) == 0.5
+    assert learning_rate(None, 1.0) == 1.0
 
 
 def test_there_are_enough_rows() -> None:

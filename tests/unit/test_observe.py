@@ -1,17 +1,44 @@
-"""Events, traces and drift: what is written can be read, what is off costs nothing, one slow step is no trend."""
+"""Traces, predictions, stale plans and what links carried."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from commlayer import planner
+from commlayer.engine.trace import predict
+from commlayer.observe import link_monitor
+from commlayer.observe.link_monitor import (
+    COST_S,
+    FACTOR,
+    IN_A_ROW,
+    MORE,
+    PAYLOAD,
+    SETTLED,
+    USUAL,
+    Direction,
+    InterfaceCounters,
+    LinkWatch,
+    Rates,
+    Reading,
+    ReprobeSchedule,
+    SeenStep,
+    Throughput,
+    differ,
+    slower,
+    throughput,
+)
 from commlayer.observe.prediction_check import PredictionCheck
 from commlayer.observe.step_trace import (
     EXCHANGE,
@@ -26,6 +53,9 @@ from commlayer.observe.step_trace import (
     rows_of,
     write_trace,
 )
+from commlayer.planner.inputs import nodes_of
+from commlayer.planner.model import Basis, Cluster, Link, Node, PlanInputs
+from commlayer.records import Bucket, Job, Plan, Slice, TensorInfo, Timing
 
 PREDICTED = [
     Event("encode@cpu", 0, 0.0, 0.002), Event(EXCHANGE, 0, 0.002, 0.012, 5000), Event(EXCHANGE, 1, 0.012, 0.02),
@@ -149,3 +179,316 @@ def test_a_plan_is_stale_when_its_error_stays(times: list[float], steps: list[in
 def test_a_prediction_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"predicted_s .*\b0\.0, .*E-ARGUMENT"):
         PredictionCheck(0.0)
+
+
+# ---- Bandwidth from what links carried, and when a link is probed again
+
+BIN_S = 0.05
+
+
+def readings(*pieces: tuple[float, float], period_s: float = BIN_S) -> list[Reading]:
+    """Both ways alike: pieces of (seconds, bit/s)."""
+    results, at_s, nbytes = [Reading(0.0, 0, 0)], 0.0, 0.0
+    for seconds, bps in pieces:
+        for _ in range(round(seconds / period_s)):
+            at_s, nbytes = at_s + period_s, nbytes + bps * period_s / 8
+            results.append(Reading(at_s, int(nbytes), int(nbytes)))
+    return results
+
+
+@pytest.mark.parametrize(("pieces", "bps", "share"), [
+    ([(2.0, 5e6)], 5e6, 1.0),  # full all the time
+    ([(0.5, 0.0), (2.0, 5e6), (0.5, 0.0)], 5e6, 2 / 3),  # computing before and after
+    ([(3.0, 0.0), (0.1, 1e8), (3.0, 0.0)], 1e8, 0.1 / 6.1),  # a short burst on a fast link
+    ([(0.05, 5e7), (2.0, 5e6)], 5e6, 1.0),  # the first bytes fill a queue
+    ([(0.2, 9e7), (4.0, 2e6)], 9e7, 0.07),  # waiting for a peer behind a slow link
+    ([(5.0, 2e4)], 0.0, 0.0),  # control traffic
+    ([], 0.0, 0.0),
+])
+def test_what_a_link_sustained(pieces: list[tuple[float, float]], bps: float, share: float) -> None:
+    down = throughput(readings(*pieces)).down
+    assert down.bps == pytest.approx(bps, rel=0.01)
+    assert down.share == pytest.approx(share, rel=0.15)
+
+
+@pytest.mark.parametrize(("pieces", "bps"), [
+    ([(2.0, 5e6)], 5e6),
+    ([(0.05, 2e7), (0.2, 1e6)] * 8, 4.8e6),  # a queue that is filled in bursts
+    ([(0.1, 1e8), (1.0, 0.0)], 4e7),  # too short to tell the rate: less than it was, never more
+])
+def test_what_went_out_is_told_over_longer_stretches(pieces: list[tuple[float, float]], bps: float) -> None:
+    assert throughput(readings(*pieces)).up.bps == pytest.approx(bps, rel=0.01)
+
+
+@settings(deadline=None)
+@given(
+    rate=st.floats(2e6, 1e10), bursts=st.lists(st.tuples(st.floats(0.1, 3.0), st.floats(0.0, 3.0)), min_size=1, max_size=6),
+    period_s=st.floats(0.01, 0.05),
+)
+def test_idle_stretches_change_nothing(rate: float, bursts: list[tuple[float, float]], period_s: float) -> None:
+    pieces = [piece for busy_s, idle_s in bursts for piece in ((busy_s, rate), (idle_s, 0.0))]
+    result = throughput(readings(*pieces, period_s=period_s))
+    assert result.down.bps == pytest.approx(rate, rel=0.01)
+    assert result.up.bps <= 1.01 * rate
+    assert 0.0 < result.down.share <= 1.0
+
+
+@settings(deadline=None)
+@example([(0.0, 0, 0), (8.473240597564335e-306, 0, 16384)])
+@given(st.lists(st.tuples(st.floats(-1.0, 1e3), st.integers(0, 1 << 40), st.integers(0, 1 << 40)), max_size=12))
+def test_no_readings_break_it(rows: list[tuple[float, int, int]]) -> None:
+    for way in throughput([Reading(*row) for row in rows]):
+        assert math.isfinite(way.bps)
+        assert way.bps >= 0
+        assert 0.0 <= way.share <= 1.0
+
+
+def test_counters_that_are_set_back_say_nothing() -> None:
+    before = readings((1.0, 8e6))
+    after = [Reading(one.at_s + 2.0, one.up_nbytes, one.down_nbytes) for one in before]
+    assert throughput([*before, *after]).down.bps == pytest.approx(8e6, rel=0.01)
+
+
+# ---- when to probe again
+
+
+def due(again: ReprobeSchedule, now: float, *, hinted: bool = False, lost: bool = False, to_win: float = 1.0) -> bool:
+    return again.due(now, hinted=hinted, lost=lost, to_win=to_win)
+
+
+def test_gaps_between_probes_grow_until_one_finds_something() -> None:
+    assert not due(ReprobeSchedule(), 1e9, hinted=True, lost=True)  # nothing is known yet
+    again = ReprobeSchedule(cost_s=0.1).changed(0.0)
+    now, gaps = 0.0, []
+    for _ in range(8):
+        begin = now
+        while not due(again, now, lost=True):
+            now += 1.0
+        gaps.append(now - begin)
+        again = again.probed(now, 0.1, found=False)
+    assert gaps == [15, 30, 60, 120, 240, 480, 600, 600]
+    again = again.probed(now, 0.1, found=True)
+    assert due(again, now + link_monitor.FIRST_S, lost=True)
+
+
+@pytest.mark.parametrize(("to_win", "from_s"), [(1.0, 2.0), (0.5, 4.0), (0.1, 20.0), (0.0, math.inf)])
+def test_no_probe_comes_before_faster_links_could_have_won_what_it_takes(to_win: float, from_s: float) -> None:
+    again = ReprobeSchedule(cost_s=2.0).changed(0.0)
+    assert due(again, min(from_s, 1e9), hinted=True, to_win=to_win) is (from_s < math.inf)
+    assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, to_win=to_win)
+
+
+# ---- counters
+
+
+def test_a_meter_tells_what_came_between_two_looks() -> None:
+    nbytes = [0, 0]
+    meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
+    try:
+        nbytes[:] = [1 << 20, 4 << 20]
+        first = meter.look()
+        assert 0 < first.up.bps < first.down.bps
+        assert meter.look() == Throughput(Direction(), Direction())
+    finally:
+        meter.close()
+
+
+# ---- When links count as changed: what slower links make of steps, what scripts and machines make of them, and noise
+
+PLANNED = (Rates(95e6, 95e6),) * 3
+COMPUTE_S = 0.3
+"""Of each step; the rest all wait."""
+QUICK = Throughput(Direction(6e7, 0.1), Direction(7e7, 0.1))
+FULL = Throughput(Direction(5e6, 0.9), Direction(5e6, 0.9))
+NARROW = Rates(PAYLOAD * 5e6, PAYLOAD * 5e6)
+
+
+def seen(step_s: float, nodes: list[Throughput], waited_s: float | None = None) -> SeenStep:
+    return SeenStep(step_s, step_s - COMPUTE_S if waited_s is None else waited_s, tuple(nodes))
+
+
+def after(links: LinkWatch, step: SeenStep, times: int = 1) -> LinkWatch:
+    """That many steps, which give no reason to plan again."""
+    for _ in range(times):
+        links, result = links.observe(step)
+        assert result is None
+    return links
+
+
+def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
+    return after(LinkWatch(planned), seen(0.4, [QUICK] * len(planned)), SETTLED)
+
+
+def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tuple[Rates, ...] | None]:
+    """The number of such steps until other links are reported, and these links."""
+    for count in range(1, most + 1):
+        links, result = links.observe(step)
+        if result is not None:
+            return count, result
+    return most, None
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [
+    (60.0, IN_A_ROW), (2.0, IN_A_ROW),
+    (0.4 + COST_S / 4, 4),  # until they have cost as much as a change of plans
+])
+def test_all_links_become_slower(step_s: float, steps: int) -> None:
+    assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
+
+
+def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
+    waiting = Throughput(Direction(6e7, 0.02), Direction(7e7, 0.02))
+    assert reported(settled(), seen(2.0, [waiting, FULL, waiting]))[1] == (PLANNED[0], NARROW, PLANNED[2])
+
+
+# ---- actions of scripts and machines that are no change of links
+
+EMPTY = Throughput(Direction(), Direction())
+DISK = Throughput(Direction(1.5e7, 0.95), QUICK.down)
+LOADED = Throughput(Direction(2e7, 0.2), Direction(2e7, 0.2))
+SCRIPT = {
+    "all ranks evaluate": seen(6.4, [QUICK] * 3, 0.1),
+    "rank 0 evaluates, the others wait": seen(6.4, [QUICK] * 3, 0.1),
+    "rank 0 saves to a disk across its link, the others wait": seen(6.4, [DISK, QUICK, QUICK], 0.1),
+    "all save to a disk across their links": seen(6.4, [DISK] * 3, 0.1),
+    "a rank's data stall": seen(1.4, [QUICK, Throughput(QUICK.up, Direction(8e6, 0.8)), QUICK], 0.1),
+    "all ranks pause in a collective of the script's own": seen(6.4, [FULL] * 3, 0.1),
+    "a pause in which all wait: links carry as ever": seen(6.4, [QUICK] * 3),
+    "slow computing, links idle": seen(6.4, [Throughput(Direction(5e6, 0.1), Direction(5e6, 0.1))] * 3),
+    "a busy machine: transfers take longer, but computing more so": seen(2.0, [LOADED] * 3, 0.6),
+    "little is carried, and no step is slower for it": seen(0.42, [FULL] * 3),
+    "no counters are read there": seen(6.4, [EMPTY] * 3),
+}
+
+
+@pytest.mark.parametrize("step", SCRIPT.values(), ids=SCRIPT)
+@pytest.mark.parametrize("every", [1, 2, 10])
+def test_what_is_no_change_of_links(step: SeenStep, every: int) -> None:
+    """However often it happens."""
+    links = settled()
+    for number in range(10 * USUAL):
+        links = after(links, seen(0.4, [QUICK] * 3) if number % every else step)
+
+
+# ---- links that are faster
+
+
+def carrying(down: float, sent: float = 1.0) -> list[Throughput]:
+    """Nodes that receive that times what is planned for, and together send `sent` times as much."""
+    bps = down * PLANNED[0].down_bps / PAYLOAD
+    return [Throughput(Direction(bps, 0.1 * sent), Direction(bps, 0.1))] * 3
+
+
+@pytest.mark.parametrize(("down", "sent", "counts"), [
+    (0.99 * MORE, 1.0, False), (1.01 * MORE, 1.0, True),
+    (10.0, 0.5, False), (10.0, 2.0, False),  # a disk in the same house, or what was lost
+])
+def test_what_comes_in_can_be_carried(down: float, sent: float, counts: bool) -> None:
+    count, result = reported(LinkWatch(PLANNED), seen(0.4, carrying(down, sent)))
+    assert result == ((PLANNED[0]._replace(down_bps=pytest.approx(down * 95e6)),) * 3 if counts else None)
+    assert count == SETTLED or not counts
+
+
+# ---- noise
+
+
+def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[SeenStep]:
+    """On links that are full for `wire_s` of a step where they carry what is planned for, and so many times as long as that:
+    jitter of up to a fifth, and in one of twenty steps something takes five times as long, be it computing or the network."""
+    while True:
+        jitter, busy_s = draw.uniform(0.8, 1.2), wire_s * times
+        whole_s, longer_s, busy = (COMPUTE_S + busy_s) * jitter, 0.0, busy_s
+        bps = [95e6 / PAYLOAD / times * draw.uniform(0.8, 1.2) for _ in PLANNED]
+        odd = draw.random() < 0.05
+        if odd:
+            longer_s = 4 * whole_s
+        networks = odd and draw.random() < 0.5
+        if networks and draw.random() < 0.5:  # all of it went at a fifth of the rate, or else halted
+            bps, busy = [each / 5 for each in bps], busy + longer_s
+        step_s = whole_s + longer_s
+        share = min(1.0, busy / step_s)
+        yield SeenStep(step_s, max(0.0, whole_s - COMPUTE_S) + (longer_s if networks else 0.0),
+                       tuple(Throughput(Direction(each, share), Direction(each, share)) for each in bps))
+
+
+@pytest.mark.parametrize("wire_s", [0.05, 0.3, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_on_links_that_stay_as_they_are_never_raises_an_alarm(wire_s: float, seed: int) -> None:
+    links, result = LinkWatch(PLANNED), steps(random.Random(seed), wire_s)
+    for _ in range(10_000):
+        links, results = links.observe(next(result))
+        if results is not None:
+            assert not slower(results, links.planned)
+            links = structs.replace(links, planned=results)
+    assert not differ(links.planned, PLANNED), "nor does it creep up so far that another plan is looked for"
+
+
+WITHIN = 40
+"""Steps."""
+
+
+@pytest.mark.parametrize("wire_s", [0.3, 0.6, 0.9])
+def test_links_that_carry_half_are_found_in_the_same_noise(wire_s: float) -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        links, before, behind = LinkWatch(PLANNED), steps(draw, wire_s), steps(draw, wire_s, 2.0)
+        for _ in range(50):
+            links, _ = links.observe(next(before))
+        result = None
+        for _ in range(WITHIN):
+            links, result = links.observe(next(behind))
+            if result is not None and slower(result, PLANNED):
+                break
+        assert result is not None, seed
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(1e-3, 10.0), st.floats(0, 1e9), st.floats(0, 1), st.floats(0, 10.0)), max_size=40))
+def test_never_by_less_than_the_factor_where_links_are_slower(looks: list[tuple[float, float, float, float]]) -> None:
+    links = LinkWatch(PLANNED[:1])
+    for step_s, bps, share, waited_s in looks:
+        links, result = links.observe(seen(step_s, [Throughput(Direction(bps, share), Direction(bps, share))], waited_s))
+        if result is not None:
+            (rates,) = result
+            assert result != PLANNED[:1]
+            assert all(rate == 95e6 or 0 < FACTOR * rate < 95e6 or rate > MORE * 95e6 for rate in rates)
+
+
+# ---- The simulated step, as a worker of each node would have recorded it
+
+JOB = Job((TensorInfo("a", (5000,)), TensorInfo("b", (300,))), timing=Timing((2e-3, 1e-3), (0.0, 1e-3), 2e-3, 1e-3))
+LAB = Node("lab", 2, "rtx3060", Link(5e8, 5e8, 1e-3), intra_bps=1e10, speed=0.5)
+HOMES = tuple(structs.replace(n, ranks=2, intra_bps=1e10, server=False) for n in nodes_of("2xrtx3060@100/20Mb"))
+
+
+def events(path: str, cluster: Cluster, hosts: tuple[int, ...], codec: str = "topk(ratio=0.1)") -> dict[int, list[Event]]:
+    buckets = (Bucket(0, (Slice(1, 0, 300),), path, codec), Bucket(1, (Slice(0, 0, 5000),), path, codec))
+    plan = Plan(JOB.digest(), buckets, servers=len(hosts), hosts=hosts, ranks_per_node=2)
+    result = predict(Basis(plan, PlanInputs(JOB, cluster)))
+    results = planner.simulate(plan, JOB, cluster)
+    for mine in result.by_node.values():
+        assert [e for e in mine if e.op == STEP] == [Event(STEP, NO_BUCKET, 0.0, results.step_s)]
+        assert all(0 <= e.start_s <= e.end_s for e in mine)
+    return result.by_node
+
+
+def of_bucket(results: list[Event], bucket: int) -> list[str]:
+    return [e.op for e in sorted(results, key=lambda e: e.start_s) if e.bucket == bucket]
+
+
+SERVED = "node.reduce_scatter encode@cpu net.push net.pull decode@cpu node.allgather"
+AS_RUN = ["node.reduce", "encode@cpu", EXCHANGE, "decode@cpu", "node.broadcast"]
+
+
+def test_what_lies_between_push_and_result_is_one_exchange_in_the_runtimes_words() -> None:
+    nodes = events(SERVED, Cluster((LAB, *HOMES), reachable=False), (0,))
+    assert sorted(nodes) == [0, 1, 2]
+    assert nodes[1] == nodes[2], "equal nodes"
+    for node, mine in nodes.items():
+        for bucket in (0, 1):
+            assert of_bucket(mine, bucket) == AS_RUN
+        sent = [e.nbytes for e in mine if e.op == EXCHANGE]
+        assert all(sent) if node else not any(sent), "the host's own payload takes no wire"
+    lab, home = ({e.op: e for e in nodes[n] if e.bucket == 1} for n in (0, 1))
+    assert lab["encode@cpu"].end_s == lab[EXCHANGE].start_s
+    assert home[EXCHANGE].end_s > lab[EXCHANGE].end_s > home[EXCHANGE].start_s, "the host waits for the homes' payloads"

@@ -85,14 +85,6 @@ def test_offset_and_slope_are_told_apart_once_the_share_moved(line: Line, batch:
     assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
 
 
-def test_without_a_profile_two_shares_give_the_line() -> None:
-    online = OnlineLine()
-    assert not online.known
-    online.observe(128, SLOW.time_s(128))
-    online.observe(30, SLOW.time_s(30))
-    assert online.line.time_s(20) == pytest.approx(SLOW.time_s(20), rel=0.05)
-
-
 def test_a_thermal_ramp_is_followed_without_a_jump() -> None:
     online, draw = settled(FAST, 166)
     late = []
@@ -109,18 +101,6 @@ def test_bad_times_are_refused_by_name(time_s: float) -> None:
         checked_time(7, time_s)
 
 
-def test_what_settles_a_guess_is_no_outlier_however_far_from_it() -> None:
-    """A factor, read as an offset at first, is seen for what it is with the first time at another share."""
-    line, slow = Line(0.4e-3, 3e-3), Line(0.8e-3, 6e-3)
-    online = OnlineLine(line)
-    for time_s in (0.01735, 0.01783, 0.0452, 0.0347):
-        online.observe(36, time_s)
-    assert abs(online.line.time_s(1) - slow.time_s(1)) > 2 * slow.time_s(1)
-    assert online.observe(1, slow.time_s(1)) == "follows"
-    assert online.line.time_s(1) == pytest.approx(slow.time_s(1), rel=0.1)
-    assert online.line.time_s(20) == pytest.approx(slow.time_s(20), rel=0.15)
-
-
 @pytest.mark.parametrize("fit", [fit_line, fit_cubic, fit_piecewise])
 def test_fits(fit: Callable[[Any], Any]) -> None:
     points = [(2**p, SLOW.time_s(2**p)) for p in range(1, 9)]
@@ -128,24 +108,6 @@ def test_fits(fit: Callable[[Any], Any]) -> None:
     for bad in ([(2, math.nan), (4, 1.0)], [(2, 1.0), (4, -1.0)], [(0, 1.0), (4, 1.0)], [(4, 1.0), (4, 1.1)]):
         with pytest.raises(ValueError, match="E-TIME-MODEL"):
             fit(bad)
-
-
-def test_fitted_models_never_fall() -> None:
-    assert fit_line([(10, 1.0), (20, 3.0)]).intercept_s == 0.0
-    assert fit_line([(10, 2.0), (20, 1.0)]).slope_s == 0.0
-    times = fit_piecewise([(2, 1.0), (4, 3.0), (8, 2.0), (8, 2.2), (16, 4.0)]).times_s
-    assert times == (1.0, 3.0, 3.0, 4.0)
-
-
-@pytest.mark.parametrize(("model", "batch", "time_s"), [
-    (Piecewise((10.0, 20.0), (1.0, 7.0)), 8, 0.8),  # its first line begins below zero
-    (Piecewise((10.0, 20.0), (1.0, 2.0)), 8, 0.8),
-    (Piecewise((10.0, 20.0), (5.0, 7.0)), 8, 4.6),
-    (Piecewise((8.0, 16.0), (1.0, 1.0)), 32, 2.0),  # no sample is free
-    (Piecewise((8.0, 16.0), (1.0, 1.5)), 32, 2.5),
-])
-def test_beyond_what_was_measured(model: Piecewise, batch: int, time_s: float) -> None:
-    assert model.time_s(batch) == pytest.approx(time_s)
 
 
 @pytest.mark.parametrize("curve", [

@@ -1,4 +1,4 @@
-"""What the pacer tells the kernel, and that frames and caps go together on real connections."""
+"""Credit, pacing and addresses of connections."""
 
 from __future__ import annotations
 
@@ -9,11 +9,94 @@ from collections.abc import Iterator
 
 import pytest
 
-from commlayer.transport import flow_control
+from commlayer.engine.start import RankRow, _own_address
+from commlayer.transport import flow_control, own_address
 from commlayer.transport.endpoint import StreamTransport
-from commlayer.transport.flow_control import SLACK, SO_MAX_PACING_RATE, UNLIMITED, Pacer
+from commlayer.transport.flow_control import (
+    MIN_PART_NBYTES,
+    SETTLE_READINGS,
+    SLACK,
+    SO_MAX_PACING_RATE,
+    UNLIMITED,
+    WINDOWS,
+    Credit,
+    LinkSample,
+    Pacer,
+)
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind
+
+MEGABIT = 1e6 / 8
+
+
+def settled(rate: float, round_trip_s: float) -> Credit:
+    credit = Credit()
+    for i in range(1 + SETTLE_READINGS):
+        credit.update(float(i), LinkSample(rate, round_trip_s))
+    return credit
+
+
+def test_there_is_no_limit_while_the_rate_grows_or_before_anything_is_known() -> None:
+    credit = Credit()
+    assert credit.wait_s(1 << 30) == 0.0
+    for i in range(10):
+        credit.update(float(i), LinkSample(MEGABIT * 2**i, 0.03))
+        assert credit.wait_s(1 << 30) == 0.0
+    for i in range(SETTLE_READINGS):
+        credit.update(10.0 + i, LinkSample(MEGABIT * 2**9, 0.03))
+    assert credit.wait_s(1 << 30) > 0.0
+
+
+@pytest.mark.parametrize("rate", [1 * MEGABIT, 10 * MEGABIT, 100 * MEGABIT, 1000 * MEGABIT])
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+def test_the_limit_is_what_the_link_holds_and_a_short_queue(rate: float, round_trip_s: float) -> None:
+    result = settled(rate, round_trip_s)
+    holds = rate * round_trip_s
+    queue = max(flow_control.QUEUE_S * rate, holds / 3, 2 * MIN_PART_NBYTES)
+    assert holds < result.nbytes <= holds + queue + 1
+    assert result.wait_s(int(result.nbytes)) == 0.0
+    assert result.wait_s(int(result.nbytes + rate)) == pytest.approx(1.0, rel=0.01)
+
+
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+@pytest.mark.parametrize("start", [0.01, 0.9])
+def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, start: float) -> None:
+    """What is under way arrives once a round trip, so a limit bounds the rate that is seen and the rate makes the limit."""
+    link = 100 * MEGABIT
+    result = settled(start * link, round_trip_s)
+    for i in range(60):
+        rate = min(link, result.nbytes / round_trip_s) if result.settled else link
+        result.update(10.0 + i, LinkSample(rate, round_trip_s))
+    assert result.nbytes >= link * round_trip_s
+
+
+def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
+    result = settled(100 * MEGABIT, 0.03)
+    before = result.nbytes
+    for i in range(WINDOWS):
+        result.update(10.0 + i, LinkSample(10 * MEGABIT, 0.03))
+    assert result.nbytes == pytest.approx(before / 10, rel=0.01)
+
+
+@pytest.mark.skipif(not flow_control.SUPPORTED, reason="asks a Linux kernel")
+def test_what_the_kernel_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
+        theirs = listener.accept()[0]
+        with theirs:
+            for _ in range(100):
+                ours.sendall(bytes(10_000))
+                left = 10_000
+                while left:
+                    left -= len(theirs.recv(left))
+            seen = flow_control.sample_link(ours)
+            flow_control.bound_unsent(ours, 1000)
+            assert ours.getsockopt(socket.IPPROTO_TCP, flow_control.TCP_NOTSENT_LOWAT) == flow_control.UNSENT_PARTS * 1000
+    assert seen.rate > 1e6
+    assert 0.0 < seen.round_trip_s < 1.0
+    assert flow_control.waiting_nbytes(ours) == 0
+
+
+# ---- What the pacer tells the kernel, and that frames and caps go together on real connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets are paced on Linux only")
 BPS = 80e6
@@ -157,3 +240,30 @@ def test_large_frames_to_other_machines_are_paced_and_probes_are_not(host: str, 
     finally:
         ours.close()
         theirs.close()
+
+
+# ---- Which address and interface lead to another machine, as this machine's own tables have it
+
+
+def test_an_address_of_this_machine_leads_to_itself() -> None:
+    own = own_address.default_address()
+    if own:
+        assert own_address.address_to(own) == own
+        assert own_address.interface_of(own) in {name for _, name in socket.if_nameindex()}
+
+
+def test_a_name_of_several_addresses_is_taken_where_it_leads_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_address.default_address()
+    if not own or ":" in own:
+        pytest.skip("no default route")
+    results = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 9)) for address in ("127.0.1.1", own)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: results)
+    assert own_address.address_to("this-machine") == own
+
+
+def test_where_the_master_is_loopback_the_way_to_another_machine_counts() -> None:
+    own = own_address.default_address()
+    mine = RankRow("a", "a", address="127.0.0.1")
+    if own:
+        assert _own_address(mine, [mine, RankRow("b", "b", address=own)]) == own
+    assert _own_address(mine, [mine]) == ""

@@ -1,0 +1,406 @@
+"""Plans for a running job: measured clusters, sync modes that a script allows, contention, a process of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs
+from support.autotuning import JOB, plan_of
+from support.planner import PROFILE as PROFILE_PRICE
+from support.planner import flat, home
+
+from commlayer import planner
+from commlayer.autotune import replanner, search
+from commlayer.autotune.measure import calibration
+from commlayer.autotune.measuring import RankMeasurement, server_nodes_of
+from commlayer.autotune.plan_policy import LEAVES
+from commlayer.autotune.planning_process import PlanningProcess
+from commlayer.autotune.replanner import cluster_of
+from commlayer.autotune.search import MOST_FACTOR, NEARLY, SearchOrder, dearer, factor, on_servers, price_of, sped_up, step_s
+from commlayer.autotune.search import search as process_search
+from commlayer.balance import Communication
+from commlayer.codec_spec import parse_spec
+from commlayer.engine.connection import JobContext
+from commlayer.engine.plan_choice import unsuited
+from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
+from commlayer.errors import InvalidInput, InvalidState
+from commlayer.planner import default_plan, simulate
+from commlayer.planner.convergence import LearningRow
+from commlayer.planner.inputs import cluster_from_line
+from commlayer.planner.model import Cluster, Line, Link, PlanInputs, Policy, Profile
+from commlayer.planner.tables import builtin, node, profile_from_tables, published
+from commlayer.records import Plan, ServerInfo, View
+
+ROWS = tuple(
+    LearningRow("adam", codes, codec, every, overlap, False, 0, 1.0 + more, 1.02 + more, more, more, 5, 5)
+    for codec, costs in (("int4()", 0.01), ("topk(ratio=0.1)", 0.3), ("topk(ratio=0.01)", 1.5))
+    for codes, every, overlap, more in (("gradients", 1, "", costs), ("updates", 1, "", costs),
+                                        ("updates", 16, "", costs + 0.1), ("updates", 16, "round", costs + 0.2)))
+
+
+FAST = "100/100Gb"
+
+
+def inputs(links: str, **policy: Any) -> PlanInputs:
+    cluster = cluster_from_line(f"2xrtx3060@{links}")
+    profile: Profile = structs.replace(profile_from_tables(cluster), learning=ROWS)
+    return PlanInputs(published("resnet101") if links == FAST else JOB, cluster, profile, Policy(optimizer="adam", **policy))
+
+
+@pytest.mark.parametrize(("links", "exact", "away"), [
+    ("2/2Mb", False, True), ("2/2Mb", True, False), (FAST, False, False),
+])
+def test_averaged_gradients_are_left_where_nothing_on_them_keeps_up_and_the_user_hears_why(
+    links: str, exact: bool, away: bool,
+) -> None:
+    result = search.best_plan(inputs(links, exact=exact), plan_of(0.0, "int4()"))
+    plan, leaves = result.plan, result.leaves
+    assert search.exact(plan) is not away
+    assert bool(leaves) is away
+    if away:
+        assert leaves.startswith("nothing on averaged gradients keeps up with these links (")
+        assert "times as many to the loss at best): switches to 16 local steps" in leaves
+        assert leaves.endswith("sync='step' keeps to averaged gradients")
+        again = search.best_plan(inputs(links, exact=exact), plan)
+        assert again == search.Best(plan), "said once"
+
+
+def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    sooner = taken.plan.step_s * taken.plan.steps_high
+    kept = search.best_plan(inputs("2/2Mb", exact=True), plan_of(0.0, "int4()"))
+    enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
+    assert enough < LEAVES
+    monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
+    result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
+    assert result == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
+    assert kept.local is None, "averaged gradients"
+
+
+@pytest.mark.parametrize(("suggests", "links", "hinted"), [
+    (True, "2/2Mb", True), (False, "2/2Mb", False), (True, FAST, False),
+])
+def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bool, links: str, hinted: bool) -> None:
+    current = plan_of(0.0, "int4()")
+    kept = search.best_plan(inputs(links, exact=True), current)
+    result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
+    assert result == kept._replace(hint=result.hint)
+    assert search.exact(result.plan)
+    assert bool(result.hint) is hinted
+    if hinted:
+        away = search.best_plan(inputs(links, exact=False), current).plan
+        times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
+        assert f" {times:.1f} times as fast: {away.local_steps} local steps" in result.hint
+        assert "sync='auto'" in result.hint
+
+
+def families(plan: Plan) -> set[str]:
+    return {parse_spec(codec).core.family for b in plan.buckets for codec in (b.codec, b.down) if codec}
+
+
+@pytest.mark.parametrize(("links", "factor", "sparse"), [
+    ("2/2Mb", search.NOTHING_ELSE, True),  # nothing finer is at a loss in twice the time
+    ("2/2Mb", 1e9, False), ("1000/1000Mb", search.NOTHING_ELSE, False),
+])
+def test_a_young_job_stays_with_fine_codecs_unless_links_leave_nothing_else(
+    links: str, factor: float, sparse: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(search, "NOTHING_ELSE", factor)
+    made_from, current = inputs(links, exact=True), plan_of(0.0, "int4()")
+    young = search.best_plan(made_from, current, young=True).plan
+    assert ("topk" in families(young)) is sparse
+    if links == "2/2Mb":
+        assert "topk" in families(search.best_plan(made_from, current).plan), "which is what an older one takes"
+    assert sparse or families(young) <= set(search.FINE)
+
+
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"local_steps": 4}, "4 local steps"), ({"codes": "updates"}, "weight changes"),
+    ({"stale": True}, "late results"),
+])
+def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) -> None:
+    plan = plan_of(0.0)
+    late = {"buckets": (structs.replace(plan.buckets[0], stale=True), *plan.buckets[1:])}
+    plan = structs.replace(plan, **(late if "stale" in fields else fields))
+    assert with_modes(plan, requested_modes(None)) == plan
+    with pytest.raises(ValueError, match=f"sync='step'.* {what}.*E-SYNC-PLAN"):
+        with_modes(plan, requested_modes("step"))
+
+
+def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
+    connection = JobContext()
+    connection.terms.optimizer = "adam"
+    policy, suggests, young = replanner.limits_of(connection)
+    assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
+    assert suggests
+    assert young
+    connection.terms.suggested = True
+    assert not replanner.limits_of(connection).suggests, "once"
+    connection.terms.requested, connection.terms.suggested = requested_modes("auto"), False
+    policy, suggests, _ = replanner.limits_of(connection)
+    assert (policy.exact, suggests) == (False, False)
+    connection.terms.requested = requested_modes("step")
+    assert connection.terms.allowed_modes() == {"forward"}
+    assert connection.terms.forbidden_modes()["local"] == "attach() was given sync='step'"
+    policy, suggests, _ = replanner.limits_of(connection)
+    assert (policy.exact, policy.forward, suggests) == (True, True, False)
+    connection.terms.forbids = lambda mode: "no optimizer" if mode != "forward" else ""
+    for sync in (None, "auto"):
+        connection.terms.requested = requested_modes(sync)
+        policy, suggests, _ = replanner.limits_of(connection)
+        assert (policy.exact, suggests) == (True, False)
+    for passes, young in ((replanner.YOUNG - 1, True), (replanner.YOUNG, False)):
+        connection.passes = passes
+        assert replanner.limits_of(connection).young is young
+
+
+@pytest.mark.parametrize(("sync", "may"), [
+    (None, True), ("step", True), ("auto", True), ("forward", True), (LocalSteps(1), False), (LocalSteps(4), False),
+])
+def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(sync: Any, may: bool) -> None:
+    """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
+    connection = JobContext()
+    connection.terms.requested = requested_modes(sync)
+    policy = replanner.limits_of(connection).policy
+    assert policy.forward is may
+    assert policy.staleness is False
+    connection.terms.forbids = lambda mode: "DistributedDataParallel ends backward() only when" if mode == "forward" else ""
+    assert not replanner.limits_of(connection).policy.forward
+
+
+@pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
+def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
+    """Controllers refuse local steps: a plan that came by itself must not end a script."""
+    connection = JobContext()
+    connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
+    rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
+    assert replanner.limits_of(connection, rows).policy.exact is (own or others)
+
+
+def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
+    result, connection = inputs("100/100Mb"), JobContext()
+    assert result.profile is not None
+    assert result.policy is not None
+    assert replanner.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
+    connection.terms.max_loss = 0.02
+    profile, policy = replanner.bounded(connection, result.profile, result.policy)
+    assert (profile, policy.max_loss) == (result.profile, 0.02)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("links", ["2/2Mb", FAST])
+def test_once_optimizers_remember_different_things_only_what_steps_locally_is_compared(links: str, exact: bool) -> None:
+    made_from = inputs(links, exact=exact, staleness=False)
+    current = structs.replace(plan_of(0.0, "int4()"), codes="updates", local_steps=16)
+    result = search.best_plan(made_from, current, apart=True)
+    plan = result.plan
+    assert plan.steps_locally
+    assert (result.leaves, result.local) == ("", None)
+    assert not exact or (plan.codes, plan.local_steps, plan.overlap) == ("updates", 1, "")
+    assert plan.step_s == pytest.approx(search.step_s(plan, made_from)), "priced as it runs, by the step"
+
+
+# ---- Plans for a running job: the cluster as measured, and servers by the numbers of those that run
+
+LINKS = [Link(1e8, 1e8, 0.01)] * 3
+ROWS_REPLAN = [RankMeasurement(0.1 * (1 + rank), 0.2, 1e8, 1e8, 0.01) for rank in range(3)]
+INSIDE = calibration.CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
+JOB_REPLAN = published("resnet50")
+
+
+def costs() -> Profile:
+    """The host's, as a job measures them."""
+    profile = profile_from_tables(cluster_of(LINKS, ROWS_REPLAN, INSIDE, [0]))
+    kept = tuple(cost for cost in profile.codecs if cost.device == "cpu")
+    return Profile(kept, profile.server, profile.bucket_s, Line(0.0, 1e-10), source="measured")
+
+
+@pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) -> None:
+    links = [Link(bps, bps, 0.001)] * 3
+    cluster = cluster_of(links, ROWS_REPLAN, INSIDE, [0, 1, 2], cuda=cuda)
+    plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
+    assert unsuited(planner.lower(plan), 3, 1, cuda=cuda) == []
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
+    """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
+    view = View(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), members=SimpleNamespace(), world=world)
+    nodes = server_nodes_of(simple_namespace)
+    assert nodes == [world, world + 1, world + 1]
+    cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)
+    assert [node.server for node in cluster.nodes] == [False] * world + [True] * 2
+    plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
+    assert on_servers(plan, nodes).servers == (3 if plan.servers else 0)
+    simple_namespace.members = None
+    assert server_nodes_of(simple_namespace) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
+
+
+@pytest.mark.parametrize(("order", "speeds"), [((0, 1, 2), (1.0, 1 / 2, 1 / 3)), ((2, 0, 1), (1.0, 3.0, 1.5))])
+def test_speeds_are_against_rank_0_whose_times_are_planned_with(order: tuple[int, ...], speeds: tuple[float, ...]) -> None:
+    cluster = cluster_of(LINKS, [ROWS_REPLAN[rank] for rank in order], INSIDE, [0])
+    assert [node.speed for node in cluster.nodes] == pytest.approx(speeds)
+
+
+def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through() -> None:
+    links = [Link(1e10, 1e10, 0.0001)] * 3  # so fast that collectives would win
+    apart, together = (cluster_of(links, ROWS_REPLAN, INSIDE, [3], reachable=reachable) for reachable in (False, True))
+    plan = planner.lower(planner.plan(JOB_REPLAN, apart, costs(), Policy(devices=("cpu",))))
+    assert {b.path for b in plan.buckets} == {"service"}
+    assert unsuited(plan, 3, 1, reachable=False) == []
+    other = planner.lower(planner.plan(JOB_REPLAN, together, costs(), Policy(devices=("cpu",))))
+    assert "service" not in {b.path for b in other.buckets}
+    assert "has a collective between nodes that can reach only a server" in unsuited(other, 3, 1, reachable=False)[0]
+    assert unsuited(other, 3, 1) == []
+
+
+# ---- Plans are searched in a process of their own: the same plans, errors as they are, and an end with whoever started it
+
+CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
+CURRENT = plan_of(0.0, "int4()")
+
+
+def order(measured_s: float = 1.0) -> SearchOrder:
+    inputs = PlanInputs(JOB, CLUSTER, profile_from_tables(CLUSTER), Policy(optimizer="adam", exact=True))
+    return SearchOrder(CURRENT, None, (0, 1), inputs, measured_s)
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Those that are started."""
+    result = list[subprocess.Popen[bytes]]()
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            result.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return result
+
+
+@pytest.fixture
+def process() -> Iterator[PlanningProcess]:
+    planning_process = PlanningProcess()
+    yield planning_process
+    planning_process.close()
+
+
+def test_what_it_finds_is_what_is_found_here(process: PlanningProcess) -> None:
+    for measured_s in (0.5, 2.0):
+        result, local = process.search(order(measured_s)), process_search(order(measured_s))
+        assert result.candidate == local.candidate
+        assert result.contention == local.contention
+
+
+def test_an_error_there_is_the_error_here_and_the_next_search_goes_on(process: PlanningProcess) -> None:
+    wrong = order()._replace(inputs=structs.replace(order().inputs, policy=Policy(max_local_steps=-1)))
+    with pytest.raises(InvalidInput, match=r"max_local_steps is -1\b.*E-PLAN-INPUT"):
+        process.search(wrong)
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_a_killed_process_is_named_and_another_takes_its_place(
+        process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
+    process.start()
+    children[0].kill()
+    with pytest.raises(RuntimeError, match=r"exit code -9\b.*E-PLANNER-ENDED"):
+        process.search(order())
+    assert process.search(order()).candidate.plan.buckets
+
+
+def test_closing_ends_a_search_under_way(process: PlanningProcess, children: list[subprocess.Popen[bytes]]) -> None:
+    lines: list[InvalidState] = []
+
+    def searching() -> None:
+        try:
+            process.search(order())
+        except InvalidState as error:
+            lines.append(error)
+
+    process.start()
+    children[0].send_signal(signal.SIGSTOP)  # it never answers
+    thread = threading.Thread(target=searching)
+    thread.start()
+    time.sleep(0.1)
+    process.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    (error,) = lines
+    assert error.code == "E-PLANNER-ENDED"
+    assert "exit code -9" in error.what
+
+
+def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
+    alone = profile_from_tables(CLUSTER)
+    copy = structs.replace(CURRENT, hosts=(0,))
+
+    def seconds(cluster: Cluster) -> float:
+        return step_s(copy, PlanInputs(JOB, cluster, alone, Policy()))
+
+    true_s = seconds(CLUSTER)
+    slow = structs.replace(CLUSTER, nodes=tuple(
+        structs.replace(node, link=structs.replace(node.link, up_bps=node.link.up_bps / 1.4)) for node in CLUSTER.nodes))
+    assert seconds(slow) > true_s * (1 + NEARLY)
+    result = sped_up(slow, seconds, true_s)
+    assert seconds(result) == pytest.approx(true_s, rel=0.1)
+    assert [node.link.down_bps for node in result.nodes] == [node.link.down_bps for node in slow.nodes]
+    assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
+    assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
+
+
+# ---- How much dearer work on processors is, from what a step took
+
+CLUSTER_CONTENTION = Cluster(tuple(node(f"n{i}", "cpu", "10g") for i in range(4)))
+PROFILE = profile_from_tables(CLUSTER_CONTENTION)
+
+
+@pytest.mark.parametrize(("compute_s", "work_s", "measured_s", "expected"), [
+    (1.0, 0.5, 1.0, 1.0),  # no longer than priced
+    (1.0, 0.5, 1.5, 1.0),
+    (1.0, 0.5, 2.0, 2.0),
+    (1.0, 0.5, 3.5, 5.0),
+    (1.0, 0.5, 1.0 + 0.5 * MOST_FACTOR + 0.1, 1.0),  # more than processors can be blamed for
+])
+def test_the_factor_makes_the_price_what_was_measured(
+    compute_s: float, work_s: float, measured_s: float, expected: float,
+) -> None:
+    assert factor(measured_s, lambda f: compute_s + work_s * f) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_crowd_is_found_by_simulation() -> None:
+    job, policy = builtin("lstm"), Policy(devices=("cpu",))
+    plan = default_plan(job, codec="int8()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
+                        cut_nbytes=1 << 21)
+
+    def step_s(crowd: float) -> float:
+        return simulate(plan, job, CLUSTER_CONTENTION, dearer(PROFILE, crowd), policy).step_s
+
+    assert factor(step_s(3.0), step_s) == pytest.approx(3.0, rel=0.05)
+
+
+# ---- The planner's simulator as the balancer's price of communication
+
+JOB_PRICE = published("resnet50")
+POLICY = Policy(devices=("cpu",))
+
+
+@pytest.mark.parametrize("link", [Link(1e9, 1e9, 1e-4), Link(20e6, 20e6, 0.01), home()])
+def test_the_price_is_what_the_simulator_predicts(link: Link) -> None:
+    inputs = PlanInputs(JOB_PRICE, flat(3, link), PROFILE_PRICE, POLICY)
+    plan = planner.plan(JOB_PRICE, inputs.cluster, PROFILE_PRICE, POLICY)
+    line = planner.simulate(plan, inputs.job, inputs.cluster, PROFILE_PRICE, POLICY)
+    comm_s, overlap = price_of(plan, inputs)
+    assert 0 <= overlap <= 1
+    price = Communication(comm_s, overlap)
+    assert price.exposed_s(line.compute_s) == pytest.approx(line.exposed_s, rel=1e-6, abs=1e-9)
