@@ -160,16 +160,22 @@ LENGTHS = (0.05, 10.0)
 """Range of length scales in the unit cube, from which maximum likelihood chooses."""
 
 
+METHODS = ("bayesian", "nelder-mead")
+
+
 class Engine:
     """A minimizing search: ask() proposes settings, tell() takes their result."""
 
-    def __init__(self, space: SearchSpace, seed: int) -> None:
-        self._space, self._seed = space, seed
+    def __init__(self, space: SearchSpace, seed: int, method: str = METHODS[0]) -> None:
+        """`method`: a Gaussian process with expected improvement ("bayesian"), or "nelder-mead"."""
+        self._space, self._seed, self._method = space, seed, method
         self._tried: list[Settings] = []
         self._values: list[float] = []
 
     def ask(self) -> Settings:
         """Settings not tried yet; the best again if none is left."""
+        if self._method == "nelder-mead":
+            return nelder_mead(self._space, self._tried, self._values, self._seed) or self._best()
         import numpy as np  # loaded late: `commlayer tune --help` and stored searches need none
 
         # Seeded by the number of trials, so that a resumed search continues like an uninterrupted one.
@@ -218,6 +224,47 @@ class Engine:
 
 def _key(settings: Settings) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(settings.items()))
+
+
+FIRST_MOVE = 0.4
+"""Size of the first simplex in the unit cube. Smaller ones would not leave the choice that they begin with."""
+NEARBY = 0.05
+"""A simplex of this size, with values that differ by less than this, has converged: trials are better spent elsewhere."""
+RESTARTS = 200
+
+
+class _Untried(Exception):
+    """Raised in the objective for settings without a value."""
+
+
+def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[float], seed: int) -> Settings | None:
+    """The next settings of a Nelder-Mead search that has seen these values; None if it finds no other settings.
+
+    scipy's search runs again with the known values up to the first settings without one, so a resumed search continues like an
+    uninterrupted one, and equal settings are tried once. The search begins in the middle, and after it has converged at random
+    places.
+    """
+    import numpy as np
+    from scipy.optimize import minimize
+
+    known, width = {_key(settings): value for settings, value in zip(tried, values, strict=True)}, len(space.dimensions)
+
+    def value_at(point: np.ndarray) -> float:
+        settings = space.at(point.tolist())
+        if _key(settings) not in known:
+            raise _Untried(settings)
+        return known[_key(settings)]
+
+    for restart in range(RESTARTS):
+        start = np.random.default_rng([seed, restart]).random(width) if restart else np.full(width, 0.5)
+        moves = np.where(start < 0.5, FIRST_MOVE, -FIRST_MOVE) * np.eye(width)
+        try:
+            minimize(value_at, start, method="Nelder-Mead", bounds=[(0.0, 1.0)] * width, options={
+                "initial_simplex": [start, *(start + moves)], "xatol": NEARBY, "fatol": NEARBY})
+        except _Untried as untried:
+            settings: Settings = untried.args[0]
+            return settings
+    return None
 
 
 Proxy = Callable[[Settings], Mapping[str, Any]]

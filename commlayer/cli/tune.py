@@ -28,23 +28,26 @@ def tune(
     batches: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
     local_steps: Annotated[str, typer.Option(help="Local steps per exchange to try; 1 always is.", metavar="N,N,...")] = "1",
     staleness: Annotated[bool, typer.Option("--staleness", help="Also try one-step-stale results.")] = False,
+    method: Annotated[str, typer.Option(help="How to search: bayesian, or nelder-mead.")] = tuner.METHODS[0],
     store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a later call continues them.")] = Path("tune.jsonl"),
     out: Out = Path("loss.json"),
 ) -> None:
     """Find the fastest settings within a loss budget, by short proxy runs; write codecs' losses for plan create --loss."""
     if trials < 1:
         raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
+    if method not in tuner.METHODS:
+        raise InvalidInput("E-CLI-OPTION", f"--method {method!r}: allowed are {', '.join(tuner.METHODS)}")
     part = loss_part("--budget", budget, above_0=True)
     for path in (store, out):
         if not path.absolute().parent.is_dir():
             raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batches, local_steps, staleness=staleness)
-    if importlib.util.find_spec("skopt") is None:
+    if method == "bayesian" and importlib.util.find_spec("skopt") is None:
         raise InvalidInput("E-PACKAGE", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner import Engine
 
-    engine, proxy = Engine(space, 0), load(task)
+    engine, proxy = Engine(space, 0, method), load(task)
     search = Search(task, space, part)
     trial_store = Store(store, search)
     _show(tuner.tune(proxy, trial_store, search, engine, trials), trial_store, search, trials)

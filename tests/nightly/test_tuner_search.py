@@ -76,6 +76,21 @@ def test_thirty_trials_come_within_five_per_cent_of_the_grid(tmp_path: Path, rat
     assert best.seconds <= 1.05 * least_s
 
 
+@pytest.mark.parametrize(("ratio", "batch"), [(0.02, 256), (0.005, 64), (0.0015, 128)])
+@pytest.mark.parametrize(("method", "trials"), [("bayesian", 16), ("nelder-mead", 32)])
+def test_both_methods_find_the_optimum_of_a_known_surface(method: str, trials: int, ratio: float, batch: int) -> None:
+    engine = Engine(SearchSpace((Dimension("ratio", 0.001, 0.3), Dimension("batch", choices=(32, 64, 128, 256, 512, 1024)))), 0,
+                    method)
+    seconds, seen = [], set()
+    for _ in range(trials):
+        given = engine.ask()
+        seen.add((given["ratio"], given["batch"]))
+        seconds.append(1.0 + math.log(given["ratio"] / ratio) ** 2 + math.log2(given["batch"] / batch) ** 2)
+        engine.tell(given, math.log(seconds[-1]))
+    assert min(seconds) < 1.05
+    assert len(seen) == trials, "no settings twice"
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_no_two_trials_mean_the_same_and_seeds_repeat(tmp_path: Path, flat: bool) -> None:
     proxy: tuner.Proxy = (lambda _: {"seconds": 1.0, "loss": 1.0}) if flat else synthetic()
