@@ -78,6 +78,14 @@ class Phase(Enum):
     """Ranks exchange rows about their steps and act on rows that all have received."""
 
 
+class StepEnd(NamedTuple):
+    """When a step ended (0: before the first one), how long decisions took after it, and the total wait for communication."""
+
+    at: float = 0.0
+    overhead_s: float = 0.0
+    exposed_s: float = 0.0
+
+
 class ShareMover(NamedTuple):
     """How shares of the batch take part in report rows: see shares/driver.py."""
 
@@ -112,10 +120,7 @@ class TuningController:
         self._thread: threading.Thread | None = None
         self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
         """Results of the planner thread, processed at the end of the next step."""
-        self._ended = 0.0
-        """End of the last step reported here; 0 before the first."""
-        self._overhead_s = self._exposed_s = 0.0
-        """Seconds that decisions have taken since then, and the total wait for communication up to then."""
+        self._last = StepEnd()
         self._busy = False
         connection.on_close.append(self._close)
         connection.on_shares.append(self._shares_moved)
@@ -185,8 +190,8 @@ class TuningController:
         """
         worker = self._connection.worker
         assert worker is not None
-        step_s = max(0.0, ended - self._ended - self._overhead_s) / steps if self._ended else 0.0
-        waited_s = (worker.counters.exposed_s - self._exposed_s) / steps
+        step_s = max(0.0, ended - self._last.at - self._last.overhead_s) / steps if self._last.at else 0.0
+        waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
         begin = time.perf_counter()
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
@@ -200,7 +205,7 @@ class TuningController:
     def _begin(self, ended: float, overhead_s: float = 0.0) -> None:
         """Marks the end of the last step as the beginning of the next one."""
         assert self._connection.worker is not None
-        self._ended, self._overhead_s, self._exposed_s = ended, overhead_s, self._connection.worker.counters.exposed_s
+        self._last = StepEnd(ended, overhead_s, self._connection.worker.counters.exposed_s)
 
     def step_over(self, step_s: float, waited_s: float) -> None:
         """A step has ended; `step_s` is 0 if unknown."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from msgspec import structs
@@ -16,6 +18,7 @@ from commlayer.autotune.measuring import (
     Measurements,
     RankMeasurement,
     at_least,
+    cluster_of,
     energy_of,
     filled_of,
     gathered,
@@ -24,14 +27,20 @@ from commlayer.autotune.measuring import (
     meter_of,
     probed,
     seen_by,
+    server_nodes_of,
 )
+from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_of, remembers
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
-from commlayer.autotune.replanner import PlanLimits, Replanner, limits_of
+from commlayer.autotune.planning_process import PlanningProcess
+from commlayer.autotune.search import SearchOrder
 from commlayer.cluster.collectives import Groups, gather
+from commlayer.compressors import build
 from commlayer.engine.connection import JobContext
 from commlayer.engine.switch import switch
+from commlayer.errors import InvalidState
 from commlayer.observe.link_monitor import InterfaceCounters, Rates
-from commlayer.planner.model import Link
+from commlayer.planner.model import Line, Link, PlanInputs, Profile, bare
+from commlayer.planner.tables import learning_rows
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -42,6 +51,12 @@ SLOW_BPS = 200e6
 """Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
 PROBE_AGAIN_S = 1.2
 """Time of a probe of links that may have become faster."""
+
+
+T = TypeVar("T")
+_overheads = functools.cache(calibration.measure_overheads)
+_copies = functools.cache(calibration.measure_copies)
+"""Measured once per process, since they depend only on the machine."""
 
 
 class Measured(NamedTuple):
@@ -66,8 +81,16 @@ class JobActions:
         worker = connection.worker
         assert worker is not None
         self._connection, self._job, self._probe_s = connection, worker.job, probe_s
-        self._replanner = Replanner(connection)
         self._meter: InterfaceCounters | None = None
+        self._measured: Measurements | None = None
+        """Of the plan that was active then."""
+        self._profile: Profile | None = None
+        """Costs on this machine, with the latest measurements; None until the first search with them."""
+        self._energy: tuple[float, ...] = ()
+        """From the first measurement: under a sparse plan the received averages are not complete gradients."""
+        self._contention = 0.0
+        """Slowdown of work on processors relative to work measured alone; 0 before it was fitted."""
+        self._process = PlanningProcess()
 
     def count_traffic(self) -> InterfaceCounters | None:
         """Starts reading this node's interface counters, on the node's first rank, if the system has them."""
@@ -121,8 +144,10 @@ class JobActions:
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
         if groups.ranks_per_node == 1:
             timing = structs.replace(timing, filled=filled_of(worker, groups.world))
-        energy = energy_of(worker) if local is None else ()  # an update of local steps is not a gradient
-        self._replanner.measured(Measurements(structs.replace(self._job, timing=timing), steps, rows, collectives, energy))
+        if local is None:  # an update of local steps is not a gradient
+            self._energy = self._energy or energy_of(worker)
+        self._measured, self._profile, self._contention = Measurements(
+            structs.replace(self._job, timing=timing), rows, collectives), None, 0.0
         return Measured(
             tuple(links_of(connection, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
@@ -132,7 +157,7 @@ class JobActions:
         """Measures only the links. `planned`: known rates, at which windows start."""
         connection = self._connection
         up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[_groups(connection).node])
-        row = self._replanner.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
+        row = self._measurements.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
         return tuple(links_of(connection, gathered(connection, row)))
 
     def any_on_rank_0(self, flag: bool) -> bool:
@@ -142,24 +167,57 @@ class JobActions:
         switch(self._connection, plan, by_itself=by_itself)
 
     def prepare_search(self) -> None:
-        """Starts the process that plans, in advance."""
-        self._replanner.start()
+        """Starts the process that plans, in advance. A failure is ignored here; the first search reports it."""
+        with contextlib.suppress(OSError):
+            self._process.start()
 
     def limits(self) -> PlanLimits:
         """The script's limits. Runs on the training thread: it tries the optimizer and restores the random state."""
-        return limits_of(self._connection, self._replanner.rows)
+        return limits_of(self._connection, self._measurements.rows)
 
-    def search(self, order: SearchRequest, limits: PlanLimits) -> Candidate:
-        """Runs on the planner thread."""
-        return self._replanner.find(order, limits)
+    def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
+        """The best plan within the script's limits (`allowed`), with the latest measurements. Runs on the planner thread."""
+        connection, measurements, current = self._connection, self._measurements, request.current
+        if self._profile is None:
+            self._profile = self._measured_here(current, codecs(connection))
+        server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
+        cuda = worker is not None and worker.device.type == "cuda"
+        cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
+                             reachable=connection.groups is None or connection.groups.members.reachable)
+        profile = structs.replace(self._profile, learning=learning_rows(connection.terms.learning))
+        profile, policy = bounded(connection, profile, allowed.policy)
+        order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
+                            measurements.step_s, self._contention, current.steps_locally and remembers(connection),
+                            allowed.suggests, allowed.young)
+        candidate, self._contention = self._process.search(order)
+        return candidate
+
+    def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:
+        """Costs on this machine without other work, which the search corrects. Codec names are in full, as in plans."""
+        active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
+        names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
+        costs = [cost for name in names for cost in self._go_on(functools.partial(calibration.measure_codecs, [name]))]
+        overheads, copy = self._go_on(_overheads), _copies()
+        return Profile(tuple(costs), overheads.server, overheads.bucket.floor_s, copy or Line(0.0),
+                       across=self._measurements.collectives.across, source="measured", energy=self._energy)
+
+    def _go_on(self, measure: Callable[[], T]) -> T:
+        if self._process.over:
+            raise InvalidState("E-SESSION-CLOSED", "the session is over")
+        return measure()
+
+    @property
+    def _measurements(self) -> Measurements:
+        assert self._measured is not None, "planning follows measuring"
+        return self._measured
 
     def stop_search(self) -> None:
         """Ends a search in progress, which raises an error."""
-        self._replanner.stop()
+        self._process.stop()
 
     def close(self) -> None:
-        """Ends searches permanently."""
-        self._replanner.close()
+        """Ends searches permanently. A thread in `search` soon raises RuntimeError."""
+        self._process.close()
 
 
 def _groups(connection: JobContext) -> Groups:

@@ -18,7 +18,7 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.worker import Worker
 from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.step_trace import RecordedStep
-from commlayer.planner.model import Link
+from commlayer.planner.model import Cluster, Link, Node
 from commlayer.records import Job
 from commlayer.transport import own_address
 from commlayer.transport.chunking import CHUNK_NBYTES
@@ -36,13 +36,9 @@ class Measurements(NamedTuple):
 
     job: Job
     """Includes this rank's model times."""
-    steps: list[RecordedStep]
-    """Recorded steps of this rank."""
     rows: list[RankMeasurement]
     """Measurements of all ranks."""
     collectives: CollectiveCosts
-    energy: tuple[float, ...] = ()
-    """Energy of each tensor's average gradient in the last step; empty if it was not finite."""
 
     @property
     def step_s(self) -> float:
@@ -58,7 +54,8 @@ def held_up(steps: Sequence[RecordedStep]) -> bool:
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:
-    """Energy of the last step's results, which stay in the buckets until the next step."""
+    """Energy of each tensor's average gradient in the last step; empty if it was not finite. Results stay in the buckets until
+    the next step."""
     energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
     for bucket in worker.buckets:
         if not bucket.buffer:
@@ -255,6 +252,29 @@ def links_of(connection: JobContext, rows: Sequence[RankMeasurement]) -> list[Li
     # The other nodes' downloads are its upload, their uploads its download.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
+
+
+def cluster_of(
+    links: Sequence[Link], rows: Sequence[RankMeasurement], inside: CollectiveCosts, server_nodes: Sequence[int], *,
+    cuda: bool = False,
+    reachable: bool = True,
+) -> Cluster:
+    """The measured cluster: one link per node, one row per rank. Servers on other machines get the best link.
+
+    Speeds are relative to rank 0's, which plans with its own model times and codec costs.
+    """
+    per_node = len(rows) // len(links)
+    line = inside.inside
+    nodes = []
+    for number, link in enumerate(links):
+        mine = rows[number * per_node : (number + 1) * per_node]
+        nodes.append(Node(
+            f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
+            speed=rows[0].compute_s / max(row.compute_s for row in mine), server=number in server_nodes,
+        ))
+    best = max(links, key=lambda link: link.up_bps + link.down_bps)
+    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
+    return Cluster(tuple(nodes), reachable)
 
 
 def meter_of(connection: JobContext) -> InterfaceCounters | None:

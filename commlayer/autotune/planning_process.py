@@ -42,11 +42,11 @@ class PlanningProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._over = self._searches = False
+        self.over = self._searches = False
 
     def start(self) -> None:
         """Raises OSError if the process cannot be started. Does nothing after close()."""
-        if self._process is None and not self._over:
+        if self._process is None and not self.over:
             self._process = subprocess.Popen([sys.executable, "-P", "-c", RUN, str(ROOT)], stdin=subprocess.PIPE,
                                              stdout=subprocess.PIPE, start_new_session=True)
 
@@ -68,7 +68,7 @@ class PlanningProcess:
 
     def close(self) -> None:
         """Ends the child permanently."""
-        self._over = True
+        self.over = True
         self.stop()
 
     def stop(self) -> None:

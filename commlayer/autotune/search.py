@@ -55,7 +55,7 @@ class SearchOrder(NamedTuple):
     """Whether optimizer states have diverged between ranks."""
     suggests: bool = False
     young: bool = False
-    """See replanner.PlanLimits."""
+    """See plan_limits.PlanLimits."""
 
 
 class SearchResult(NamedTuple):

@@ -15,7 +15,7 @@ from support.fidelity import measure
 from support.rank_pool import pool
 from torch import nn
 
-from commlayer.autotune import quality, replanner
+from commlayer.autotune import plan_limits, quality
 from commlayer.autotune import quality as policy
 from commlayer.autotune.quality import SETTLE
 from commlayer.balance import loss_model
@@ -260,15 +260,15 @@ def test_both_directions_and_all_nodes_are_made_finer() -> None:
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
     connection, cluster = JobContext(), cluster_from_line("2xrtx3060@100/20Mb")
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
-    assert replanner.codecs(connection) == list(DEFAULT_CODECS)
-    assert replanner.bounded(connection, profile, policy) == (profile, policy)
+    assert plan_limits.codecs(connection) == list(DEFAULT_CODECS)
+    assert plan_limits.bounded(connection, profile, policy) == (profile, policy)
     connection.terms.floor = 0.04
-    assert replanner.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
-    bounded = replanner.bounded(connection, profile, policy)[1]
+    assert plan_limits.codecs(connection) == ["identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.04)"]
+    bounded = plan_limits.bounded(connection, profile, policy)[1]
     assert set(bounded.codecs) == {"identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)"}
     loss_model.write(tmp_path / "loss.json", LossModel((LossPoint("topk", 0.1, 0.02), LossPoint("topk", 0.01, 0.03))))
     connection.terms.loss, connection.terms.max_loss = str(tmp_path / "loss.json"), 0.025
-    measured, bound = replanner.bounded(connection, profile, policy)
+    measured, bound = plan_limits.bounded(connection, profile, policy)
     assert (set(bound.codecs), bound.max_loss) == ({"identity()", "topk(ratio=0.1)"}, 0.025)
     assert {c.task_loss for c in measured.codecs if c.codec == "topk(ratio=0.01)"} == {0.03}
 

@@ -17,12 +17,11 @@ from support.planner import PROFILE as PROFILE_PRICE
 from support.planner import flat, home
 
 from commlayer import planner
-from commlayer.autotune import replanner, search
+from commlayer.autotune import plan_limits, search
 from commlayer.autotune.measure import calibration
-from commlayer.autotune.measuring import RankMeasurement, server_nodes_of
+from commlayer.autotune.measuring import RankMeasurement, cluster_of, server_nodes_of
 from commlayer.autotune.plan_policy import LEAVES
 from commlayer.autotune.planning_process import PlanningProcess
-from commlayer.autotune.replanner import cluster_of
 from commlayer.autotune.search import MOST_FACTOR, NEARLY, SearchOrder, dearer, factor, on_servers, price_of, sped_up, step_s
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
@@ -137,28 +136,28 @@ def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) 
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
     connection = JobContext()
     connection.terms.optimizer = "adam"
-    policy, suggests, young = replanner.limits_of(connection)
+    policy, suggests, young = plan_limits.limits_of(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
     assert suggests
     assert young
     connection.terms.suggested = True
-    assert not replanner.limits_of(connection).suggests, "once"
+    assert not plan_limits.limits_of(connection).suggests, "once"
     connection.terms.requested, connection.terms.suggested = requested_modes("auto"), False
-    policy, suggests, _ = replanner.limits_of(connection)
+    policy, suggests, _ = plan_limits.limits_of(connection)
     assert (policy.exact, suggests) == (False, False)
     connection.terms.requested = requested_modes("step")
     assert connection.terms.allowed_modes() == {"forward"}
     assert connection.terms.forbidden_modes()["local"] == "attach() was given sync='step'"
-    policy, suggests, _ = replanner.limits_of(connection)
+    policy, suggests, _ = plan_limits.limits_of(connection)
     assert (policy.exact, policy.forward, suggests) == (True, True, False)
     connection.terms.forbids = lambda mode: "no optimizer" if mode != "forward" else ""
     for sync in (None, "auto"):
         connection.terms.requested = requested_modes(sync)
-        policy, suggests, _ = replanner.limits_of(connection)
+        policy, suggests, _ = plan_limits.limits_of(connection)
         assert (policy.exact, suggests) == (True, False)
-    for passes, young in ((replanner.YOUNG - 1, True), (replanner.YOUNG, False)):
+    for passes, young in ((plan_limits.YOUNG - 1, True), (plan_limits.YOUNG, False)):
         connection.passes = passes
-        assert replanner.limits_of(connection).young is young
+        assert plan_limits.limits_of(connection).young is young
 
 
 @pytest.mark.parametrize(("sync", "may"), [
@@ -168,11 +167,11 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
     """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
     connection = JobContext()
     connection.terms.requested = requested_modes(sync)
-    policy = replanner.limits_of(connection).policy
+    policy = plan_limits.limits_of(connection).policy
     assert policy.forward is may
     assert policy.staleness is False
     connection.terms.forbids = lambda mode: "DistributedDataParallel ends backward() only when" if mode == "forward" else ""
-    assert not replanner.limits_of(connection).policy.forward
+    assert not plan_limits.limits_of(connection).policy.forward
 
 
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
@@ -181,16 +180,16 @@ def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool
     connection = JobContext()
     connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
-    assert replanner.limits_of(connection, rows).policy.exact is (own or others)
+    assert plan_limits.limits_of(connection, rows).policy.exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
     result, connection = inputs("100/100Mb"), JobContext()
     assert result.profile is not None
     assert result.policy is not None
-    assert replanner.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
+    assert plan_limits.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss
     connection.terms.max_loss = 0.02
-    profile, policy = replanner.bounded(connection, result.profile, result.policy)
+    profile, policy = plan_limits.bounded(connection, result.profile, result.policy)
     assert (profile, policy.max_loss) == (result.profile, 0.02)
 
 

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import commlayer
 from commlayer.autotune.measure import calibration, link_rates, step_times
-from commlayer.autotune.measure.calibration import CodingLoad, load_of, under
 from commlayer.autotune.measure.step_times import BatchTrial, batches_of, out_of_memory, timing_of
 from commlayer.balance import Sampler
 from commlayer.balance.profile import profile
@@ -29,9 +28,7 @@ from commlayer.cluster import summation_server
 from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer
 from commlayer.errors import DeadlineExceeded
-from commlayer.observe.step_trace import Event, RecordedStep
-from commlayer.planner.model import CodecCost, Line
-from commlayer.records import Bucket, Plan, Slice
+from commlayer.observe.step_trace import RecordedStep
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
 
@@ -159,45 +156,6 @@ def test_a_member_that_requests_too_large_a_probe_is_dropped() -> None:
     finally:
         server.close()
         member.close()
-
-
-# ---- How much longer coding takes beside training: made-up steps against made-up costs
-
-COST = CodecCost("fp16()", "cpu", Line(1.0, 0.5), Line(2.0, 0.25), Line(0.0, 2.0))
-"""Of 8 elements: 5 s to encode, 4 s to decode."""
-
-
-def plan(path: str = "service", codec: str = "fp16()") -> Plan:
-    return Plan("job", tuple(Bucket(i, (Slice(i, 0, 8),), path, codec, 0) for i in range(2)), 1)
-
-
-def coded_step(encode_s: float, decode_s: float, where: str = "cpu") -> RecordedStep:
-    events = [Event(f"encode@{where}", i, 0.0, encode_s) for i in range(2)]
-    return RecordedStep({}, {}, events + [Event(f"decode@{where}", i, 0.0, decode_s) for i in range(2)])
-
-
-@pytest.mark.parametrize(
-    ("steps", "result", "expected"),
-    [
-        ([coded_step(5.0, 4.0)], plan(), CodingLoad()),
-        ([coded_step(13.0, 8.0)], plan(), CodingLoad(1.0, 0.5)),
-        ([coded_step(7.0, 4.0), coded_step(500.0, 400.0), coded_step(7.0, 6.0)], plan(), CodingLoad(0.25, 0.25)),
-        ([coded_step(1.0, 1.0)], plan(), CodingLoad()),  # faster than alone: nothing that could be counted upon
-        ([coded_step(13.0, 8.0, "gpu")], plan(), CodingLoad()),
-        ([coded_step(13.0, 8.0)], plan("allreduce"), CodingLoad()),
-        ([coded_step(13.0, 8.0)], plan(codec="int8()"), CodingLoad()),
-        ([], plan(), CodingLoad()),
-    ],
-)
-def test_a_load_is_what_steps_took_more_than_coding_takes_alone(
-    steps: list[RecordedStep], result: Plan, expected: CodingLoad,
-) -> None:
-    assert load_of(steps, result, [COST]) == pytest.approx(expected)
-
-
-def test_a_load_is_added_to_times_and_not_to_payloads() -> None:
-    cost = under(CodingLoad(1.0, 0.5), COST)
-    assert (cost.encode(8), cost.decode(8), cost.nbytes(8)) == (13.0, 8.0, 16.0)
 
 
 # ---- Trial runs leave a model as it was, and find the memory limit from any kind of error

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import structs
 
 from commlayer.cluster.collectives import Groups
 from commlayer.cluster.process_groups import PendingCollective
@@ -22,9 +21,8 @@ from commlayer.compressors.payload import HEADER_NBYTES
 from commlayer.compressors.plan_codecs import ReducedAccumulator, is_summable
 from commlayer.engine.plan_choice import promise_of
 from commlayer.engine.worker import Worker
-from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.costs import moves
-from commlayer.planner.model import ZERO, CodecCost, Line, bare
+from commlayer.planner.model import ZERO, CodecCost, Line
 from commlayer.records import Bucket, Job, Plan, Slice, Spec, TensorInfo
 from commlayer.transport.endpoint import StreamTransport
 from commlayer.transport.handshake import Hello
@@ -117,48 +115,6 @@ def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
         floor, slope = (0.0, only_slope) if floor < 0 else (only_floor, 0.0)
     error = float(np.abs((floor + slope * x) / y - 1.0).max())
     return Line(float(floor), float(slope), error)
-
-
-# ---- slowdown of codecs during training
-#
-# Calibration codes the same warm memory repeatedly with an almost idle core. In a step memory is cold, all ranks of a machine
-# code at once, and threads wait for each other. The first steps of the active plan show the difference. It is added per
-# element, also for codecs outside the plan: cold memory costs a fast codec as much as a slow one.
-
-class CodingLoad(NamedTuple):
-    """Additional seconds per element."""
-
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-
-
-def load_of(steps: Sequence[RecordedStep], plan: Plan, costs: Sequence[CodecCost]) -> CodingLoad:
-    """Derived from buckets on the server path: each is encoded once, and its result is decoded once, whole."""
-    of = {bare(cost.codec): cost for cost in costs if cost.device == "cpu"}
-    numel, encode, decode = {}, {}, {}
-    for bucket in plan.buckets:
-        up, down = of.get(bare(bucket.codec)), of.get(bare(bucket.down or bucket.codec))
-        if bucket.served and up and down and up.rounds == 1:
-            numel[bucket.id] = bucket.numel
-            encode[bucket.id], decode[bucket.id] = up.encode(bucket.numel), down.decode(bucket.numel)
-    return CodingLoad(_more(steps, "encode@cpu", encode, numel), _more(steps, "decode@cpu", decode, numel))
-
-
-def under(load: CodingLoad, cost: CodecCost) -> CodecCost:
-    """The codec's cost under this load."""
-    encode = structs.replace(cost.encode, slope_s=cost.encode.slope_s + load.encode_s)
-    decode = structs.replace(cost.decode, slope_s=cost.decode.slope_s + load.decode_s)
-    return structs.replace(cost, encode=encode, decode=decode)
-
-
-def _more(steps: Sequence[RecordedStep], op: str, alone_s: dict[int, float], numel: dict[int, int]) -> float:
-    """The median over steps, so that one long step does not count."""
-    loads = []
-    for step in steps:
-        events = [event for event in step.events if event.op == op and event.bucket in alone_s]
-        if events:
-            loads.append(sum(e.seconds - alone_s[e.bucket] for e in events) / sum(numel[e.bucket] for e in events))
-    return max(0.0, median(loads)) if loads else 0.0
 
 
 # ---- collectives inside nodes and between them

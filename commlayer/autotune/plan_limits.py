@@ -1,0 +1,83 @@
+"""Limits of planning for a running job: allowed sync modes, and codecs by loss budget and quality floor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import structs
+
+from commlayer import loss_budget
+from commlayer.autotune.measuring import RankMeasurement
+from commlayer.balance import loss_model
+from commlayer.balance.loss_model import LossModel
+from commlayer.compressors import parse
+from commlayer.engine import plan_choice
+from commlayer.engine.connection import JobContext
+from commlayer.planner.convergence import measured_local_steps
+from commlayer.planner.model import Policy, Profile
+
+YOUNG = 1000
+"""Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""
+
+
+class PlanLimits(NamedTuple):
+    """Limits of a search."""
+
+    policy: Policy
+    suggests: bool = False
+    """Whether the search also reports the benefit of local steps that the script has not allowed."""
+    young: bool = False
+    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
+
+
+def codecs(connection: JobContext) -> list[str]:
+    """Codecs that are worth measuring."""
+    return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
+
+
+def remembers(connection: JobContext) -> bool:
+    """Whether the optimizer has state, which local steps let diverge between ranks."""
+    return connection.stepped is not None and connection.stepped.remembers
+
+
+def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
+    """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
+    modes, terms = connection.terms.allowed_modes(), connection.terms
+    # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
+    balanced = terms.balanced or any(row.balanced for row in rows)
+    able = not balanced and {"updates", "local", "round"} <= modes
+    # If workers might leave, an exchange must be complete before any part of it is applied.
+    takes_fragments = terms.requested.fragments is None and connection.members is None
+    policy = Policy(
+        devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
+        # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
+        forward="forward" in modes, staleness=False, fragments=takes_fragments,
+    )
+    return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
+
+
+def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+    """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
+    measured number of local steps."""
+    if not policy.exact:
+        policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
+    model = _model(connection)
+    if model is not None or connection.terms.max_loss:
+        policy = structs.replace(policy, max_loss=_budget(connection))
+    if model is not None:
+        profile, policy = loss_budget.priced(profile, policy, model)
+    if not connection.terms.floor:
+        return profile, policy
+    names = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
+    fine = tuple(name for name in names if plan_choice.level(parse(name)) >= connection.terms.floor * plan_choice.EQUAL)
+    return profile, structs.replace(policy, codecs=fine)
+
+
+def _budget(connection: JobContext) -> float:
+    return connection.terms.max_loss or loss_budget.BUDGET
+
+
+def _model(connection: JobContext) -> LossModel | None:
+    return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None
