@@ -85,6 +85,8 @@ class StepAssignment:
         zero."""
         self.pending = False
         """Whether the loop has the step's last batch and the step is not accounted for yet."""
+        self.step: int | None = None
+        """The step whose batches the loop has."""
         self.session: TrainingSession | None = None
         self._local, self._steps_before = False, 0.0
 

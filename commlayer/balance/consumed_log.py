@@ -146,7 +146,11 @@ class EpochProgress:
 
     def copy(self) -> EpochProgress:
         """A copy to look ahead with; it shares only the schedule."""
-        return EpochProgress(self.consumed.copy(), self._schedule, self.step, self._batch, drop=self._drop)
+        return self.restarted(self.consumed.copy(), self._schedule, self.step)
+
+    def restarted(self, log: ConsumedLog, schedule: SharesSchedule, step: int) -> EpochProgress:
+        """With another log, schedule and step."""
+        return EpochProgress(log, schedule, step, self._batch, drop=self._drop)
 
     def is_exhausted(self) -> bool:
         """Whether no positions are left to assign."""

@@ -63,7 +63,7 @@ class Sampler:
             allowed = f"are 0 to {self._world - 1}" if self._world else "is 0 or more"
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"rank {self.rank}: allowed {allowed}")
         workers = self._world or 1
-        self.least, self.cap, self._drop = least, cap, drop_last
+        self.least, self.cap = least, cap
         check_sizes(batch, workers if shares is None else 0, least=least, cap=cap)
         if self.length < batch:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
@@ -74,16 +74,12 @@ class Sampler:
         self._queue: deque[DrawnBatch] = deque()
         self._assignment = StepAssignment()
         self._membership = SamplerMembership()
-        self._session_steps: dict[int, int] = {}
-        """If workers may leave: sampler step -> session step, for steps that were not yet exchanged at the last membership
-        check."""
         self._loaded = False
         """Whether a state was loaded and `follow` has not run since."""
-        self._at: int | None = None
-        """The step whose batches the loop has."""
         self._lead = 0
         """Batches that the loader may draw in advance, by its own settings."""
-        self._begin(ConsumedLog(self.length), 0)
+        self._trained = EpochProgress(ConsumedLog(self.length), self._schedule, 0, batch, drop=drop_last)
+        self._begin(self._trained.consumed, 0)
 
     # ---- for the loop
 
@@ -183,7 +179,7 @@ class Sampler:
                                        f"follow: the loader ended early at step {step}, allowed: one that can be gone through "
                                        "again and gives the whole epoch, such as a DataLoader; `break` ends a loop early")
         finally:
-            self._at = None
+            self._assignment.step = None
             self._commit_if_applied()
             self._ahead = self._trained  # the next pass draws again what was drawn but not trained
 
@@ -197,9 +193,9 @@ class Sampler:
                                    "follow: the loader takes no batches from this sampler; make it with batch_sampler=sampler")
             parts.append((batch, self._queue.popleft()))
             if parts[-1][1].last:
-                step = self._at = self.step
+                step = self._assignment.step = self.step
                 if session is not None:
-                    self._session_steps[step] = session.step
+                    self._membership.session_steps[step] = session.step
                 yield from self._assignment.run(parts, session, weigh, whole=step >= self._membership.mixed_until)
                 if session is not None and session.inspect.may_leave:
                     # All workers must learn of departures after the same step. At the end of the epoch all steps are
@@ -207,7 +203,7 @@ class Sampler:
                     session.inspect.catch_up(wholly=self._trained.is_last_step())
                 self._commit()
                 self._update_membership(step, session)
-                self._at = None
+                self._assignment.step = None
                 parts = []
 
     def _match_session_steps(self, session: TrainingSession) -> None:
@@ -216,7 +212,7 @@ class Sampler:
         if self._loaded and session.inspect.may_leave:
             behind = range(session.inspect.carried, session.step)
             given = zip(reversed(behind), sorted(self._trained.consumed.open, reverse=True), strict=False)
-            self._session_steps |= {step: at for at, step in given}
+            self._membership.session_steps |= {step: at for at, step in given}
         self._loaded = False
 
     def _finished(self, session: TrainingSession | None) -> bool:
@@ -234,7 +230,8 @@ class Sampler:
         if session is not None:
             self._update_members(step, session)
             carried, may_leave = session.inspect.carried, session.inspect.may_leave
-            self._session_steps = {given: at for given, at in self._session_steps.items() if may_leave and at >= carried}
+            steps = self._membership.session_steps
+            self._membership.session_steps = {given: at for given, at in steps.items() if may_leave and at >= carried}
 
     def _update_members(self, step: int, session: TrainingSession) -> None:
         members, own = session.inspect.members, session.inspect.own
@@ -259,7 +256,7 @@ class Sampler:
 
         def lost_from(member: int) -> int:
             parted = session.inspect.parted(member)
-            return min((given for given, at in self._session_steps.items() if at >= parted), default=self.step)
+            return min((given for given, at in self._membership.session_steps.items() if at >= parted), default=self.step)
 
         shares = self._schedule.shares(step + 1 + CHANGE_DELAY_STEPS)
         return membership.update(step, session.inspect.members, shares, self.batch, self.least, lost_from)
@@ -284,7 +281,7 @@ class Sampler:
         """The state that a joining worker needs."""
         membership = self._membership
         return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed), membership.mixed_until,
-                                 self._session_steps, self._assignment.pending))
+                                 self._membership.session_steps, self._assignment.pending))
 
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
         """The state from workers of the running job, until it is used."""
@@ -310,7 +307,7 @@ class Sampler:
         self._schedule, self._world, self.rank = SharesSchedule.of(given.state.schedule), given.state.world, -1
         log = ConsumedLog.of(given.state.consumed)
         self._begin(log if self.epoch == given.state.epoch else ConsumedLog(self.length), given.state.step)
-        self._session_steps = dict(given.session_steps)
+        self._membership.session_steps = dict(given.session_steps)
 
     def _check_lead(self, session: TrainingSession | None) -> None:
         if session is not None and session.inspect.may_leave and self._lead > CHANGE_DELAY_STEPS:
@@ -350,7 +347,7 @@ class Sampler:
         self._commit_if_applied()
         state, membership, session = self._state(), copy.copy(self._membership), self._assignment.session
         # A departure in the current step is processed only after it. The state is for the workers that remain.
-        step = self.step if self._at is None else self._at
+        step = self.step if self._assignment.step is None else self._assignment.step
         change = self._membership_change(step, session, membership) if session is not None and membership.numbers else None
         if change is not None:
             state = structs.replace(state, schedule=[*state.schedule, change])
@@ -394,15 +391,15 @@ class Sampler:
 
     def _begin(self, log: ConsumedLog, step: int) -> None:
         self._indices = Permutation(self.length, self.seed, self.epoch) if self._shuffle else SequentialOrder()
-        self._trained = EpochProgress(log, self._schedule, step, self.batch, drop=self._drop)
+        self._trained = self._trained.restarted(log, self._schedule, step)
         self._ahead = self._trained
-        self._session_steps.clear()
+        self._membership.session_steps.clear()
         self._assignment.finish()
 
     @property
     def _keep_from(self) -> int:
         """Assignments of steps before this one are final, whichever worker leaves."""
-        return min([self.step - KEEP_STEPS, *self._session_steps, *self._schedule.lost_since(self.step)])
+        return min([self.step - KEEP_STEPS, *self._membership.session_steps, *self._schedule.lost_since(self.step)])
 
     def _commit_if_applied(self) -> None:
         if self._assignment.applied():

@@ -162,6 +162,8 @@ class SamplerMembership:
         """Sampler numbers of workers that left."""
         self.mixed_until = mixed_until
         """Before this step, samples may be assigned to workers that have left."""
+        self.session_steps: dict[int, int] = {}
+        """If workers may leave: sampler step -> session step, for steps that were not yet exchanged at the last check."""
         self._current = self.numbers
         self.changed = bool(self.departed)
         """Whether the membership differs from the first one."""
