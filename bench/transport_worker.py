@@ -15,8 +15,8 @@ from typing import Any
 from commlayer.cluster import uplink
 from commlayer.cluster.grpc_server import open_stream_port
 from commlayer.errors import CommError
-from commlayer.transport.endpoint import Settings, StreamTransport, log_refusal
-from commlayer.transport.handshake import Hello
+from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.handshake import Hello, RefusalLog
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE, Header, Kind, key
 
@@ -35,7 +35,7 @@ def ends(rank: int, folder: str) -> dict[str, StreamTransport]:
 def listening(kind: str, transport: StreamTransport, address: str) -> int:
     if kind != "grpc":
         return transport.listen(address)[1]
-    return open_stream_port(None, address, 0, transport.take, log_refusal).number
+    return open_stream_port(None, address, 0, transport.take, RefusalLog().refused).number
 
 
 def dial(kind: str, transport: StreamTransport, address: tuple[str, int]) -> None:

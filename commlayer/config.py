@@ -83,9 +83,6 @@ class Config(Record, frozen=True):
     """Path of a file that contains the job's secret. Empty: the setting `token`, or the key folder, provides it."""
     keys: Text = ""
     """Path of this node's key folder, made by `commlayer keys`. With keys all connections use mutual TLS. Empty: no TLS."""
-    audit: Text = ""
-    """Path of the audit log. Coordinator and servers append a JSON line for each join, refusal, departure and plan. Empty: no
-    log."""
     servers: Servers = "one"
     """Number of summation servers that a job starts: one in all, or one on each node. A plan's number of servers overrides it.
     """
@@ -160,7 +157,7 @@ class Config(Record, frozen=True):
 
 GROUPS = {
     "Network": ("join", "bind", "advertise", "port"),
-    "Security": ("keys", "insecure", "token", "token_file", "audit"),
+    "Security": ("keys", "insecure", "token", "token_file"),
     "Fault tolerance": ("min_workers", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
     "Training": ("max_loss", "servers", "drift", "trace"),
     "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",

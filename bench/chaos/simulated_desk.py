@@ -7,12 +7,12 @@ from typing import NamedTuple
 import msgspec
 
 from commlayer.cluster import epoch_change, membership, messages
-from commlayer.cluster.audit import Audit
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import FINISHED, Heartbeat, HeartbeatReply, Join, KvReply, KvRequest
 from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.sites import AdmissionState
 from commlayer.records import View
+from commlayer.transport.handshake import RefusalLog
 
 PLAN = b"a plan"
 
@@ -33,7 +33,7 @@ class Desk:
         """Changes whenever a reply could change, so that a waiting caller need not ask again before."""
         for number in range(servers):
             self._joins(messages.server_request(f"10.99.0.{number + 1}:7001", number=number))
-        self._rendezvous = RendezvousService(workers, float("inf"), self._lost, Audit(""), least, lambda: 0.0, self._door)
+        self._rendezvous = RendezvousService(workers, float("inf"), self._lost, RefusalLog(), least, lambda: 0.0, self._door)
         for rank in range(workers):
             self._joins(messages.worker_request("a job", rank, workers, plan=PLAN, elastic=True))
             self._attends(rank)

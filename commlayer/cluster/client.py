@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -261,16 +261,23 @@ def _unproved(error: Exception) -> bool:
 
 # ---- This process's membership.
 
+class MembershipEvents(NamedTuple):
+    """Functions that the heartbeat thread calls. It calls `failure` at most once, with the first peer failure that the
+    coordinator reports."""
+
+    failure: Callable[[CommError], None]
+    silence: OnSilence
+    left: OnLeft
+
+
 class Membership:
-    """This process's registration in the job. The heartbeat thread calls `on_failure` at most once, with the first peer failure
-    that the coordinator reports.
+    """This process's registration in the job.
 
     `keep`: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
     """
 
     def __init__(self, link: CoordinatorChannel, request: Join, seat: JoinReply, config: Config,
-                 on_failure: Callable[[CommError], None], ended: threading.Event, on_silence: OnSilence, on_left: OnLeft, *,
-                 keep: bool) -> None:
+                 events: MembershipEvents, ended: threading.Event, *, keep: bool) -> None:
         assert seat.view is not None
         self.view: View = seat.view
         """The epoch that this process has switched to."""
@@ -288,11 +295,7 @@ class Membership:
         """Whether the job ended with an error: not all of its last workers finished."""
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job when this process left."""
-        self._channel, self._token = link, request.token
-        self._on_failure, self._on_silence, self._on_left = on_failure, on_silence, on_left
-        self._every_s, self._dead_after_s = config.heartbeat_s, config.dead_after_s
-        # Shorter than dead_after_s, so after a stuck call there is time for another one.
-        self._call_s = min(CALL_S, config.dead_after_s / 3)
+        self._channel, self._token, self._config, self._events = link, request.token, config, events
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.report: Callable[[], Mapping[str, Any]] = dict
@@ -301,7 +304,7 @@ class Membership:
         self._failed = False
         self._keeper = child_processes.start_sidecar({
             "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
-            "token": self._token, "every_s": self._every_s, "call_s": self._call_s}) if keep else None
+            "token": self._token, "every_s": config.heartbeat_s, "call_s": self._call_s}) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -313,7 +316,7 @@ class Membership:
             return False
         self._stop()
         # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried.
-        patience_s = self._dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
+        patience_s = self._config.dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
         pulse = self._channel.leave(self._token, reason, exchanges, deadline=time.monotonic() + patience_s,
                                     timeout_s=self._call_s)
         if pulse is not None:
@@ -329,6 +332,11 @@ class Membership:
             self._keeper.close()
         self._channel.close()
 
+    @property
+    def _call_s(self) -> float:
+        """Timeout of a call. Shorter than dead_after_s, so after a stuck call there is time for another one."""
+        return min(CALL_S, self._config.dead_after_s / 3)
+
     def _stop(self) -> None:
         self._closing.set()
         if threading.current_thread() is not self._thread:
@@ -338,7 +346,7 @@ class Membership:
         known, silent_s, mark = True, 0.0, time.monotonic()
         while not self._closing.is_set():
             began = time.monotonic()
-            wait_s = max(MIN_CALL_S, min(self._call_s, self._dead_after_s - silent_s))
+            wait_s = max(MIN_CALL_S, min(self._call_s, self._config.dead_after_s - silent_s))
             try:
                 beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
                                  **self.report())
@@ -350,9 +358,9 @@ class Membership:
                 self.reachable = False
                 # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
                 # silence.
-                silent_s += min(time.monotonic() - mark, self._call_s + self._every_s)
-                if silent_s >= self._dead_after_s and not self._closing.is_set():
-                    self._on_silence(silent_s)
+                silent_s += min(time.monotonic() - mark, self._call_s + self._config.heartbeat_s)
+                if silent_s >= self._config.dead_after_s and not self._closing.is_set():
+                    self._events.silence(silent_s)
             else:
                 if pulse.unknown_token and known:
                     log.warning("coordinator %s was restarted and has lost this job; training continues without failure "
@@ -365,7 +373,7 @@ class Membership:
             mark = time.monotonic()
             if self._keeper is not None and not self._closing.is_set():
                 self._keeper.check_running()
-            self._closing.wait(max(0.0, self._every_s - (time.monotonic() - began)))
+            self._closing.wait(max(0.0, self._config.heartbeat_s - (time.monotonic() - began)))
 
     def _on_reply(self, pulse: HeartbeatReply) -> None:
         new = [departure for departure in pulse.departed if departure.peer not in self.left]
@@ -374,7 +382,7 @@ class Membership:
             self.newest = pulse.view
             self.on_view(pulse.view)
         for departure in new:
-            self._on_left(departure)
+            self._events.left(departure)
         if pulse.job_done:
             self.failed = pulse.job_failed
             self.over.set()
@@ -387,7 +395,7 @@ class Membership:
             failures.insert(0, PeerLost(f"declared this {self.name} dead: {pulse.dead}", peer=self._channel.peer))
         if failures and not self._failed and not self._closing.is_set():
             self._failed = True
-            self._on_failure(root_cause(failures))
+            self._events.failure(root_cause(failures))
 
     def is_expected(self, peer: str) -> bool:
         """Returns whether the peer is a server, or a worker of the newest epoch."""
@@ -420,7 +428,7 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
             link.leave(request.token, "stopped waiting for the others")
         link.close()
         raise
-    return Membership(link, request, seat, config, on_failure, ended, on_silence, on_left, keep=keep)
+    return Membership(link, request, seat, config, MembershipEvents(on_failure, on_silence, on_left), ended, keep=keep)
 
 
 def sidecar_main() -> None:

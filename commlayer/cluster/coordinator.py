@@ -12,14 +12,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
-from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
 from commlayer.cluster.grpc_server import Answer, GrpcPort, RpcServer, check_free
 from commlayer.cluster.messages import (
@@ -33,12 +32,13 @@ from commlayer.cluster.messages import (
     version,
 )
 from commlayer.cluster.rendezvous_service import RendezvousService
-from commlayer.cluster.sites import AdmissionState
+from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
 from commlayer.records import Record, ServerInfo, View
 from commlayer.transport import framing, grpc_stream
-from commlayer.transport.grpc_stream import AcceptStream, GrpcStream
+from commlayer.transport.grpc_stream import AcceptStream
+from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
 from commlayer.transport.secret import CHALLENGE, AuthenticationFailed, CallVerifier
@@ -80,7 +80,7 @@ class Coordinator:
             if not 0 <= count <= SERVER_BASE:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._journal, self._made, self._again = journal, job_token, not embedded
+        self._journal, self._made, self._embedded = journal, job_token, embedded
         if journal is not None and journal.recovered is not None:
             self._state = resumed_state(journal.recovered, clock())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
@@ -88,25 +88,17 @@ class Coordinator:
         else:
             self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
         self._lock = threading.Lock()
-        self._clock, self._heartbeat_s, self._dead_after_s = clock, config.heartbeat_s, config.dead_after_s
-        self._deadline_s = config.deadline_s
-        self._late: dict[int, float] = {}
-        """Maps a rank to when its worker was first seen to hang. The worker is evicted one heartbeat interval later, since
-        unread messages may disprove that it hangs."""
-        self._waited: dict[int, float] = {}
-        """Maps a rank to when its worker was last seen waiting for other ranks in the key-value store."""
-        self._patience_s = 0.0 if embedded else settings.reconnect_window_s(config)
+        self._clock, self._config, self._hangs = clock, config, StoreHangs()
         self._closing = threading.Event()
         self._judge, self._plans = CallVerifier(config.token), Plans()
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
         check_free(config.bind, config.port)
-        self._keys, self._audit = Keys(config.keys) if config.keys else None, Audit(config.audit)
-        self._port = GrpcPort(self._keys, config.bind, config.port, self._audit.refused)
-        self._take: AcceptStream | None = None
+        self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
+        self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         self._revoked: frozenset[int] = frozenset()
-        self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._audit, config.min_workers,
+        self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
                                              door=self._door, journal=journal,
                                              noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
@@ -119,14 +111,24 @@ class Coordinator:
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
-        }, [self._port.streams(self._stream)], self._broke))
-        port = self._port.number
-        self.address = settings.join_host(config.advertise or config.bind, port)
-        # A public address may be unreachable from this machine: few routers send a packet back to the network that it came
-        # from.
-        self.near = settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.bind, config.bind), port)
+        }, [self._port.streams(self._port.accept_stream)], self._broke))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
+
+    @property
+    def address(self) -> str:
+        return settings.join_host(self._config.advertise or self._config.bind, self._port.number)
+
+    @property
+    def near(self) -> str:
+        """The address for processes on this machine. A public address may be unreachable from here: few routers send a packet
+        back to the network that it came from."""
+        bind = self._config.bind
+        return settings.join_host({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind, bind), self._port.number)
+
+    @property
+    def _patience_s(self) -> float:
+        return 0.0 if self._embedded else settings.reconnect_window_s(self._config)
 
     def close(self) -> None:
         """Stops listening. Idempotent.
@@ -139,23 +141,17 @@ class Coordinator:
                 self._journal.forget()
                 self._journal = None  # servers that leave after this must not write the journal
         if over and not self._closing.is_set():
-            self._empty.wait(self._dead_after_s + self._heartbeat_s)
+            self._empty.wait(self._config.dead_after_s + self._config.heartbeat_s)
         self._closing.set()
         self._ticker.join(timeout=5.0)
         self._port.close()
         for peer in tuple(self._suspects):
             self._refuse(peer)
-        self._audit.close()
 
     def serve_streams(self, take: AcceptStream) -> None:
         """Passes data streams that arrive at this port to the summation server in this process, so the process needs only one
         port."""
-        self._take = take
-
-    def _stream(self, stream: GrpcStream, where: str) -> bool:
-        if self._take is None:
-            raise LookupError("no summation server runs behind this port")
-        return self._take(stream, where)
+        self._port.accept = take
 
     @property
     def failure(self) -> str:
@@ -168,7 +164,7 @@ class Coordinator:
         registrations are dead from now on."""
         with self._lock:
             self._set(membership.mark_exited(self._state, socket.gethostname(), pid))
-        self.over.wait(TOLD_HEARTBEATS * self._heartbeat_s)
+        self.over.wait(TOLD_HEARTBEATS * self._config.heartbeat_s)
 
     def _lost(self) -> dict[int, str]:
         """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
@@ -185,8 +181,8 @@ class Coordinator:
 
     def _door(self) -> AdmissionState:
         with self._lock:
-            return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._heartbeat_s,
-                                   max(self._patience_s, self._dead_after_s))
+            return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._config.heartbeat_s,
+                                          max(self._patience_s, self._config.dead_after_s))
 
     def _register_site(self, request: messages.Join) -> messages.JoinReply:
         """Registers a site. If the site was restarted, the workers of its previous process are evicted."""
@@ -218,14 +214,14 @@ class Coordinator:
             if request.plan_digest and not request.plan:
                 request = msgspec.structs.replace(request, plan=self._plans.whole(request.plan_digest))
             is_registered = request.token in self._state.registrations
-            if self._again and not is_registered and (why := membership.failure(self._state)):
+            if not self._embedded and not is_registered and (why := membership.failure(self._state)):
                 return messages.JoinReply(missing=(f"the previous job has ended ({without_code(why)}); the coordinator is "
                                                    "starting the next one"))
             late = self._state.view is not None and not is_registered and request.kind == "worker"
             state, reply = (epoch_change.admit if late else membership.join)(self._state, request, self._clock())
             self._set(state)
         if reply.error:
-            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
+            self._refusals.denied(reply.error)
         return reply
 
     def _heartbeat(self, request: messages.Heartbeat) -> Record:
@@ -269,8 +265,8 @@ class Coordinator:
             self._rendezvous.tick(ended_ranks, still_s)
             with self._lock:
                 before = self._state
-                state = membership.tick(before, self._clock(), self._dead_after_s, self._patience_s,
-                                        TOLD_HEARTBEATS * self._heartbeat_s)
+                state = membership.tick(before, self._clock(), self._config.dead_after_s, self._patience_s,
+                                        TOLD_HEARTBEATS * self._config.heartbeat_s)
                 for token, place in state.registrations.items():
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
@@ -284,13 +280,9 @@ class Coordinator:
         """Evicts workers for which other workers have waited too long in the key-value store."""
         if not state.min_workers:
             return state
-        now, pending = self._clock(), self._rendezvous.pending_waits()
-        self._waited |= {rank: now for one in pending for rank in one.waited_s}
-        ago_s = {rank: now - last for rank, last in self._waited.items()}
-        late = epoch_change.hung_in_store(state, pending, self._deadline_s, ago_s, self._patience_s)
-        self._late = {rank: self._late.get(rank, now) for rank in late}
+        late = self._hangs.find(state, self._rendezvous.pending_waits(), self._clock(), self._config, self._patience_s)
         for token, place in state.registrations.items():
-            if place.join.kind == "worker" and now - self._late.get(place.rank, now) >= self._heartbeat_s:
+            if place.join.kind == "worker" and place.rank in late:
                 state = membership.evict(state, [token], late[place.rank])
         return state
 
@@ -317,17 +309,9 @@ class Coordinator:
         if self._journal is not None and view is not None and journaled_part(before) != journaled_part(state):
             self._journal.write(CoordinatorRecord(self.address, self._made, state))
         for token, place in state.registrations.items():
-            known, certificate = before.registrations.get(token), place.join.certificate
-            if known is None:
-                self._audit.note("joined", peer=place.peer, certificate=certificate, host=place.join.name, of=place.join.pid)
-            elif place.dead and not known.dead:
+            known = before.registrations.get(token)
+            if known is not None and place.dead and not known.dead:
                 log.warning("%s: %s", place.peer, place.dead)
-                self._audit.note("lost", peer=place.peer, certificate=certificate, why=place.dead)
-            elif place.left and not known.left:
-                self._audit.note("left", peer=place.peer, certificate=certificate, why=place.left)
-        for token in before.registrations.keys() - state.registrations.keys() if view is None else ():
-            place = before.registrations[token]
-            self._audit.note("left", peer=place.peer, certificate=place.join.certificate, why="before the job began")
         if view is not None and (former is None or view.generation != former.generation):
             self._log_epoch(view, former)
         if membership.over(state) and not self._staying():
@@ -337,7 +321,6 @@ class Coordinator:
 
     def _log_epoch(self, view: View, former: View | None) -> None:
         if former is None:
-            self._audit.note("begun", workers=len(view.members), servers=len(view.servers), plan=view.plan)
             log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
             if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
                 log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
@@ -347,8 +330,6 @@ class Coordinator:
         finished = {p.peer for p in self._state.registrations.values() if p.left == messages.FINISHED}
         names = ", ".join(name + " (finished)" * (name in finished) for name in departed)
         new = ", ".join(f"worker {m.rank}" for m in view.members if m not in former.members)
-        self._audit.note("regrouped", generation=view.generation, workers=len(view.members), without=", ".join(departed),
-                         joined=new)
         log.info("continuing with %d workers%s%s", len(view.members), names and f"; left: {names}", new and f"; joined: {new}")
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
@@ -384,19 +365,39 @@ class Coordinator:
         a new proof."""
         if (suspect := self._suspects.pop(peer, None)) is not None:
             where, name = suspect
-            self._audit.refused(where, f"its {name} call does not prove that the caller knows the job's secret")
+            self._refusals.refused(where, f"its {name} call does not prove that the caller knows the job's secret")
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
         """Returns the error for a caller that broke the protocol. The caller's connection is closed after the error has been
         sent."""
         where = self._port.where(peer)
-        self._audit.refused(where, error.what)
+        self._refusals.refused(where, error.what)
         self._port.distrust(peer)
         return coded(error.code, f"{where}: {error.what}")
 
 
 def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
     return bool(request.serial) and int(request.serial, 16) in serials
+
+
+class StoreHangs:
+    """Workers that hang, as far as other workers wait for them in the key-value store."""
+
+    def __init__(self) -> None:
+        self.suspects: dict[int, float] = {}
+        """Maps a rank to when its worker was first seen to hang."""
+        self._waited: dict[int, float] = {}
+        """Maps a rank to when its worker was last seen waiting for other ranks."""
+
+    def find(self, state: membership.State, pending: Sequence[PendingWait], now: float, config: Config, patience_s: float
+             ) -> dict[int, str]:
+        """Maps the rank of each worker that hangs to the reason. A worker counts as hung one heartbeat interval after it was
+        first seen to hang, since unread messages may disprove it."""
+        self._waited |= {rank: now for one in pending for rank in one.waited_s}
+        ago_s = {rank: now - last for rank, last in self._waited.items()}
+        late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)
+        self.suspects = {rank: self.suspects.get(rank, now) for rank in late}
+        return {rank: why for rank, why in late.items() if now - self.suspects[rank] >= config.heartbeat_s}
 
 
 MOST = 2

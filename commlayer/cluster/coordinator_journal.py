@@ -31,7 +31,7 @@ log = logging.getLogger("commlayer")
 
 Statement = tuple[str, tuple[object, ...]]
 """A statement of SQL and its arguments."""
-NAME, VERSION = "coordinator.sqlite", 3
+NAME, VERSION = "coordinator.sqlite", 4
 SETUP = f"""
 PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL; PRAGMA wal_autocheckpoint = 16384; PRAGMA user_version = {VERSION};
 CREATE TABLE IF NOT EXISTS part (name TEXT PRIMARY KEY, data BLOB); CREATE TABLE IF NOT EXISTS row (name TEXT PRIMARY KEY,

@@ -23,7 +23,7 @@ from commlayer.errors import CommError, CorruptFrame, InvalidInput
 from commlayer.transport import grpc_stream
 from commlayer.transport.connection import close_channel, track, tune_socket
 from commlayer.transport.endpoint import accept_connections, shut_down
-from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream
+from commlayer.transport.grpc_stream import FRAME_OPTION, AcceptStream, GrpcStream
 from commlayer.transport.handshake import EVICT_AFTER_S, PendingHandshakes
 from commlayer.transport.key_folder import Keys, PeerCertificate
 from commlayer.transport.secret import AuthenticationFailed
@@ -59,6 +59,8 @@ class GrpcPort:
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
         self._server: RpcServer | None = None
+        self.accept: AcceptStream | None = None
+        """Accepts data streams that arrive at this port; None if no summation server runs behind it."""
         self._lock = threading.Lock()
         self._known: dict[str, _TlsConnection] = {}
         self._distrusted: set[str] = set()
@@ -101,6 +103,11 @@ class GrpcPort:
                 raise PermissionError("this port requires TLS, and the connection does not use it") from None
 
         return grpc_stream.handler(take, certified)
+
+    def accept_stream(self, stream: GrpcStream, where: str) -> bool:
+        if self.accept is None:
+            raise LookupError("no summation server runs behind this port")
+        return self.accept(stream, where)
 
     def where(self, peer: str) -> str:
         """Returns the certificate name and address of a connection, for errors and logs."""

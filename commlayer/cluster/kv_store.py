@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from commlayer.cluster.messages import MAX_REPLY_NBYTES
@@ -33,7 +32,6 @@ class Row(Record, frozen=True):
     """The value of one key. A number is stored as text."""
 
     value: bytes
-    writer: str
     view: int
     """Generation of the newest epoch when the value was written."""
     tokens: tuple[str, ...] = ()
@@ -52,16 +50,16 @@ class KvStore:
         self._most_nbytes = max(MAX_KEPT_NBYTES, EACH_NBYTES * workers)
         self._changed = asyncio.Event()
 
-    def put(self, pairs: Iterable[tuple[str, bytes]], writer: str, view: int = 1) -> None:
+    def put(self, pairs: Iterable[tuple[str, bytes]], view: int = 1) -> None:
         """Sets or replaces values. Raises CorruptFrame if the limit is exceeded; pairs before the one that exceeds it stay
         set."""
         for name, value in pairs:
-            self._change(name, Row(value, writer, view))
+            self._change(name, Row(value, view))
 
-    def add(self, name: str, amount: int, once: str, writer: str, view: int = 1) -> int:
+    def add(self, name: str, amount: int, once: str, view: int = 1) -> int:
         """Adds `amount` to a number and returns the sum; the key's value is the sum as text. A repeated call with the same
         token `once` changes nothing."""
-        row = self.rows.get(name, Row(b"0", writer, view))
+        row = self.rows.get(name, Row(b"0", view))
         try:
             total = int(row.value)
         except ValueError:
@@ -69,7 +67,7 @@ class KvStore:
         if once in row.tokens:
             return total
         _check_name(once)
-        self._change(name, Row(str(total + amount).encode(), writer, view, (*row.tokens, once)[-MAX_TOKENS:]))
+        self._change(name, Row(str(total + amount).encode(), view, (*row.tokens, once)[-MAX_TOKENS:]))
         return total + amount
 
     def drop(self, names: Iterable[str]) -> None:
@@ -105,13 +103,8 @@ class KvStore:
         former = self.rows.get(name)
         nbytes = self.nbytes + _charge(name, row) - (0 if former is None else _charge(name, former))
         if nbytes > self._most_nbytes:
-            by_writer = Counter[str]()
-            for key, each in self.rows.items():
-                by_writer[each.writer] += _charge(key, each)
-            (writer, most_nbytes), *_ = (by_writer or Counter({row.writer: 0})).most_common(1)
-            raise CorruptFrame(f"homes would store {nbytes} bytes at the coordinator, allowed {self._most_nbytes}; {writer} "
-                               f"stores most ({most_nbytes}): store less in torch's store, or use fewer process groups that "
-                               "span homes", code="E-QUOTA")
+            raise CorruptFrame(f"homes would store {nbytes} bytes at the coordinator, allowed {self._most_nbytes}: store less "
+                               "in torch's store, or use fewer process groups that span homes", code="E-QUOTA")
         self.rows[name], self.nbytes = row, nbytes
         self.save(name, row)
         changed, self._changed = self._changed, asyncio.Event()

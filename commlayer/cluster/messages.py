@@ -220,6 +220,8 @@ class KvRequest(Record, frozen=True):
     """Rank, at the calling site, that waits for keys of other ranks."""
     limit_s: float = 0.0
     """Seconds after which a rank that the caller waits for counts as hung; 0: never."""
+    waited_s: float = 0.0
+    """Seconds for which the caller has waited for these keys."""
 
 
 class KvReply(Record, frozen=True):

@@ -9,17 +9,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from commlayer.cluster import sites
-from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.kv_store import KvStore
 from commlayer.cluster.messages import Join, JoinReply, KvReply, KvRequest, version
-from commlayer.cluster.sites import PendingWait, WaitTracker
+from commlayer.cluster.sites import PendingWait
 from commlayer.errors import coded
+from commlayer.transport.handshake import RefusalLog
 from commlayer.transport.protocol import peer_name
 
 log = logging.getLogger("commlayer")
@@ -27,14 +28,29 @@ log = logging.getLogger("commlayer")
 MAX_WAIT_S = 2.0
 """Longest time that one call waits for keys, in seconds. A waiting call needs no thread, but counts against the limit of
 concurrent calls."""
+WAIT_EXPIRES_S = 10.0
+"""Seconds without a call after which a rank no longer counts as waiting. A waiting rank calls every MAX_WAIT_S. It may repeat a
+lost call as late as after site_client.BYTES_S, and does not count as waiting until then."""
+MAX_WAITS = 1 << 16
+"""Maximum number of keys for which ranks count as waiting: one chunk of each member, several chunks in flight, in each process
+group."""
 Clock = Callable[[], float]
+
+
+class _Wait(NamedTuple):
+    """A rank's wait for a key that rank `of` has to write. It began at `begin_s` and was last reported at `seen_s`."""
+
+    of: int
+    begin_s: float
+    seen_s: float
+    limit_s: float
 
 
 class RendezvousService:
     """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
     reason. Finished workers may still call."""
 
-    def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], audit: Audit,
+    def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
                  noticed_s: float = 0.0) -> None:
@@ -42,10 +58,12 @@ class RendezvousService:
         admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
         begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds."""
         self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore(workers)
-        self._silence_s, self._lost, self._audit, self._clock = silence_s, lost, audit, clock
+        self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
         self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
         self._lock = threading.Lock()
-        self._settled, self._waits = 1, WaitTracker()
+        self._settled = 1
+        self._waits: dict[tuple[str, int], _Wait] = {}
+        """Waits by key and waiting rank."""
         self._journal = journal
         if journal is not None and journal.sites is not None:
             self._state = sites.reset_silence(journal.sites, clock())
@@ -72,7 +90,7 @@ class RendezvousService:
             self._set(state)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and request.token not in before.former:
-            self._audit.denied(f"{request.certificate or request.name} (pid {request.pid})", reply.error)
+            self._refusals.denied(reply.error)
         return reply
 
     async def handle(self, request: KvRequest) -> KvReply:
@@ -81,32 +99,41 @@ class RendezvousService:
         store, newest = self._store, 1
         if request.put or request.add:
             newest = max(1, (self._door() or sites.AdmissionState()).generation)
-        one = self._state.present.get(request.home)
-        writer = "a home that has left" if one is None else one.request.certificate or f"home {one.who}"
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.view or request.view >= newest else ()
-        store.put(put, writer, newest)
-        self._waits.written(name for name, _ in put)
+        store.put(put, newest)
         store.drop(request.drop)
-        total = 0 if request.add is None else store.add(*request.add, writer, newest)
+        total = 0 if request.add is None else store.add(*request.add, newest)
         until = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
-        names, waits = [name for name, _ in request.want], self._has_rank(request.home, request.rank)
+        names, begin_s = [name for name, _ in request.want], self._clock() - max(0.0, request.waited_s)
         while None in (values := store.values(names)):
             lost = {**self._state.left, **self._lost()}
             absent = [want for want, value in zip(request.want, values, strict=True) if value is None]
             never = [rank for _, rank in absent if rank in lost]
-            if waits and self._min_workers and request.limit_s > 0.0:  # without min_workers no worker is dropped for being slow
-                self._waits.add(request.rank, absent, request.limit_s, self._clock())
+            self._record_waits(request, absent, begin_s)
             over = request.without and len(never) == len(absent)
             if over or (never and not request.without):  # `without`: writers that are present may still write
-                if waits:
-                    self._waits.remove(request.rank, names)
+                self._record_waits(request, (), begin_s)
                 error, peer = ("", "") if over else (lost[never[0]], peer_name(never[0]))
                 return KvReply(values, error, total, over=over, lost=peer)
             if (left_s := until - time.monotonic()) <= 0:
                 return KvReply(values, self._record_contact(request.home), total)
             await store.change(left_s)
+        self._record_waits(request, (), begin_s)
         return KvReply(values, "", total)
+
+    def _record_waits(self, request: KvRequest, absent: Iterable[tuple[str, int]], begin_s: float) -> None:
+        """Records that the caller's rank waits for the `absent` keys, and for no other key of this request."""
+        # Without min_workers no worker is dropped for being slow.
+        if not self._min_workers or request.limit_s <= 0.0 or not self._has_rank(request.home, request.rank):
+            return
+        now = self._clock()
+        with self._lock:
+            for name, _ in request.want:
+                self._waits.pop((name, request.rank), None)
+            for name, of in absent:
+                if len(self._waits) < MAX_WAITS:
+                    self._waits[name, request.rank] = _Wait(of, begin_s, now, request.limit_s)
 
     def begin(self) -> None:
         """Marks the job as begun and starts journaling. A crash before that loses only the rendezvous. Call it in the event
@@ -127,7 +154,13 @@ class RendezvousService:
     def pending_waits(self) -> list[PendingWait]:
         """Returns the pending waits of ranks for other ranks' keys. Includes only waits for which the waiting rank gave a
         limit."""
-        return self._waits.pending(self._clock())
+        now, waiting = self._clock(), dict[tuple[str, int], dict[int, _Wait]]()
+        with self._lock:
+            self._waits = {place: wait for place, wait in self._waits.items() if now - wait.seen_s < WAIT_EXPIRES_S}
+            for (name, rank), wait in self._waits.items():
+                waiting.setdefault((name, wait.of), {})[rank] = wait
+        return [PendingWait(of, {rank: now - wait.begin_s for rank, wait in waits.items()},
+                            max(wait.limit_s for wait in waits.values())) for (_, of), waits in waiting.items()]
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""
@@ -182,7 +215,6 @@ class RendezvousService:
                 news = f"joins {site.world - site.request.world} workers" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
                 log.info("home %s registered: %s", site.who, news)
-                self._audit.note("attended", where=site.who, workers=site.request.world)
         reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):

@@ -52,10 +52,12 @@ class KvClient:
         once = None if add is None else (*add, secrets.token_hex(8))
         request = messages.KvRequest(self._home, tuple(put), tuple(drop), once, tuple(want), without=without, view=view,
                                      rank=rank, limit_s=limit_s)
+        begin = time.monotonic()
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            now = time.monotonic()
+            left_s = max(0.0, deadline - now)
             call_s = max(CALL_S, min(left_s, BYTES_S)) if request.put or request.want else CALL_S
-            request = msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0)
+            request = msgspec.structs.replace(request, wait_s=min(WAIT_S, left_s) if wait else 0.0, waited_s=now - begin)
             reply = self._link.request("KvRequest", request, messages.KvReply, deadline, call_s, self._patience_s)
             if reply.lost:  # the lost peer is the cause, not the coordinator that reports it
                 raise PeerLost(reply.error, peer=reply.lost)

@@ -8,8 +8,7 @@ for all sites. While the job runs, a new site may replace one that is gone, unde
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -271,77 +270,11 @@ def _in_order(present: Mapping[str, Site]) -> list[str]:
     return [*order, *wished.values(), *others]
 
 
-# ---- Which ranks wait in the key-value store, for which other ranks, and since when.
-
-WAIT_EXPIRES_S = 10.0
-"""Seconds without a call after which a rank no longer counts as waiting. A waiting rank calls every MAX_WAIT_S. It may repeat a
-lost call as late as after site_client.BYTES_S. It does not count as waiting until then, and its wait restarts."""
-MAX_KEYS = 4096
-"""Maximum number of keys that one rank may wait for at once: one chunk of each member, several chunks in flight, in each
-process group."""
-
-
 class PendingWait(NamedTuple):
-    """A key that `rank` has to write and has not written, with the ranks that wait for it."""
+    """A key in the key-value store that `rank` has to write and has not written, with the ranks that wait for it."""
 
     rank: int
     waited_s: Mapping[int, float]
     """Maps each waiting rank to the seconds for which it has waited."""
     limit_s: float
     """The longest time limit that any of the waiting ranks has set for its wait, in seconds."""
-
-
-class _Wait(NamedTuple):
-    begin_s: float
-    seen_s: float
-    limit_s: float
-
-
-class WaitTracker:
-    """Records which ranks wait for which keys. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._names: dict[str, dict[int, dict[int, _Wait]]] = {}
-        """Maps each key, then the rank that has to write it (as readers report it), to the waits, which are keyed by waiting
-        rank."""
-
-    def add(self, rank: int, want: Iterable[tuple[str, int]], limit_s: float, now: float) -> None:
-        """Records that the rank waits for these keys, each given with the rank that has to write it."""
-        with self._lock:
-            many = len(self._names) > MAX_KEYS
-            mine = sum(rank in by for owners in self._names.values() for by in owners.values()) if many else 0
-            for name, of in want:
-                by = self._names.get(name, {}).get(of, {})
-                if rank not in by and mine >= MAX_KEYS:
-                    continue
-                mine += rank not in by
-                begin_s = by[rank].begin_s if rank in by else now
-                self._names.setdefault(name, {}).setdefault(of, {})[rank] = _Wait(begin_s, now, limit_s)
-
-    def remove(self, rank: int, names: Iterable[str]) -> None:
-        """Records that the rank no longer waits for these keys, although they were not written."""
-        with self._lock:
-            for name in names:
-                for by in self._names.get(name, {}).values():
-                    by.pop(rank, None)
-
-    def written(self, names: Iterable[str]) -> None:
-        with self._lock:
-            for name in names:
-                self._names.pop(name, None)
-
-    def pending(self, now: float) -> list[PendingWait]:
-        pending = []
-        with self._lock:
-            for name, owners in list(self._names.items()):
-                for of, by in list(owners.items()):
-                    owners[of] = {rank: wait for rank, wait in by.items() if now - wait.seen_s < WAIT_EXPIRES_S}
-                    if by := owners[of]:
-                        pending.append(PendingWait(of, {rank: now - wait.begin_s for rank, wait in by.items()},
-                                             max(wait.limit_s for wait in by.values())))
-                    else:
-                        del owners[of]
-                if not owners:
-                    del self._names[name]
-        return pending

@@ -58,8 +58,8 @@ class Summation:
         cell.recompute_sum()
         last = max(cell.results, default=None)
         header, body = cell.results[last] if last is not None else (None, b"")
-        step = cell.step if cell.open else cell.awaited
-        entry = SumEntry(step, cell.round, cell.open, cell.again_header, header, bytes(body))
+        step = cell.sum.step if cell.sum.open else cell.awaited
+        entry = SumEntry(step, cell.sum.round, cell.sum.open, cell.sum.again_header, header, bytes(body))
         self._keep(cell.bucket, msgspec.msgpack.encode(entry), cell.ops.remember())
 
     def recall(self, bucket: int, words: bytes, state: bytes) -> None:
@@ -75,11 +75,10 @@ class Summation:
         cell.ops.recall(state, body)
         if entry.open and entry.step is not None:
             cell.begin(entry.step, entry.round)
-            if entry.again_header is not None:
-                cell.expected, cell.again_header = entry.again_header.weight, entry.again_header
+            cell.sum.again_header = entry.again_header
         else:
             cell.idle(entry.step)
-        cell.resumed = True
+        cell.sum.resumed = True
 
     def forget(self, bucket: int) -> None:
         """Drops the bucket's state and residual. The next contribution decides at which step the bucket starts."""
@@ -87,7 +86,7 @@ class Summation:
         cell.forget_results()
         cell.ops.begin_anew()
         cell.idle(None)
-        cell.resumed = True
+        cell.sum.resumed = True
 
     # ---- contributions
 
@@ -106,22 +105,22 @@ class Summation:
             if cell.ended:
                 release(message)
                 return []
-            self._fits(cell, message, now)
+            self._fits(cell, message)
             result = cell.results.get((h.step, h.round))
             if result is not None:
                 release(message)
                 return [Reply(message.peer, *result)]
             self._admit(cell, message)
-            if cell.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
+            if cell.sum.again_header is not None and not h.flags & (Flag.AGAIN | Flag.ABANDON):
                 release(message)
-                return [Reply(message.peer, cell.again_header, b"")]  # the sender had not received the AGAIN yet
+                return [Reply(message.peer, cell.sum.again_header, b"")]  # the sender had not received the AGAIN yet
             contributors = cell.contributors()
             if message.peer in contributors:
                 release(message)
                 return []  # a repeated message
             if not contributors:
-                cell.since, cell.first = now, message.peer
-            cell.early[message.peer] = message
+                cell.sum.since, cell.sum.first = now, message.peer
+            cell.sum.early[message.peer] = message
             return self._advance(cell, release)
 
     def _ended(self, message: Message) -> bool:
@@ -147,7 +146,7 @@ class Summation:
             raise CorruptFrame(f"bucket {h.bucket} is not summed by this server", peer=peer_name(message.peer), step=h.step)
         return cell
 
-    def _fits(self, cell: BucketSum, message: Message, now: float) -> None:
+    def _fits(self, cell: BucketSum, message: Message) -> None:
         h, ops = message.header, cell.ops
         if message.peer not in cell.members:
             raise _breach(message, "its sender is not a member of this bucket's sum")
@@ -160,9 +159,6 @@ class Summation:
         if bool(h.flags & Flag.MEAN) != ops.means and not h.flags & Flag.ABANDON:
             verb, kind = ("lacks", "a mean of buffers") if ops.means else ("has", "a sum of gradients")
             raise _breach(message, f"{verb} flag MEAN, but this bucket is {kind}")
-        nbytes, allowed = cell.count_bytes(message.peer, len(message.body), now)
-        if nbytes > allowed:
-            raise _breach(message, f"sent {nbytes} bytes within one step, but the plan allows {allowed}")
         bound = MOST_REASON_NBYTES if h.flags & Flag.ABANDON else ops.bound
         if len(message.body) > bound:
             raise _breach(message, f"sent {len(message.body)} bytes, but a payload of this bucket has at most {bound}")
@@ -170,17 +166,17 @@ class Summation:
     def _admit(self, cell: BucketSum, message: Message) -> None:
         """Checks that a contribution belongs to the sum in progress. Between steps, starts the next step's sum."""
         h = message.header
-        if cell.resumed:
+        if cell.sum.resumed:
             self._catch_up(cell, h)
-        if not cell.open and h.round == 0 and cell.awaited in (None, h.step):
+        if not cell.sum.open and h.round == 0 and cell.awaited in (None, h.step):
             cell.begin(h.step, 0)
-        if cell.open and (h.step, h.round) == (cell.step, cell.round):
+        if cell.sum.open and (h.step, h.round) == (cell.sum.step, cell.sum.round):
             return
-        if cell.first is not None:
-            state = f"{peer_name(cell.first)} is in round {cell.round} of step {cell.step}"
+        if cell.sum.first is not None:
+            state = f"{peer_name(cell.sum.first)} is in round {cell.sum.round} of step {cell.sum.step}"
         else:
-            begun = cell.open or cell.awaited is not None
-            state = f"round {cell.round} of step {cell.step} is expected" if begun else "no step has begun"
+            begun = cell.sum.open or cell.awaited is not None
+            state = f"round {cell.sum.round} of step {cell.sum.step} is expected" if begun else "no step has begun"
         # Members differ in their step when one has restored another checkpoint or has switched to another view.
         raise _breach(message, f"contribution is out of order: it is for round {h.round} of step {h.step}, "
                                f"but {state}", "E-STEPS-DIFFER")
@@ -188,9 +184,9 @@ class Summation:
     def _catch_up(self, cell: BucketSum, h: Header) -> None:
         """Handles the first contribution after a restart, which shows whether the journal contains every reply that was
         sent."""
-        cell.resumed = False
-        step = cell.step if cell.open else cell.awaited
-        if step is None or (h.step, h.round) > (step, cell.round):
+        cell.sum.resumed = False
+        step = cell.sum.step if cell.sum.open else cell.awaited
+        if step is None or (h.step, h.round) > (step, cell.sum.round):
             if step is not None:
                 log.warning("bucket %d: the journal ends before step %d, round %d, so its residual is lost and "
                             "restarts at zero", cell.bucket,
@@ -201,21 +197,22 @@ class Summation:
 
     def _advance(self, cell: BucketSum, release: Callable[[Message], None]) -> list[Reply]:
         """Adds early contributions in member order. When all members have contributed, returns the result for all members."""
-        ops, r = cell.ops, cell.round
+        ops, current = cell.ops, cell.sum
+        r = current.round
         lean = cell.recomputable and self._keep is None
-        if lean and cell.next + len(cell.early) < len(cell.members):
+        if lean and current.next + len(current.early) < len(cell.members):
             return []  # the compressed payloads take less memory than their sum until all have arrived
         sum_of: list[Message] = []
         if cell.accs[r] is None:
             cell.accs[r] = ops.zeros(r)
-        while cell.next < len(cell.members) and cell.members[cell.next] in cell.early:
-            message = cell.early.pop(cell.members[cell.next])
+        while current.next < len(cell.members) and cell.members[current.next] in current.early:
+            message = current.early.pop(cell.members[current.next])
             h = message.header
-            first = cell.next == 0
-            if not first and h.undone != cell.undone:
+            first = current.next == 0
+            if not first and h.undone != current.undone:
                 raise _breach(message, f"{_applied(h.undone)} of the previous step, but {peer_name(cell.members[0])} "
-                                       f"{_applied(cell.undone)}: all workers must call step(), skip steps and clear gradients "
-                                       "at the same steps",
+                                       f"{_applied(current.undone)}: all workers must call step(), skip steps and clear "
+                                       "gradients at the same steps",
                               "E-STEPS-DIFFER")
             if first and r == 0:
                 if h.undone:
@@ -223,29 +220,29 @@ class Summation:
                 for held in cell.held:
                     release(held)
                 cell.held.clear()
-            if cell.expected and h.total != cell.expected and not h.flags & Flag.ABANDON:
-                raise _breach(message, f"compressed for a total weight of {h.total:g}, expected {cell.expected:g}")
+            if current.expected and h.total != current.expected and not h.flags & Flag.ABANDON:
+                raise _breach(message, f"compressed for a total weight of {h.total:g}, expected {current.expected:g}")
             if h.flags & Flag.ABANDON:
-                cell.abandoned = cell.abandoned or bytes(message.body)
+                current.abandoned = current.abandoned or bytes(message.body)
             else:
                 self._add(cell, message)
-            cell.next += 1
-            cell.order, cell.undone = h.order, h.undone
+            current.next += 1
+            current.order, current.undone = h.order, h.undone
             if lean:
                 sum_of.append(message)
             else:
                 release(message)
-        if cell.next < len(cell.members):
+        if current.next < len(cell.members):
             return []
         mismatch = self._weights_differ(cell)
-        if lean and not (cell.abandoned or mismatch):
+        if lean and not (current.abandoned or mismatch):
             replies = self._emit(cell)
             cell.held = sum_of
             ops.give_back(cell.accs[0])
             return replies
         for message in sum_of:
             release(message)
-        if cell.abandoned:
+        if current.abandoned:
             return self._abandon(cell)
         return self._again(cell) if mismatch else self._emit(cell)
 
@@ -253,42 +250,40 @@ class Summation:
         h = message.header
         try:
             if cell.ops.means:
-                cell.ops.weigh(message.body, h.weight, cell.summed == 0)
+                cell.ops.weigh(message.body, h.weight, cell.sum.summed == 0)
             else:
-                cell.ops.add(cell.round, message.body, cell.accs[cell.round], cell.summed == 0)
+                cell.ops.add(cell.sum.round, message.body, cell.accs[cell.sum.round], cell.sum.summed == 0)
         except (CorruptFrame, ValueError) as error:
             raise _breach(message, str(error)) from None
-        cell.summed += 1
-        cell.totals.add(h.total)
-        cell.weight += h.weight
-        cell.used |= h.used
+        cell.sum.summed += 1
+        cell.sum.totals.add(h.total)
+        cell.sum.weight += h.weight
+        cell.sum.used |= h.used
 
     def _abandon(self, cell: BucketSum) -> list[Reply]:
         cell.ops.skip()
-        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.abandoned))
-        cell.idle(cell.step + 1)
+        replies = self._reply(cell, Flag.ABANDON, memoryview(cell.sum.abandoned))
+        cell.idle(cell.sum.step + 1)
         self._remember(cell)
         return replies
 
     def _weights_differ(self, cell: BucketSum) -> bool:
         """Returns whether a member compressed its contribution for a different total weight. Its residual would then be applied
         with a wrong factor."""
-        total = as_float32(cell.weight)
-        return cell.round == 0 and cell.ops.in_means and total > 0 and cell.totals != {total}
+        total = as_float32(cell.sum.weight)
+        return cell.sum.round == 0 and cell.ops.in_means and total > 0 and cell.sum.totals != {total}
 
     def _again(self, cell: BucketSum) -> list[Reply]:
         """Asks all members to compress their contributions to this step again, with the correct total weight. No result has
         been sent yet."""
         header = self._header(cell, Flag.AGAIN)
-        expected = as_float32(cell.weight)
-        cell.begin(cell.step, 0)
-        cell.taken.clear()  # the server requests the repeats, so they do not count against the members' limits
-        cell.expected, cell.again_header = expected, header
+        cell.begin(cell.sum.step, 0)
+        cell.sum.again_header = header
         self._remember(cell)
         return [Reply(member, header, b"") for member in cell.members]
 
     def _emit(self, cell: BucketSum) -> list[Reply]:
-        ops, step, r = cell.ops, cell.step, cell.round
+        ops, step, r = cell.ops, cell.sum.step, cell.sum.round
         out = cell.out(step, r)
         replies = self._reply(cell, Flag.NONE, out[: ops.emit(r, cell.accs[r], out)].toreadonly())
         if r + 1 < ops.rounds:
@@ -301,14 +296,14 @@ class Summation:
     def _reply(self, cell: BucketSum, flags: int, body: memoryview) -> list[Reply]:
         """Returns the result for each member, and keeps it for members that request it again."""
         header = self._header(cell, flags)
-        cell.results[(cell.step, cell.round)] = header, body
-        for old in [k for k in cell.results if k[0] <= cell.step - KEPT_STEPS]:
+        cell.results[(cell.sum.step, cell.sum.round)] = header, body
+        for old in [k for k in cell.results if k[0] <= cell.sum.step - KEPT_STEPS]:
             del cell.results[old]
         return [Reply(member, header, body) for member in cell.members]
 
     def _header(self, cell: BucketSum, flags: int) -> Header:
-        return Header(Kind.RESULT, self.generation, cell.step, cell.bucket, round=cell.round, codec=cell.ops.codec,
-                      sender=self.peer, order=cell.order, flags=flags, weight=cell.weight, used=cell.used)
+        return Header(Kind.RESULT, self.generation, cell.sum.step, cell.bucket, round=cell.sum.round, codec=cell.ops.codec,
+                      sender=self.peer, order=cell.sum.order, flags=flags, weight=cell.sum.weight, used=cell.sum.used)
 
     def undo(self, message: Message) -> None:
         """Rolls back the part of the last step that the workers did not apply, if no PUSH will report it."""
@@ -336,9 +331,9 @@ class Summation:
         for cell in self.cells.values():
             with cell.lock:
                 contributors = cell.contributors()
-                if contributors and cell.since <= before:
+                if contributors and cell.sum.since <= before:
                     missing = tuple(m for m in cell.members if m not in contributors)
-                    stalls.append(Stall(cell.bucket, cell.step, missing, tuple(sorted(contributors)), cell.since))
+                    stalls.append(Stall(cell.bucket, cell.sum.step, missing, tuple(sorted(contributors)), cell.sum.since))
         return stalls
 
     def snapshot(self, message: Message) -> list[Reply]:
@@ -378,15 +373,15 @@ class Summation:
             return []
         cell, h = self._cell(message), message.header
         with cell.lock:
-            if cell.open or h.kind == Kind.UNDO:
+            if cell.sum.open or h.kind == Kind.UNDO:
                 return []
             if h.kind == Kind.STATE:
                 return [Reply(message.peer, h._replace(kind=Kind.STATE_OK, sender=self.peer), b"")]
             return [Reply(message.peer, h._replace(kind=Kind.STATE, undone=0, sender=self.peer), cell.ops.snapshot())]
 
     def _between(self, cell: BucketSum, message: Message) -> None:
-        if cell.open:
-            raise _breach(message, f"sent {Kind(message.header.kind).name} while step {cell.step} is being summed; it is "
+        if cell.sum.open:
+            raise _breach(message, f"sent {Kind(message.header.kind).name} while step {cell.sum.step} is being summed; it is "
                                    "allowed only between steps")
 
 
@@ -405,13 +400,6 @@ def _breach(message: Message, what: str, code: str = "") -> CorruptFrame:
 
 KEPT_STEPS = 2
 EVERY_SLICE = (1 << 64) - 1
-REPEATS = 16
-"""How often a member may repeat its contribution to a step, for example after a reconnect, or to compress it again."""
-REPEAT_EVERY_S = 1.0
-"""One more repeat is allowed per this many seconds, since a step may wait long for one member while others reconnect
-repeatedly."""
-OVERHEAD_NBYTES = 512
-"""Bytes that a message counts in addition to its body."""
 MOST_REASON_NBYTES = 256
 """Maximum size of the text that says why a step is aborted."""
 WriteEntry = Callable[[int, bytes, bytes], None]
@@ -435,6 +423,31 @@ class Stall(NamedTuple):
     since: float
 
 
+class RoundSum:
+    """The sum in progress: one round of a step, with the contributions that have arrived. Between sums, the one to come."""
+
+    def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
+        self.step, self.round, self.open = step, r, begun
+        self.next = self.summed = 0
+        """Number of members whose turn is over, and of payloads that were added."""
+        self.first: int | None = None
+        """The member that contributed first."""
+        self.early: dict[int, Message] = {}
+        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
+        self.totals: set[float] = set()
+        self.again_header: Header | None = None
+        """Header of the AGAIN message that asked the members to compress again; None if they were not asked."""
+        self.abandoned = b""
+        """Text that says which member aborted the step and why; empty if none did."""
+        self.resumed = False
+        """Whether the state comes from the journal and no contribution has arrived since."""
+
+    @property
+    def expected(self) -> float:
+        """Total weight for which the server has asked the members to compress again; 0 if it has not asked."""
+        return 0.0 if self.again_header is None else as_float32(self.again_header.weight)
+
+
 class BucketSum:
     """One bucket: the sum in progress or the last finished step, and the results that are kept."""
 
@@ -456,31 +469,10 @@ class BucketSum:
 
     def idle(self, step: int | None) -> None:
         """Enters the state between sums. `step`: the next step; None: the first contribution decides."""
-        self.begin(step or 0, 0)
-        self.open, self.awaited = False, step
-        self.taken: dict[int, int] = {}
-        """Maps a member to the bytes that it has sent since the previous step ended."""
-        self.taking_since = 0.0
-        """When the first of the bytes counted in `taken` arrived."""
+        self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
     def begin(self, step: int, r: int) -> None:
-        self.open = True
-        self.first: int | None = None  # the member that contributed first
-        self.step, self.round, self.next = step, r, 0
-        self.early: dict[int, Message] = {}
-        self.weight, self.used, self.order, self.undone, self.since = 0.0, 0, 0, 0, 0.0
-        self.totals: set[float] = set()
-        self.expected = 0.0
-        """Total weight of all members, with which the server has asked them to compress their contributions again; 0 if it has
-        not asked."""
-        self.again_header: Header | None = None
-        """Header of the AGAIN message that asked the members to compress again with the weight `expected`; None if they were
-        not asked."""
-        self.abandoned = b""
-        """Text that says which member aborted the step and why; empty if none did."""
-        self.summed = 0
-        self.resumed = False
-        """Whether the state comes from the journal and no contribution has arrived since."""
+        self.sum = RoundSum(step, r)
 
     def end(self, step: int, undone: int) -> None:
         """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that they did not
@@ -503,21 +495,12 @@ class BucketSum:
             self.ops.add(0, message.body, self.accs[0], number == 0)
         self.held.clear()
 
-    def count_bytes(self, member: int, nbytes: int, now: float) -> tuple[int, int]:
-        """Counts the bytes of a new message. Returns the bytes that the member has sent within the step, and the bytes that it
-        may send."""
-        if not self.taken:
-            self.taking_since = now
-        repeats = REPEATS + int((now - self.taking_since) / REPEAT_EVERY_S)
-        total = self.taken[member] = self.taken.get(member, 0) + nbytes + OVERHEAD_NBYTES
-        return total, (1 + repeats) * self.ops.rounds * (self.ops.bound + OVERHEAD_NBYTES)
-
     def forget_results(self) -> None:
         self.results.clear()
         self.held.clear()
 
     def contributors(self) -> set[int]:
-        return {*self.members[: self.next], *self.early} if self.open else set()
+        return {*self.members[: self.sum.next], *self.sum.early} if self.sum.open else set()
 
     def out(self, step: int, r: int) -> memoryview:
         slot = (step % KEPT_STEPS, r)

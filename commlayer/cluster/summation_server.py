@@ -18,7 +18,6 @@ import msgspec
 
 from commlayer import planner, records
 from commlayer.cluster import messages
-from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.epoch_change import EpochChange, change_problem, read_change, wire_generation
 from commlayer.cluster.grpc_server import GrpcPort, open_stream_port
@@ -42,8 +41,8 @@ from commlayer.errors import (
     without_code,
 )
 from commlayer.records import MALFORMED, Plan, Record, View
-from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.handshake import Hello, RetryLater, same_job
+from commlayer.transport.endpoint import Refusal, Settings, StreamTransport
+from commlayer.transport.handshake import Hello, RefusalLog, RetryLater, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import (
     NUMBERED,
@@ -125,16 +124,14 @@ class SumServer:
         self, core: Summation, transport: Transport, members: Iterable[int], *, stall_s: float,
         recycle: Callable[[memoryview], None] = lambda _: None, replan: Callable[[bytes, int], Summation] | None = None,
         pace: Callable[[float], None] = lambda _: None, regroup: CheckChange | None = None,
-        out: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         """Starts to listen to the members. `recycle` receives the bodies of messages that have been added, for reuse. `replan`
         creates the Summation of a new plan. `pace` is called with this machine's measured upload rate in bit/s. `regroup`: None
-        if members never change. `out` is called for each dropped member, with the reason."""
+        if members never change."""
         self._core, self._transport, self._stall_s, self._recycle = core, transport, stall_s, recycle
         self._members = tuple(members)
-        self._numbers = {peer_name(m): m for m in self._members}
         self._dropped: dict[int, str] = {}
-        self._on_drop, self._dropping = out, threading.Lock()
+        self._dropping = threading.Lock()
         self._ended: set[str] = set()
         self._reported: dict[int, tuple[Stall, float]] = {}
         self._stalls: list[Stall] = []
@@ -305,19 +302,17 @@ class SumServer:
                 self._transport.abort(PeerLost("is no longer a member of the job", peer=peer_name(member)), member)
         for member in members:
             if member not in former:
-                self._numbers[peer_name(member)] = member
                 self._listen(member)
 
     def _drop(self, error: CorruptFrame) -> None:
         """Drops a member that broke the protocol. The coordinator is informed by the next heartbeat. The other members are
         informed by the stall report of the sum that waits for the dropped member."""
-        member, why = self._numbers[error.peer], short_line(coded(error.code, error.what), MAX_REASON_CHARS)
+        member, why = int(error.peer.removeprefix("worker ")), short_line(coded(error.code, error.what), MAX_REASON_CHARS)
         with self._dropping:
             if member in self._dropped:
                 return
             self._dropped[member] = why
         log.warning("dropped %s", error)
-        self._on_drop(member, why)
         self._transport.abort(error, member)
 
     def _fail(self, message: Message, error: Exception) -> None:
@@ -402,11 +397,11 @@ class DataServer:
         self._refusal = ""
         """Why all workers are refused: the plan cannot be served, or the server is stopping; "" if they are not."""
         self._hello = Hello("", SERVER_BASE, version=messages.version())
-        self._audit = Audit(config.audit)
+        refusals = RefusalLog()
         keys = Keys(config.keys) if config.keys else None
         self._transport = StreamTransport(self._hello, self._admit, Settings(
             secret=config.token, user_timeout_s=unheard_s(config), keys=keys,
-            refused=self._audit.refused, resume=reconnect_window_s(config) > 0))
+            refused=refusals.refused, resume=reconnect_window_s(config) > 0))
         self._transport.named = self._certificate_of
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
@@ -424,15 +419,15 @@ class DataServer:
         self._streams: GrpcPort | None = None
         self.address = "" if config.carrier == "grpc" else join_host(*self._transport.listen(bind, port))
         if config.carrier != "tcp":
-            self._take_streams(bind, streams_port, keys, coordinator)
+            self._take_streams(bind, streams_port, keys, coordinator, refusals.refused)
 
-    def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None) -> None:
+    def _take_streams(self, bind: str, port: int, keys: Keys | None, coordinator: Coordinator | None, refused: Refusal) -> None:
         if coordinator is not None:
             coordinator.serve_streams(self._transport.take)
             self.streams = coordinator.address
         else:
             try:
-                self._streams = open_stream_port(keys, bind, port, self._transport.take, self._audit.refused)
+                self._streams = open_stream_port(keys, bind, port, self._transport.take, refused)
             except (InvalidInput, OSError) as error:
                 if not self.address:
                     raise
@@ -483,8 +478,7 @@ class DataServer:
         transport = shaped_by(self._config.shape, self._transport, view)
         self._server = SumServer(core, transport, self._members, stall_s=min(STALL_S, self._config.deadline_s / 4),
                                  recycle=self._transport.pool.give, replan=self._switch_plan, pace=self._transport.pace,
-                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None,
-                                 out=self._on_drop)
+                                 regroup=functools.partial(self._regroup, newest) if newest is not None else None)
         self._ready.set()
 
     def _former(self, view: View, server: int) -> ServerIdentity | None:
@@ -528,9 +522,6 @@ class DataServer:
         senders = {bucket: tuple(self._members[place] for place in places)
                    for bucket, places in senders_of(plan, len(self._members)).items()}
         return Summation(server, generation, dict(self._ops), senders)
-
-    def _on_drop(self, member: int, why: str) -> None:
-        self._audit.note("dropped", peer=peer_name(member), why=why)
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
@@ -580,11 +571,7 @@ class DataServer:
         """Creates the new members' sums. Residuals are scaled, because the number of members in the mean has changed."""
         # The epoch is set first: from now on a worker with a new rank is checked against its certificate in that epoch.
         former, self._view = self._members, change.view
-        core = self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
-        absent = ", ".join(peer_name(m) for m in former if m not in self._members)
-        new = ", ".join(peer_name(m) for m in self._members if m not in former)
-        self._audit.note("regrouped", peer=peer_name(self._hello.rank), generation=generation, without=absent, joined=new)
-        return core
+        return self._switch_plan(change.plan, generation, scale=len(self._members) / len(former))
 
     def _switch_plan(self, plan: bytes, generation: int, scale: float = 1.0) -> Summation:
         """Creates the sums of the plan that the workers switch to. Raises ValueError, and changes nothing, if the plan cannot
@@ -601,7 +588,6 @@ class DataServer:
             self._ops = before
             raise
         self._plan = decoded
-        self._audit.note("plan", peer=f"server {server}", generation=generation, plan=records.digest(decoded))
         return core
 
     @property
@@ -629,7 +615,6 @@ class DataServer:
             self._streams.close()
         if self.journal is not None:
             self.journal.close(over=over)
-        self._audit.close()
 
 
 def _is_same_job(one: View, other: View) -> bool:

@@ -39,13 +39,10 @@ class Doctor:
         hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
                  "advertised name": config.advertise}
         peer = hosts["server"] or hosts["master"]
-        folders = {"checkpoints in": Path()}
-        if config.audit:
-            folders["the audit log in"] = Path(config.audit).absolute().parent
         rows: list[tuple[Any, str, Run, float, str]] = [
             (True, "machine", machine.own_machine, QUICK_S, BUSY),
-            (True, "disk", lambda: (machine.check_folder(what, path, machine.free_space(path))
-                                    for what, path in folders.items()), QUICK_S, SLOW_DISK),
+            (True, "disk", lambda: [machine.check_folder("checkpoints in", Path(), machine.free_space(Path()))], QUICK_S,
+             SLOW_DISK),
             (config.journal, "journal", lambda: machine.own_journal(Path(config.journal), required=config.journal_required),
              QUICK_S, SLOW_DISK),
             (True, "address", lambda: self._addresses(peer), NAMES_S, SLOW_NAMES),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import heapq
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
 
 from commlayer.errors import CommError, CorruptFrame, Damaged, PeerEnded, PeerLost
-from commlayer.transport import flow_control, framing, mailbox
+from commlayer.transport import framing, mailbox
 from commlayer.transport.chunking import Assembly, drop_zeros, split_parts
 from commlayer.transport.crc import crc32c
-from commlayer.transport.flow_control import Credit, Pacer
+from commlayer.transport.flow_control import Pacer, SendControl
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
@@ -30,9 +29,6 @@ from commlayer.transport.protocol import (
     reports_peer_close,
 )
 
-INLINE_NBYTES = 64 << 10
-"""Largest body that the caller's thread writes itself on an idle connection. The rest is left to the sender thread when writing
-would block."""
 _LAST = 1 << 32
 """Sorts after every step, so BYE is sent last."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
@@ -161,13 +157,9 @@ class Connection:
         self.by_peer = False
         """Whether the peer's machine closed the connection, so the peer's process may have died. Always False for a gRPC
         stream."""
-        self._tells_ends = reports_peer_close(sock)
         self._resumes = resumes
         self.certified = peer_certificate(sock)
-        self._name = f" ({self.certified.name})" if self.certified else ""
-        near = _on_one_machine(sock)
-        self._paced = (pacer, sock) if not near and isinstance(sock, socket.socket) else None
-        self._credit = None if near or not flow_control.SUPPORTED else Credit()
+        self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
         self._sock, self._mailbox, self._reader, self._ended = sock, box, reader, ended
         self._assembly = Assembly(reader.allocate, lambda: reader.max_nbytes, lambda: box.max_kept_nbytes)
         reader.place = self._assembly.place
@@ -190,12 +182,12 @@ class Connection:
 
     def send(self, operation: Handle, header: Header, body: memoryview | bytes, *, last: bool = False) -> None:
         frame = _Outgoing(operation, header, body)
-        inline_nbytes = INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
         with self._work:
             over = self._over
             self._seq += 1
             item = (_LAST if last else header.step, header.order, self._seq, frame)
-            inline = over is None and not (self._busy or self._queue) and frame.nbytes <= inline_nbytes and not last
+            inline = over is None and not (self._busy or self._queue) and not last \
+                and frame.nbytes <= self._control.inline_nbytes
             if inline:
                 self._busy = True
                 self._users += 1
@@ -235,8 +227,11 @@ class Connection:
         while (item := self._next()) is not None:
             frame = item[-1]
             try:
-                self._pace(frame)
-                self._write_part(frame)
+                self._control.begin(frame.nbytes, probe=frame.header.kind in _PROBES)
+                if (part_nbytes := self._control.part_nbytes) is not None:
+                    frame.cut(part_nbytes)
+                while not frame.write(self._sock, 0):
+                    pass
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
@@ -255,40 +250,6 @@ class Connection:
                 frame.operation.fail(over)
         self._leave()
 
-    def _write_part(self, frame: _Outgoing) -> None:
-        if self._credit is not None:
-            frame.cut(self._credit.part_nbytes)
-        while not frame.write(self._sock, 0):
-            pass
-
-    def _hold_s(self) -> float:
-        """Returns how long the most urgent frame should wait until earlier bytes have left the kernel's buffer. Call it with
-        the lock held."""
-        if self._credit is None or self._queue[0][-1].nbytes <= flow_control.MIN_PART_NBYTES:
-            return 0.0
-        if (now := time.monotonic()) >= self._credit.due_s:
-            try:
-                self._credit.update(now, flow_control.sample_link(self._sock))
-                flow_control.bound_unsent(self._sock, self._credit.part_nbytes)
-                if self._paced is not None:
-                    pacer, sock = self._paced
-                    pacer.bound(sock, self._credit.nbytes_s)
-            except (OSError, struct.error):  # the kernel does not report these numbers, so frames are no longer delayed
-                self._credit = None
-                return 0.0
-        return self._credit.wait_s(flow_control.waiting_nbytes(self._sock))
-
-    def _pace(self, frame: _Outgoing) -> None:
-        if self._paced is None:
-            return
-        pacer, sock = self._paced
-        if frame.header.kind in _PROBES:
-            pacer.lift(sock)
-            return
-        pacer.sends(sock)
-        if frame.nbytes > INLINE_NBYTES:
-            pacer.begins(sock)
-
     def _next(self) -> _Item | None:
         with self._work:
             while self._over is None:
@@ -297,10 +258,9 @@ class Connection:
                     self._busy = True
                     return item
                 if self._busy or not self._queue:
-                    if self._credit is not None:
-                        self._credit.idle()
+                    self._control.idle()
                     self._work.wait()
-                elif hold_s := self._hold_s():
+                elif hold_s := self._control.hold_s(self._queue[0][-1].nbytes):
                     self._work.wait(hold_s)
                 else:
                     self._busy = True
@@ -317,7 +277,7 @@ class Connection:
                 if n == 0:
                     between = self._reader.between and self._assembly.between
                     how = "connection closed" + ("" if between else " in the middle of a frame")
-                    self.by_peer = self._tells_ends
+                    self.by_peer = reports_peer_close(self._sock)
                     self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
                     return
                 self._reader.filled(n)
@@ -344,8 +304,12 @@ class Connection:
         self._mailbox.deliver(Message(self.peer, frame.header, frame.body))
 
     def _lost(self, error: OSError) -> PeerLost:
-        self.by_peer = self._tells_ends and isinstance(error, ConnectionResetError | BrokenPipeError)
+        self.by_peer = reports_peer_close(self._sock) and isinstance(error, ConnectionResetError | BrokenPipeError)
         return PeerLost(f"connection lost: {error.strerror or error}{self._name}", peer=peer_name(self.peer))
+
+    @property
+    def _name(self) -> str:
+        return f" ({self.certified.name})" if self.certified else ""
 
     @property
     def over(self) -> CommError | None:
@@ -377,9 +341,7 @@ class Connection:
             self._users -= 1
             remaining = self._users
         if remaining == 0:
-            if self._paced is not None:
-                pacer, sock = self._paced
-                pacer.lift(sock)
+            self._control.end()
             close_channel(self._sock)
 
     def join(self, deadline: float) -> bool:

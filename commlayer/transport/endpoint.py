@@ -16,7 +16,7 @@ from commlayer.transport import handshake as greeting
 from commlayer.transport.connection import Connection, close_channel, track, tune_socket
 from commlayer.transport.flow_control import Pacer
 from commlayer.transport.framing import Reader
-from commlayer.transport.handshake import EVICT_AFTER_S, Admit, Hello, PendingHandshakes, RetryLater, SilentConnection, same_job
+from commlayer.transport.handshake import EVICT_AFTER_S, Admit, Hello, PendingHandshakes, RefusalLog, RetryLater, same_job
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.mailbox import Mailbox
 from commlayer.transport.protocol import (
@@ -48,11 +48,6 @@ Open = Callable[[float], ByteChannel]
 error."""
 
 
-def log_refusal(where: str, why: str) -> None:
-    (mailbox.log.info if isinstance(why, SilentConnection) else mailbox.log.warning)("connection from %s dropped: %s", where,
-                                                                                     why)
-
-
 class Settings(NamedTuple):
     max_nbytes: int = framing.DEFAULT_MAX_NBYTES
     """Largest body accepted from a peer, in bytes."""
@@ -68,7 +63,7 @@ class Settings(NamedTuple):
     """The job's secret. A peer that cannot prove the same secret is refused; both ends check this."""
     keys: Keys | None = None
     """This node's keys. If set, all connections use mutual TLS; otherwise they are plaintext."""
-    refused: Refusal = log_refusal
+    refused: Refusal = RefusalLog().refused
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
     """Seconds that a dialer may take to authenticate. Less when many dial at once, because slow ones are evicted."""

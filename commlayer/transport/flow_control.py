@@ -12,6 +12,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 import weakref
 from collections import deque
 from typing import NamedTuple, Protocol, cast
@@ -245,3 +246,69 @@ def _leave_bbr(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
         except OSError:
             pass  # not allowed for this process, or the connection is ending
+
+
+# ---- What one connection's sender thread asks before each part.
+
+INLINE_NBYTES = 64 << 10
+"""Largest body that the caller's thread writes itself on an idle connection. The rest is left to the sender thread when writing
+would block."""
+
+
+class SendControl:
+    """Flow control of one connection: its credit, and its share of the machine's link."""
+
+    def __init__(self, sock: ByteChannel, pacer: Pacer | None) -> None:
+        """`pacer`: of the machine's link; None if the connection uses no link, because both ends are on one machine."""
+        self._sock = sock
+        self._credit = Credit() if pacer is not None and SUPPORTED else None
+        self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None
+
+    @property
+    def part_nbytes(self) -> int | None:
+        """Size of a part of a body; None if bodies are sent whole."""
+        return None if self._credit is None else self._credit.part_nbytes
+
+    @property
+    def inline_nbytes(self) -> int:
+        return INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
+
+    def hold_s(self, nbytes: int) -> float:
+        """Returns how long the most urgent frame, of this size, should wait until earlier bytes have left the kernel's
+        buffer."""
+        if self._credit is None or nbytes <= MIN_PART_NBYTES:
+            return 0.0
+        if (now := time.monotonic()) >= self._credit.due_s:
+            try:
+                self._credit.update(now, sample_link(self._sock))
+                bound_unsent(self._sock, self._credit.part_nbytes)
+                if self._paced is not None:
+                    pacer, sock = self._paced
+                    pacer.bound(sock, self._credit.nbytes_s)
+            except (OSError, struct.error):  # the kernel does not report these numbers, so frames are no longer delayed
+                self._credit = None
+                return 0.0
+        return self._credit.wait_s(waiting_nbytes(self._sock))
+
+    def begin(self, nbytes: int, *, probe: bool) -> None:
+        """Call before a part of a frame of this size is sent. `probe`: the frame measures the link."""
+        if self._paced is None:
+            return
+        pacer, sock = self._paced
+        if probe:
+            pacer.lift(sock)
+            return
+        pacer.sends(sock)
+        if nbytes > INLINE_NBYTES:
+            pacer.begins(sock)
+
+    def idle(self) -> None:
+        """Call when no frame is waiting to be sent."""
+        if self._credit is not None:
+            self._credit.idle()
+
+    def end(self) -> None:
+        """Call before the connection's socket is closed."""
+        if self._paced is not None:
+            pacer, sock = self._paced
+            pacer.lift(sock)

@@ -37,6 +37,36 @@ IDLE_S = 20.0
 ENDED = "the gRPC stream has ended"
 
 
+class StreamCall(NamedTuple):
+    """The operations of a gRPC call, which run on the event loop. `finish` ends the writing side, `cancel` ends the call."""
+
+    read: Callable[[], Awaitable[Any]]
+    write: Callable[[bytes], Awaitable[Any]]
+    finish: Callable[[], Awaitable[Any]]
+    cancel: Callable[[], Any]
+
+
+class _WriteRate:
+    """The rate at which gRPC accepts bytes. It replaces the kernel's tcp_info of a socket."""
+
+    def __init__(self) -> None:
+        self.last_s = time.monotonic()
+        """When the last write ended."""
+        self._nbytes, self._seconds, self._rate = 0, 0.0, 0.0
+
+    def add(self, nbytes: int, begin_s: float) -> None:
+        self.last_s = time.monotonic()
+        self._nbytes += nbytes
+        self._seconds += self.last_s - begin_s
+
+    def sample(self) -> LinkSample:
+        """Returns the rate since the previous call: bytes accepted per second of writing. The round trip is unknown (0)."""
+        if self._seconds > 0:
+            self._rate = self._nbytes / self._seconds
+        self._nbytes, self._seconds = 0, 0.0
+        return LinkSample(self._rate, 0.0)
+
+
 class GrpcStream:
     """A gRPC stream as a ByteChannel. `channel`: bytes that bind a proof to this stream; `peer`: the other end's certificate,
     or None. The stream cannot be used after a TimeoutError."""
@@ -45,14 +75,10 @@ class GrpcStream:
     """Whether an end of stream shows that the peer's machine closed it. False, since gRPC ends a call in the same way for a
     broken link, a proxy's timeout and a killed process."""
 
-    def __init__(
-        self, read: Callable[[], Awaitable[Any]], write: Callable[[bytes], Awaitable[Any]],
-        finish: Callable[[], Awaitable[Any]], cancel: Callable[[], Any], *, channel: bytes = b"",
-        peer: PeerCertificate | None = None,
-    ) -> None:
-        """Must be called on the event loop. `finish` ends the writing side, `cancel` ends the call; both run on the loop."""
+    def __init__(self, call: StreamCall, *, channel: bytes = b"", peer: PeerCertificate | None = None) -> None:
+        """Must be called on the event loop."""
         self.channel, self.peer = channel, peer
-        self._read, self._write, self._finish, self._cancel = read, write, finish, cancel
+        self._call = call
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop does not keep tasks alive
         self._changed = threading.Condition()
@@ -66,7 +92,7 @@ class GrpcStream:
         self._nbytes = 0
         self._writing = self._finishing = False
         self._broken: OSError | None = None
-        self._wrote_nbytes, self._wrote_in_s, self._rate, self._wrote_s = 0, 0.0, 0.0, time.monotonic()
+        self._rate = _WriteRate()
         self._silence = self._loop.call_later(IDLE_S, self._idle)
 
     # ---- socket interface
@@ -141,16 +167,9 @@ class GrpcStream:
             self._changed.notify_all()
         self._loop.call_soon_threadsafe(self._release)
 
-    # ---- replaces the kernel's tcp_info of a socket
-
     def seen(self) -> LinkSample:
-        """Returns the measured rate since the previous call: bytes accepted by gRPC per second of writing. The round trip is
-        unknown (0)."""
         with self._changed:
-            if self._wrote_in_s > 0:
-                self._rate = self._wrote_nbytes / self._wrote_in_s
-            self._wrote_nbytes, self._wrote_in_s = 0, 0.0
-            return LinkSample(self._rate, 0.0)
+            return self._rate.sample()
 
     # ---- on the event loop; these coroutines end with the call
 
@@ -162,8 +181,8 @@ class GrpcStream:
     def _release(self) -> None:
         """Releases the call and its connection, even if a reference to the stream remains."""
         self._silence.cancel()
-        self._cancel()
-        self._read = self._finish = self._write = self._cancel = _raise_ended
+        self._call.cancel()
+        self._call = StreamCall(_raise_ended, _raise_ended, _raise_ended, _raise_ended)
 
     def _request_read(self) -> None:
         if not (self._reading or self._ended):
@@ -180,7 +199,7 @@ class GrpcStream:
         try:
             # Empty messages are keepalives.
             while not data and data is not grpc.aio.EOF:
-                data = await self._read()
+                data = await self._call.read()
         except (Exception, asyncio.CancelledError):
             data = b""
         with self._changed:
@@ -199,27 +218,26 @@ class GrpcStream:
             await self._write_one(data)
         if finishing:
             try:
-                await self._finish()
+                await self._call.finish()
             except (Exception, asyncio.CancelledError):
                 pass  # the call has ended
 
     async def _write_one(self, data: bytes) -> None:
         begin, broken = time.monotonic(), None
         try:
-            await self._write(data)
+            await self._call.write(data)
         except (Exception, asyncio.CancelledError) as error:
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else ""
             broken = BrokenPipeError(errno.EPIPE, details or ENDED)
         with self._changed:
-            self._broken, self._wrote_s = broken, time.monotonic()
-            self._wrote_nbytes += len(data)
-            self._wrote_in_s += self._wrote_s - begin
+            self._broken = broken
+            self._rate.add(len(data), begin)
 
     def _idle(self) -> None:
         with self._changed:
             if self._over or self._finishing or self._broken:
                 return
-            if not self._writing and time.monotonic() - self._wrote_s > IDLE_S / 2:
+            if not self._writing and time.monotonic() - self._rate.last_s > IDLE_S / 2:
                 self._writing = True
                 self.spawn(self._send_keepalive())
         self._silence = self._loop.call_later(IDLE_S, self._idle)
@@ -310,7 +328,8 @@ def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | Non
             await answered.wait()  # a message written before the initial metadata would end the stream
             await context.write(data)
 
-        stream = GrpcStream(context.read, write, finish, over.set, channel=peer.fingerprint if peer else b"", peer=peer)
+        call = StreamCall(context.read, write, finish, over.set)
+        stream = GrpcStream(call, channel=peer.fingerprint if peer else b"", peer=peer)
         try:
             try:
                 room = take(stream, f"{name.removeprefix('ipv4:').removeprefix('ipv6:')} (gRPC)")
@@ -346,7 +365,7 @@ def dial(opened: Callable[[], Any], host: str, port: int, deadline: float, chann
             call.cancel()
             await link.close()
             raise
-        stream = GrpcStream(call.read, call.write, call.done_writing, lambda: stream.spawn(end()), channel=channel)
+        stream = GrpcStream(StreamCall(call.read, call.write, call.done_writing, lambda: stream.spawn(end())), channel=channel)
 
         async def end() -> None:
             call.cancel()

@@ -7,6 +7,7 @@ dialer's proof is verified. The number of pending handshakes is limited, so sile
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import threading
@@ -23,6 +24,8 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.framing import Frame, Reader
 from commlayer.transport.protocol import ByteChannel, Header, Kind, peer_name
 from commlayer.transport.secret import bound, make_proof, new_nonce, verify, wrong_secret
+
+log = logging.getLogger("commlayer")
 
 MAX_NBYTES = 4096
 """Largest handshake frame. An unauthenticated peer cannot cause a larger allocation."""
@@ -208,6 +211,43 @@ EVICT_AFTER_S = 0.5
 
 class SilentConnection(str):
     """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
+
+
+MAX_REFUSED = 600
+"""Largest number of refusals that are logged in a minute, and of probes. Further ones are only counted: a flood must not
+fill the disk."""
+
+
+class RefusalLog:
+    """Logs refused connections and requests. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, tuple[int, int]] = {}
+        """Maps "refused" and "probed" to the minute of the last such event and the number of such events in that minute."""
+
+    def refused(self, where: str, why: str) -> None:
+        """Logs a refused connection. A connection that was closed without sending anything was "probed": `commlayer doctor` and
+        port monitors open such connections."""
+        event = "probed" if isinstance(why, SilentConnection) else "refused"
+        self._log(event, "connection from %s %s: %s", where, event, why)
+
+    def denied(self, why: str) -> None:
+        """Logs that an authenticated request was refused."""
+        self._log("refused", "refused: %s", why)
+
+    def _log(self, event: str, line: str, *values: str) -> None:
+        level = logging.INFO if event == "probed" else logging.WARNING
+        with self._lock:
+            minute, more = int(time.monotonic() // 60), 0
+            last, count = self._counts.get(event, (minute, 0))
+            if minute != last:
+                more, count = count - MAX_REFUSED, 0
+            self._counts[event] = minute, count + 1
+        if more > 0:
+            log.log(level, "%d more were %s within a minute", more, event)
+        if count < MAX_REFUSED:
+            log.log(level, line, *values)
 
 
 class PendingHandshakes:

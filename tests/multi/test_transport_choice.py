@@ -246,9 +246,9 @@ def test_silence_is_broken_by_empty_messages_that_nobody_sees(
     ends: list[Any] = opened.enter_context(WIRES["grpc"].mesh(2))
     for end, other in (ends, reversed(ends)):
         (one,) = end._connections.values()
-        report, last_s = one._sock, one._sock._wrote_s
+        report, last_s = one._sock, one._sock._rate.last_s
         with report._changed:
-            assert report._changed.wait_for(lambda report=report, last_s=last_s: report._wrote_s > last_s, WAIT_S)
+            assert report._changed.wait_for(lambda report=report, last_s=last_s: report._rate.last_s > last_s, WAIT_S)
         assert exchange_pair(end, other)
 
 

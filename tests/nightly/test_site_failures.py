@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -120,10 +119,9 @@ def test_a_site_leaves_with_an_error_and_another_with_fewer_batches(sites: Sites
 
 @pytest.mark.parametrize(("action", "why"), [("hang", "backward"), ("payload", "payload"), ("frame", "frame")])
 def test_a_site_that_hangs_or_breaks_the_protocol_is_evicted_and_named(
-    sites: Sites, tmp_path: Path, action: str, why: str,
+    sites: Sites, action: str, why: str,
 ) -> None:
-    audit = tmp_path / "audit.jsonl"
-    sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S, COMMLAYER_AUDIT=str(audit))
+    sites.set(COMMLAYER_DEADLINE_S=DEADLINE_S)
     script = Script(events=(Event(1, ODD, action, at="backward"),))
     _, ends, server = continued(sites, script, "012*4 02*8")
     if action == "hang":
@@ -131,10 +129,6 @@ def test_a_site_that_hangs_or_breaks_the_protocol_is_evicted_and_named(
     errors = ended(server).errors
     assert re.search(rf"worker 1: .*{WHY[why]}", errors), errors
     assert "continuing with 2 workers; left: worker 1" in errors
-    rows = [json.loads(line) for line in audit.read_text().splitlines()]
-    lost = {row["event"]: row["why"] for row in rows if row.get("peer") == "worker 1" and "why" in row}
-    assert set(lost) == {"lost"} if action == "hang" else {"dropped", "lost"}
-    assert all(re.search(WHY[why], text) for text in lost.values())
 
 
 @pytest.mark.parametrize(("script", "codes", "error"), [

@@ -196,7 +196,7 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
         assert serving.report().get("overdue") is None
         assert serving._server is not None
         serving._server._core.cells[0].begin(5, 0)
-        serving._server._core.cells[0].next = 2
+        serving._server._core.cells[0].sum.next = 2
         serving._server._check_stalls()
         assert serving.report()["overdue"] == Overdue(5, (2,), 0.001 * steps)
 

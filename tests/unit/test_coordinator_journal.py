@@ -17,13 +17,12 @@ import msgspec
 import pytest
 
 from commlayer.cluster import messages, sites
-from commlayer.cluster.audit import Audit
 from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, CoordinatorRecord
 from commlayer.cluster.kv_store import KvStore, Row
 from commlayer.cluster.membership import State
 from commlayer.cluster.rendezvous_service import RendezvousService
+from commlayer.transport.handshake import RefusalLog
 
-BY = ("home a (pid 1)", 1), ("gpu-1", 3)
 RECORD, SITES = CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)), sites.Sites(2, meeting="m")
 
 
@@ -46,12 +45,12 @@ def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> 
     for _ in range(6):
         store.save = journal.write_row
         for _ in range(50):
-            name, by = chance.choice("abcde"), chance.choice(BY)
+            name, view = chance.choice("abcde"), chance.choice((1, 3))
             how = chance.choice(("put", "put", "add", "add", "drop", "forget"))
             if how == "put":
-                store.put([(name, chance.randbytes(chance.choice((0, 1, 1000))))], *by)
+                store.put([(name, chance.randbytes(chance.choice((0, 1, 1000))))], view)
             elif how == "add":
-                store.add(f"{name}/sum", chance.randrange(9), str(chance.randrange(40)), *by)
+                store.add(f"{name}/sum", chance.randrange(9), str(chance.randrange(40)), view)
             elif how == "drop":
                 store.drop([name, f"{name}/sum", "never there"])
             elif chance.random() < 0.2:
@@ -73,11 +72,12 @@ import os, signal
 from commlayer.cluster.coordinator_journal import *
 from commlayer.cluster import sites
 from commlayer.cluster.kv_store import Row
+from commlayer.transport.handshake import RefusalLog
 journal = CoordinatorJournal({str(tmp_path)!r})
 journal.begin(sites.Sites(2, meeting="m"), {{}})
 journal.write(CoordinatorRecord("127.0.0.1:1", "secret", State(2, 1)))
 for number in range(1000):
-    journal.write_row(f"{{number % 10}}", Row(bytes(1000) + str(number).encode(), "w", 1))
+    journal.write_row(f"{{number % 10}}", Row(bytes(1000) + str(number).encode(), 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -9
@@ -120,12 +120,12 @@ def test_a_full_disk_is_one_line_and_leaves_no_journal_with_a_gap(
         journal.begin(SITES, {})
     full((tmp_path / f"{NAME}-wal").stat().st_size + 40 if later else 4)
     store.save = journal.write_row
-    journal.begin(SITES, {"a": Row(b"", "w", 1)})
+    journal.begin(SITES, {"a": Row(b"", 1)})
     journal.write(RECORD)
     for number in range(20):
-        store.put([(f"{number}", bytes(30))], *BY[0])
+        store.put([(f"{number}", bytes(30))])
     full(1 << 30)
-    store.put([("behind", b"")], *BY[0])
+    store.put([("behind", b"")])
     assert list(tmp_path.iterdir()) == []
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.endswith("the job continues without a journal, so a crash of the coordinator will end the job")
@@ -137,7 +137,7 @@ def test_the_journal_of_a_job_that_is_over_stays_away(tmp_path: Path) -> None:
     journal = started(tmp_path)
     journal.forget()
     journal.write(RECORD)
-    journal.write_row("x", Row(b"y", "w", 1))
+    journal.write_row("x", Row(b"y", 1))
     assert list(tmp_path.iterdir()) == []
     journal.close()
 
@@ -157,7 +157,7 @@ class Meeting:
         if self.journal is not None:
             self.journal.close()
         self.journal = CoordinatorJournal(str(self._folder))
-        self.service = RendezvousService(3, 10.0, lambda: self.lost, Audit(""), 2, clock=lambda: self.now,
+        self.service = RendezvousService(3, 10.0, lambda: self.lost, RefusalLog(), 2, clock=lambda: self.now,
                                          door=lambda: self.door, journal=self.journal)
 
     def begin(self) -> None:

@@ -180,7 +180,7 @@ def test_lines_fit_a_terminal_of_80_columns() -> None:
 
 
 def test_deadlines_add_up_to_what_the_docs_promise() -> None:
-    doctor = checks.Doctor(Config(join="hub:7000", keys="k", journal="j", audit="a/log"), Path("plan.json"))
+    doctor = checks.Doctor(Config(join="hub:7000", keys="k", journal="j"), Path("plan.json"))
     doctor.server.status = STATUS
     (link,) = doctor.link_check()
     assert max(check.deadline_s for check in doctor.checks()) + link.deadline_s <= checks.ALONE_S

@@ -1,72 +1,38 @@
-"""The audit log, and members that flood, break the protocol or only look: each is named, the others continue."""
+"""The log of refusals, and members that flood, break the protocol or only look: each is named, the others continue."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import socket
-import stat
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-from support.attached import assert_refused, outcome
-from support.coordinators import WAIT_S, Failures, quick, until
+from support.coordinators import WAIT_S, quick, until
 from support.keys import (
     Folders,
     made_folders,  # noqa: F401  (a fixture)
 )
-from support.summation import VALUES, Doubles, push, service
 
-from commlayer.cluster import client, messages
 from commlayer.cluster import coordinator as coordinator_module
-from commlayer.cluster.audit import MOST_REFUSED, Audit
+from commlayer.cluster import messages
 from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.summation import OVERHEAD_NBYTES, REPEAT_EVERY_S, REPEATS
 from commlayer.cluster.summation_server import DataServer
 from commlayer.config import host_port
 from commlayer.doctor import server
-from commlayer.errors import CommError, CorruptFrame, Refused, Unsaid
+from commlayer.errors import CommError, Refused, Unsaid
 from commlayer.records import Record
 from commlayer.transport import tls
 from commlayer.transport.endpoint import Settings, StreamTransport, shut_down
-from commlayer.transport.handshake import Hello, PendingHandshakes, SilentConnection
+from commlayer.transport.handshake import MAX_REFUSED, Hello, PendingHandshakes, RefusalLog, SilentConnection
 from commlayer.transport.key_folder import Keys
-from commlayer.transport.protocol import SERVER_BASE, Flag
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_a_job_leaves_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "PROVE_S", 0.0)  # all channels of this process share a connection
-    path = tmp_path / "audit.jsonl"
-    coordinator = Coordinator(quick(token="the-jobs-secret", audit=str(path)), workers=1)
-    mine = quick(token="the-jobs-secret")
-    with pytest.raises(Refused):
-        client.join(coordinator.address, messages.worker_request("job", 0, 1), quick(token="another-secret"), Failures())
-    with pytest.raises(Refused):
-        client.join(coordinator.address, messages.worker_request("job", 5, 1, plan=b"a plan"), mine, Failures())
-    client.join(coordinator.address, messages.worker_request("job", 0, 1, plan=b"a plan"), mine, Failures()).leave()
-    coordinator.close()
-    report = lines(path)
-    kinds = [line["event"] for line in report if "does not prove" not in line.get("why", "")]
-    assert kinds == ["refused", "joined", "begun", "left"]
-    assert {line["event"] for line in report if "does not prove that" in line.get("why", "")} == {"refused"}
-    assert any("rank 5 is outside" in line.get("why", "") for line in report)
-    assert [line["peer"] for line in report if line["event"] == "left"] == ["worker 0"]
-    assert all(line["time"].endswith("+00:00") for line in report)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert "the-jobs-secret" not in path.read_text()
+from commlayer.transport.protocol import SERVER_BASE
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -88,50 +54,21 @@ def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
         each.close()
 
 
-def test_what_is_there_stays_and_many_may_write(tmp_path: Path) -> None:
-    path = tmp_path / "audit.jsonl"
-    path.write_text('{"event": "earlier"}\n')
-    writers = [Audit(str(path)) for _ in range(4)]
-    threads = [threading.Thread(target=lambda w=w: [w.note("joined", peer="x" * 300) for _ in range(50)]) for w in writers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for writer in writers:
-        writer.close()
-        writer.note("joined", peer="too late")
-    assert [line["event"] for line in lines(path)] == ["earlier"] + ["joined"] * 200
-
-
-def test_a_flood_of_refusals_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, now = tmp_path / "audit.jsonl", 6000.0
-    monkeypatch.setattr("commlayer.cluster.audit.time.monotonic", lambda: now)
-    audit = Audit(str(path))
-    for _ in range(MOST_REFUSED + 50):
-        audit.refused("1.2.3.4:5", "plain text")
-    assert len(lines(path)) == MOST_REFUSED
-    now += 61
-    audit.refused("1.2.3.4:5", "plain text")
-    assert [line["why"] for line in lines(path)[MOST_REFUSED:]] == ["50 more within a minute", "plain text"]
-    audit.close()
-
-
-def test_a_flood_of_probes_hides_no_refusal(tmp_path: Path) -> None:
-    audit = Audit(str(tmp_path / "audit.jsonl"))
-    for _ in range(MOST_REFUSED + 50):
-        audit.refused("1.2.3.4:5", SilentConnection("closed before anything was sent"))
-    audit.refused("1.2.3.4:5", "plain text")
-    assert [line["event"] for line in lines(tmp_path / "audit.jsonl")] == [*["probed"] * MOST_REFUSED, "refused"]
-    audit.close()
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    line = outcome(lambda: Audit(str(tmp_path / "missing" / "audit.jsonl")))
-    assert_refused(line, "E-SETTING", "audit: ", "audit.jsonl", ": No such file or directory")
-    full = Audit("/dev/full")
-    full.note("joined", peer="worker 0")
-    assert 'No space left on device; this event was not written: {"time"' in caplog.text
-    Audit("").note("joined", peer="worker 0")
+def test_a_flood_of_refusals_is_counted_and_one_of_probes_hides_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 6000.0
+    monkeypatch.setattr("commlayer.transport.handshake.time.monotonic", lambda: now)
+    log = RefusalLog()
+    with caplog.at_level(logging.INFO, "commlayer"):
+        for why in [SilentConnection(NOTHING)] * (MAX_REFUSED + 7) + ["plain text"] * (MAX_REFUSED + 50):
+            log.refused("1.2.3.4:5", why)
+        assert len(caplog.records) == 2 * MAX_REFUSED
+        now += 61
+        caplog.clear()
+        log.denied("rank 5")
+    assert [(r.levelno, r.getMessage()) for r in caplog.records] == [
+        (logging.WARNING, "50 more were refused within a minute"), (logging.WARNING, "refused: rank 5")]
 
 
 # ---- members that break the protocol, flood and forge
@@ -141,19 +78,10 @@ Connect = Callable[[Path], CoordinatorChannel]
 
 
 @pytest.fixture
-def audit(tmp_path: Path) -> Path:
-    return tmp_path / "audit"
-
-
-@pytest.fixture
-def keyed(folders: Folders, audit: Path) -> Iterator[Coordinator]:
-    coordinator = Coordinator(quick(token=SECRET, audit=str(audit), keys=str(folders.server)), workers=2)
+def keyed(folders: Folders) -> Iterator[Coordinator]:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=2)
     yield coordinator
     coordinator.close()
-
-
-def noted(path: Path, event: str) -> list[dict[str, Any]]:
-    return [line for line in map(json.loads, path.read_text().splitlines()) if line["event"] == event]
 
 
 def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
@@ -168,7 +96,7 @@ def channel(to: Coordinator, folder: Path | None = None) -> CoordinatorChannel:
     ("PlanPart", messages.PlanPart("digest", 10, 5, b"beyond its end"), r".*\b5 to 19\b.*\b10\b"),
 ])
 def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
-    keyed: Coordinator, folders: Folders, audit: Path, method: str, request_: Record, line: str,
+    keyed: Coordinator, folders: Folders, method: str, request_: Record, line: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bad, good = channel(keyed, folders.worker), channel(keyed, folders.second)
@@ -182,9 +110,6 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
     where, address = results.groups()
     assert where in {one.where for one in front._known.values()}
     assert f"ipv4:{address}" not in front._known, "its own end's address, not the front's"
-    (entry,) = noted(audit, "refused")
-    assert entry["where"] == where
-    assert re.match(line, entry["why"])
     with pytest.raises(Exception, match="does not prove"):  # nothing that comes by that connection is read any more
         bad._send("Heartbeat", b"", WAIT_S)
     until = time.monotonic() + WAIT_S
@@ -200,17 +125,17 @@ def test_who_breaks_the_protocol_is_named_by_its_certificate_and_let_go(
 
 
 @pytest.mark.parametrize("request_", [messages.worker_request("job", 5, 1), messages.site_request(2)], ids=["worker", "site"])
-def test_a_flood_of_requests_that_are_refused_fills_neither_log(
-    request_: messages.Join, audit: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+def test_a_flood_of_requests_that_are_refused_does_not_fill_the_log(
+    request_: messages.Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("commlayer.cluster.audit.MOST_REFUSED", 5)
-    coordinator = Coordinator(quick(token=SECRET, audit=str(audit)), workers=1)
+    monkeypatch.setattr("commlayer.transport.handshake.MAX_REFUSED", 5)
+    coordinator = Coordinator(quick(token=SECRET), workers=1)
     mine = channel(coordinator)
     with caplog.at_level(logging.WARNING, "commlayer"):
         for _ in range(20):
             assert mine.call("Join", request_, messages.JoinReply, WAIT_S).error
-    assert len(noted(audit, "refused")) in range(5, 12), "20 of them; 10, and a line more, if a minute ends meanwhile"
-    assert sum("refused" in r.getMessage() for r in caplog.records) in range(5, 12)
+    lines = sum("refused" in r.getMessage() for r in caplog.records)
+    assert lines in range(5, 12), "of 20; 10, and a line more, if a minute ends meanwhile"
     mine.close()
     coordinator.close()
 
@@ -218,9 +143,9 @@ def test_a_flood_of_requests_that_are_refused_fills_neither_log(
 # ---- what they write of themselves
 
 
-def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(caplog: pytest.LogCaptureFixture) -> None:
     forged = "a\nLOG worker 0: FORGED" + "x" * 100_000
-    coordinator = Coordinator(quick(token=SECRET, audit=str(audit)), workers=2)
+    coordinator = Coordinator(quick(token=SECRET), workers=2)
     mine = channel(coordinator)
     requests = [messages.worker_request("job", rank, 2, plan=b"a plan") for rank in range(2)]
     with caplog.at_level(logging.INFO, "commlayer"):
@@ -244,73 +169,16 @@ def test_nobody_writes_lines_of_the_log_or_of_what_others_hear(audit: Path, capl
         assert len(line) < 2000
     assert len(messages.pack(pulse)) < 2000
     assert sum("FORGED" in line for line in lines) >= 4, "it is said who they say they are"
-    assert len(audit.read_text()) < 10_000
     mine.close()
     coordinator.close()
-
-
-# ---- bytes of a step
-
-def test_a_member_may_say_its_part_again_but_not_for_ever() -> None:
-    core, ops = service()
-    for step in range(3):
-        for _ in range(REPEATS):
-            core.push(push(1, VALUES[1], step), 0.0)
-        for member in (0, 1, 2):
-            core.push(push(member, VALUES[member], step), 0.0)
-    for _ in range(REPEATS + 1):
-        core.push(push(1, VALUES[1], 3), 0.0)
-    with pytest.raises(CorruptFrame, match=rf"worker 1: .* {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} .*step 3\b.*E-FRAME"):
-        core.push(push(1, VALUES[1], 3), 0.0)
-    ops.added.clear()
-    for member in (0, 2):
-        core.push(push(member, VALUES[member], 3), 0.0)
-    assert ops.added == VALUES, "what it had said counts, and the others go on"
-
-
-def test_a_step_that_waits_long_lets_members_repeat_themselves_for_as_long() -> None:
-    core, ops = service()
-    beats = 4 * REPEATS  # a connection that breaks every second, while member 2 is waited for
-    for second in range(beats):
-        core.push(push(1, VALUES[1]), 100.0 + second * REPEAT_EVERY_S)
-    for _ in range(REPEATS):
-        core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
-    with pytest.raises(CorruptFrame, match=f" {(REPEATS + beats) * (8 + OVERHEAD_NBYTES) * ops.rounds} .*E-FRAME"):
-        core.push(push(1, VALUES[1]), 100.0 + (beats - 1) * REPEAT_EVERY_S)
-
-
-def test_results_that_are_asked_for_again_and_again_are_an_offence_too() -> None:
-    core, _ = service(1)
-    core.push(push(0, 1.0), 0.0)
-    for _ in range(REPEATS + 1):
-        assert core.push(push(0, 1.0), 0.0)
-    with pytest.raises(CorruptFrame, match=f" {(REPEATS + 1) * (8 + OVERHEAD_NBYTES)} .*E-FRAME"):
-        core.push(push(0, 1.0), 0.0)
-
-
-def test_who_codes_again_since_another_one_changed_its_weight_uses_up_no_quota() -> None:
-    ops = Doubles()
-    ops.in_means = True
-    core, _ = service(ops=ops)
-    report = 99.0
-    for again in range(2 * REPEATS):
-        weights = [1.0, 2.0, 3.0 + again % 2]  # the last one's is another one each time
-        flags = Flag.AGAIN if again else Flag.NONE
-        for sender, value in enumerate(VALUES):
-            replies = core.push(push(sender, value, total=report, weight=weights[sender], flags=flags), 0.0)
-        assert {reply.header.flags & Flag.AGAIN for reply in replies} == {Flag.AGAIN}
-        report = sum(weights)
-
-
-def audited(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "audit").read_text().splitlines()]
 
 
 # ---- what is no offence
 
 
-def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders: Folders, tmp_path: Path) -> None:
-    coordinator = Coordinator(quick(token=SECRET, audit=str(tmp_path / "audit"), keys=str(folders.server)), workers=1)
+def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(
+        folders: Folders, caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
     link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
     request = messages.Heartbeat("unknown")
     assert link.call("Heartbeat", request, messages.HeartbeatReply, WAIT_S).unknown_token
@@ -323,7 +191,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
             break
         except CommError:
             assert time.monotonic() < until
-    assert [line for line in audited(tmp_path) if line["event"] == "refused"] == []
+    assert "refused" not in caplog.text
     # A connection that goes on without proof is noted once.
     forged = bytes(40)
     for _ in range(2):
@@ -331,7 +199,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(folders
             link._send("Heartbeat", forged, WAIT_S)
     link.close()
     coordinator.close()
-    assert [line["where"].split()[0] for line in audited(tmp_path) if line["event"] == "refused"] == ["gpu-1"]
+    assert [r.getMessage().split()[2] for r in caplog.records if "refused" in r.getMessage()] == ["gpu-1"]
 
 
 # ---- connections that close without a word
@@ -340,18 +208,20 @@ NOTHING = "the connection was closed before anything was sent"
 
 
 class Job:
-    """A coordinator and a server with an audit log each, and the settings of who looks at them."""
+    """A coordinator and a server, the settings of who looks at them, and their log."""
 
-    def __init__(self, audit: Path, folders: Folders | None) -> None:
+    def __init__(self, caplog: pytest.LogCaptureFixture, folders: Folders | None) -> None:
         keys = {"keys": str(folders.server)} if folders else {}
-        self.audit = audit
-        config = quick(token=SECRET, audit=str(audit), **keys)
+        self._caplog = caplog
+        config = quick(token=SECRET, **keys)
         self.coordinator = Coordinator(config, workers=1, servers=1)
         self.serving = DataServer("127.0.0.1", 0, config)
         self.mine = quick(token=SECRET, join=self.coordinator.address, **({"keys": str(folders.worker)} if folders else {}))
 
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.audit.read_text().splitlines()]
+    def lines(self) -> list[dict[str, str]]:
+        found = (re.fullmatch(r"connection from (?P<where>.*) (?P<event>probed|refused): (?P<why>.*)", r.getMessage())
+                 for r in self._caplog.records)
+        return [line.groupdict() for line in found if line]
 
     def close(self) -> None:
         self.serving.close()
@@ -359,8 +229,9 @@ class Job:
 
 
 @pytest.fixture(name="job", params=["keys", "a token"])
-def made_job(request: pytest.FixtureRequest, folders: Folders, tmp_path: Path) -> Iterator[Job]:
-    with contextlib.closing(Job(tmp_path / "audit", folders if request.param == "keys" else None)) as description:
+def made_job(request: pytest.FixtureRequest, folders: Folders, caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
+    with caplog.at_level(logging.INFO, "commlayer"), \
+            contextlib.closing(Job(caplog, folders if request.param == "keys" else None)) as description:
         yield description
 
 
@@ -373,7 +244,7 @@ def test_what_the_doctor_tries_is_no_refusal(job: Job, caplog: pytest.LogCapture
         assert server.dial_streams(job.serving.streams, keys) == ""
         until(lambda: len(job.lines()) >= 2, "both ways to the server are noted")
     where = "gpu-1 at 127.0.0.1:" if job.mine.keys else ("127.0.0.1:", "ipv4:127.0.0.1:")
-    noted = [line for line in job.lines() if line["event"] != "started"]
+    noted = job.lines()
     assert {(line["event"], line["why"]) for line in noted} == {("probed", NOTHING)}
     assert all(line["where"].startswith(where) for line in noted)
     assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
