@@ -20,14 +20,14 @@ from bench.reference.balance_cluster import Disturbance, Mode, PlayedCluster, Pl
 from bench.reference.balance_cluster import run as run_mode
 from bench.reference.balance_default import Equal, Ours
 from bench.report import Result
-from commlayer.balance import Communication, Line, shares, solve
+from commlayer.balance import Communication, LinearTime, shares, solve
 from commlayer.balance.lbb import Lbb
 from commlayer.balance.profile import profile
 from commlayer.balance.time_models import Cubic, fit_cubic
 
 PAPER_MS = ((0.5931, 5.90), (0.5808, 7.15), (0.6023, 8.29), (2.6714, 50.98))
 """(ms per sample, launch overhead in ms) of the paper's M40, GTX 1070, GTX 1070 and GTX 750."""
-PAPER = tuple(Line(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
+PAPER = tuple(LinearTime(slope / 1e3, launch / 1e3) for slope, launch in PAPER_MS)
 GPUS = ("M40", "GTX 1070 (a)", "GTX 1070 (b)", "GTX 750")
 BATCH = 512
 NOISE = 0.01
@@ -45,9 +45,10 @@ def in_turn(workers: int) -> tuple[Disturbance, ...]:
     return tuple(Disturbance(w, 25 + TURN * w, 25 + TURN * (w + 1), added_s=ADDED_S) for w in range(workers))
 
 
-def mixed(ratio: float) -> tuple[Line, ...]:
+def mixed(ratio: float) -> tuple[LinearTime, ...]:
     """Two fast workers and two that are `ratio` times slower."""
-    return (Line(0.5e-3, 5e-3), Line(0.5e-3, 5e-3), Line(0.5e-3 * ratio, 5e-3 * ratio), Line(0.5e-3 * ratio, 5e-3 * ratio))
+    fast, slow = LinearTime(0.5e-3, 5e-3), LinearTime(0.5e-3 * ratio, 5e-3 * ratio)
+    return fast, fast, slow, slow
 
 
 HEAT = (Disturbance(0, 30, 200, factor=2.0, ramp=60), Disturbance(1, 60, 200, factor=1.5, ramp=20))
@@ -182,9 +183,9 @@ MANY_CAPS = [40 if worker % 2 else None for worker in range(1000)]
 
 
 @lru_cache
-def _many_lines() -> list[Line]:
+def _many_lines() -> list[LinearTime]:
     draw = random.Random(1)
-    return [Line(draw.uniform(0.3e-3, 9e-3), draw.uniform(1e-3, 50e-3)) for _ in range(1000)]
+    return [LinearTime(draw.uniform(0.3e-3, 9e-3), draw.uniform(1e-3, 50e-3)) for _ in range(1000)]
 
 
 def _thousand(steps: int) -> tuple[dict[str, Any], list[PlayedStep]]:

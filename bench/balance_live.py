@@ -16,7 +16,7 @@ from typing import Any
 from bench.baselines import ROOT, launch_hosts
 from bench.lab import Lab, LabUnavailable, check, sound
 from bench.report import Result
-from commlayer.balance import Line, solve
+from commlayer.balance import LinearTime, solve
 
 LINK_BPS, ONE_WAY_S = 200e6, 0.00025
 """With this link an all-reduce of the model takes the 100 ms that the paper's authors measured."""
@@ -29,7 +29,7 @@ MODES = {
 }
 
 
-def run(quick: bool, lines: Sequence[Line], total: int, added_s: float) -> Result:
+def run(quick: bool, lines: Sequence[LinearTime], total: int, added_s: float) -> Result:
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
     try:
@@ -44,7 +44,7 @@ def run(quick: bool, lines: Sequence[Line], total: int, added_s: float) -> Resul
 
 
 def _against_lbb(
-    rows: list[dict[str, Any]], summary: dict[str, Any], lines: Sequence[Line], total: int, steps: int
+    rows: list[dict[str, Any]], summary: dict[str, Any], lines: Sequence[LinearTime], total: int, steps: int
 ) -> None:
     times: dict[str, float] = {}
     with Lab(hosts=len(lines), up_bps=LINK_BPS, down_bps=LINK_BPS, delay_s=ONE_WAY_S) as lab:
@@ -64,8 +64,8 @@ def _against_lbb(
 
 
 def _recovery(
-    rows: list[dict[str, Any]], summary: dict[str, Any], sums: list[int], lines: Sequence[Line], total: int, added_s: float,
-    ranks: Sequence[int],
+    rows: list[dict[str, Any]], summary: dict[str, Any], sums: list[int], lines: Sequence[LinearTime], total: int,
+    added_s: float, ranks: Sequence[int],
 ) -> None:
     """Counts slow iterations after a worker was slowed down. Runs on loopback, so that only balancing is measured."""
     start, counted = 30, {}
@@ -77,7 +77,7 @@ def _recovery(
         iterations = _iterations(results)
         best_s = _best_s(lines, total)
         over_s = median(iterations[WARM:start]) - best_s
-        slowed = [Line(line.slope_s, line.intercept_s + added_s * (i == rank)) for i, line in enumerate(lines)]
+        slowed = [LinearTime(line.slope_s, line.intercept_s + added_s * (i == rank)) for i, line in enumerate(lines)]
         oracle_s = _best_s(slowed, total)
         counted[rank] = sum(one > 1.1 * oracle_s + over_s for one in iterations[start:])
         sums += results[0]["sums"]
@@ -122,7 +122,7 @@ def _iterations(replies: Sequence[Mapping[str, Any]]) -> list[float]:
     return [max(times) for times in zip(*(one["step_s"] for one in replies), strict=True)]
 
 
-def _best_s(lines: Sequence[Line], total: int) -> float:
+def _best_s(lines: Sequence[LinearTime], total: int) -> float:
     return solve(list(lines), total).makespan_s
 
 

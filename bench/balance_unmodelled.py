@@ -16,10 +16,10 @@ from bench.reference.balance_cluster import run as run_mode
 from bench.reference.balance_default import Ours
 from bench.reference.balance_search import OursThenSearch
 from bench.report import Result
-from commlayer.balance import Line
-from commlayer.balance.balancer import Policy
+from commlayer.balance import LinearTime
+from commlayer.balance.balancer import SharePolicy
 
-LINES = (Line(0.59e-3, 6e-3), Line(0.58e-3, 7e-3), Line(0.9e-3, 8e-3), Line(1.2e-3, 9e-3))
+LINES = (LinearTime(0.59e-3, 6e-3), LinearTime(0.58e-3, 7e-3), LinearTime(0.9e-3, 8e-3), LinearTime(1.2e-3, 9e-3))
 BATCH, NOISE = 512, 0.01
 EVEN = Unevenness()
 STAIRS = (Unevenness(32),) * 4
@@ -31,7 +31,7 @@ KINDS = {
 }
 HEAT = (Disturbance(0, 60, 600, factor=1.6, ramp=60), Disturbance(1, 160, 600, factor=1.4, ramp=20))
 STEPS, LAST = 600, 50
-POLICY = Policy(lead=2)
+POLICY = SharePolicy(lead=2)
 MODES: dict[str, Callable[[PlayedCluster], Mode]] = {
     "ours": lambda c: Ours(c, POLICY),
     "ours, Nelder-Mead from step 40": lambda c: OursThenSearch(c, POLICY, at_step=40),

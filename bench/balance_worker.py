@@ -24,7 +24,7 @@ from bench.as_rank import as_rank
 from bench.balance import BACKWARD, BATCH, PAPER, cubics
 from bench.reference.balance_cluster import PlayedCluster
 from bench.worker import DEADLINE, host_config
-from commlayer.balance import Line, Sampler
+from commlayer.balance import LinearTime, Sampler
 from commlayer.balance.lbb import Lbb
 
 WIDTHS = (64, 352, 352, 352, 10)
@@ -66,7 +66,7 @@ class Slept(nn.Module):
 class Truth(NamedTuple):
     """This rank's linear time model, and the time added to it from a step on."""
 
-    line: Line
+    line: LinearTime
     from_step: int
     added_s: float
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import Line
+from commlayer.balance.time_models import LinearTime
 from commlayer.records import Record
 
 
@@ -58,7 +58,7 @@ class Unevenness(Record, frozen=True):
 class PlayedCluster(Record, frozen=True):
     """Workers with their time models and disturbances."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LinearTime, ...]
     total: int
     caps: tuple[int | None, ...] = ()
     disturbances: tuple[Disturbance, ...] = ()
@@ -67,12 +67,12 @@ class PlayedCluster(Record, frozen=True):
     uneven: tuple[Unevenness, ...] = ()
     """Per worker; empty means that times are linear."""
 
-    def truth(self, worker: int, step: int) -> Line:
+    def truth(self, worker: int, step: int) -> LinearTime:
         line = self.lines[worker]
         for disturbance in self.disturbances:
             if disturbance.worker == worker:
                 added_s, factor = disturbance.at(step)
-                line = Line(line.slope_s * factor, line.intercept_s * factor + added_s)
+                line = LinearTime(line.slope_s * factor, line.intercept_s * factor + added_s)
         return line
 
     def compute_s(self, worker: int, batch: int, step: int) -> float:
@@ -145,7 +145,7 @@ def oracle_s(cluster: PlayedCluster, step: int, communication: Communication = F
 class _Bent(NamedTuple):
     """A line with an unevenness."""
 
-    line: Line
+    line: LinearTime
     uneven: Unevenness
 
     def time_s(self, batch: float) -> float:
@@ -153,7 +153,7 @@ class _Bent(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def _best_s(lines: tuple[Line, ...], uneven: tuple[Unevenness, ...], total: int, caps: tuple[int | None, ...]) -> float:
+def _best_s(lines: tuple[LinearTime, ...], uneven: tuple[Unevenness, ...], total: int, caps: tuple[int | None, ...]) -> float:
     models = [_Bent(*one) for one in zip(lines, uneven, strict=True)] if uneven else lines
     return solve(models, total, caps).makespan_s
 

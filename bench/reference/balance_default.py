@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.reference.balance_cluster import PlayedCluster
-from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Policy
+from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, SharePolicy
 from commlayer.balance.schedule import even_shares
 from commlayer.balance.share_solver import FREE, Communication
 
@@ -27,7 +27,8 @@ class Ours:
     """The balancer; its decisions apply from their announced step. With `profiled` it starts from the undisturbed lines."""
 
     def __init__(
-        self, cluster: PlayedCluster, policy: Policy | None = None, communication: Communication = FREE, profiled: bool = True
+        self, cluster: PlayedCluster, policy: SharePolicy | None = None, communication: Communication = FREE,
+        profiled: bool = True,
     ) -> None:
         caps = cluster.caps or (None,) * len(cluster.lines)
         joined = [Joined(worker, cap, line if profiled else None)

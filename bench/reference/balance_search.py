@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from bench.reference.balance_cluster import PlayedCluster
 from bench.reference.balance_default import Ours
-from commlayer.balance.balancer import Outcome, Policy
+from commlayer.balance.balancer import Outcome, SharePolicy
 from commlayer.balance.schedule import apportion
 
 FIRST_MOVE = 0.05
@@ -86,7 +86,7 @@ def split_at(point: np.ndarray, total: int) -> Split:
 class OursThenSearch:
     """The balancer first, then Nelder-Mead from its shares. Splits are announced as many steps before they apply."""
 
-    def __init__(self, cluster: PlayedCluster, policy: Policy, at_step: int | None = None) -> None:
+    def __init__(self, cluster: PlayedCluster, policy: SharePolicy, at_step: int | None = None) -> None:
         """The search starts at `at_step`, or without it after MISSES wrong predictions of the balancer."""
         self._ours, self._at, self._lead = Ours(cluster, policy), at_step, policy.lead
         self.simplex: Simplex | None = None

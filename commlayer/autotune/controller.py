@@ -27,13 +27,13 @@ from commlayer.autotune import plan_policy
 from commlayer.autotune.plan_policy import (
     Candidate,
     Lead,
-    Line,
     LinkState,
     LogLine,
+    Notice,
     ReplanVerdict,
-    Request,
     SearchRequest,
     Suggestion,
+    TuningRequest,
     rates_of,
 )
 from commlayer.autotune.quality import CodecChange
@@ -261,7 +261,7 @@ class TuningController:
         wanted = watching or self.shares is not None
         if self._reports is None or not (error is not None or (wanted and self._reports.due)):
             return
-        request, slow_s = Request.NOTHING, math.inf
+        request, slow_s = TuningRequest.NOTHING, math.inf
         if watching:
             assert self._links is not None
             slow_s = self._links.watch.slow_s
@@ -283,11 +283,11 @@ class TuningController:
         if self._links is None or self._phase is not Phase.WATCHING or not self._planning:
             return
         match rows[0].request:
-            case Request.SWITCH:
+            case TuningRequest.SWITCH:
                 self._switch()
-            case Request.MEASURE:
+            case TuningRequest.MEASURE:
                 self._phase, self._until = Phase.WARMING, self._planned_steps + 1
-            case Request.PROBE:
+            case TuningRequest.PROBE:
                 self._probe(self._links, step_s)
             case _:
                 self._watch(self._links, rows, step_s)
@@ -367,7 +367,7 @@ class TuningController:
             links = self._links.links
             self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
 
-    def _set(self, lead: Lead, lines: Sequence[Line] = ()) -> None:
+    def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
         """Sets rank 0's state, and carries out what has changed in it."""
         before, self._lead = self._lead, lead
         terms, connection = self._connection.terms, self._connection

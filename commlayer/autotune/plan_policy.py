@@ -139,11 +139,11 @@ class Suggestion(NamedTuple):
     text: str
 
 
-Line = LogLine | Suggestion | StalePlan
+Notice = LogLine | Suggestion | StalePlan
 """A line for the user. A StalePlan is also an event of session.inspect."""
 
 
-class Request(IntEnum):
+class TuningRequest(IntEnum):
     """Rank 0's request to all ranks, sent in its report row."""
 
     NOTHING = 0
@@ -250,7 +250,7 @@ class Lead(Record, frozen=True):
         return self.order is None and self.trial is None and self.proposal is None
 
 
-Decided = tuple[Lead, list[Line]]
+Decided = tuple[Lead, list[Notice]]
 
 
 # ---- searches
@@ -294,7 +294,7 @@ def end_search(
                            price=best.current_price, verdicts=(*lead.verdicts, verdict))
     line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the "
             f"current plan takes {_ms(order.step_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
-    hint: list[Line] = [Suggestion(best.hint)] if best.hint else []
+    hint: list[Notice] = [Suggestion(best.hint)] if best.hint else []
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
     if keep or later or _hopeless(best, best.current_steps):
@@ -357,7 +357,7 @@ def replaced(lead: Lead) -> Lead:
 
 def step_over(lead: Lead, step_s: float, step: int, active: Plan) -> Decided:
     """Records a step under the active plan: judges a trial after TRIED steps, and compares with the prediction."""
-    lines: list[Line] = []
+    lines: list[Notice] = []
     lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s), count=lead.count + 1)
     if lead.count == TRIED + 1 and lead.order is None and lead.proposal is None:
         lead, lines = _judged(lead, median(lead.recent), active)
@@ -415,22 +415,23 @@ def _usual(step_s: float) -> PredictionCheck:
 # ---- requests
 
 
-def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Request]:
+def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, TuningRequest]:
     """The request that rank 0 puts in its next row to all ranks."""
     if lead.order is not None:
-        return lead, Request.NOTHING
+        return lead, TuningRequest.NOTHING
     if lead.proposal is not None:
-        return lead, Request.SWITCH
+        return lead, TuningRequest.SWITCH
     win = to_win(lead, links.watch)
     if lead.moved or (lead.stale and (win is None or win >= TO_WIN)):
-        return structs.replace(lead, stale=False, moved=False, check=None), Request.MEASURE
+        return structs.replace(lead, stale=False, moved=False, check=None), TuningRequest.MEASURE
     if lead.stale:  # no gain is possible
-        return structs.replace(lead, stale=False, check=_usual(median(lead.recent)) if lead.recent else None), Request.NOTHING
+        check = _usual(median(lead.recent)) if lead.recent else None
+        return structs.replace(lead, stale=False, check=check), TuningRequest.NOTHING
     if win is None or win < TO_WIN:  # a probe could not lead to enough gain
-        return lead, Request.NOTHING
+        return lead, TuningRequest.NOTHING
     lost = differ(links.best, links.watch.planned)
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
-    return lead, Request.PROBE if due else Request.NOTHING
+    return lead, TuningRequest.PROBE if due else TuningRequest.NOTHING
 
 
 def on_faster_links(lead: Lead, links: LinkState, active: Plan) -> Lead:

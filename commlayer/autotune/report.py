@@ -31,7 +31,7 @@ class Report(Record, frozen=True):
     waited_s: float = 0.0
     """The part of step_s that the training thread waited for communication."""
     request: float = 0.0
-    """A `Request` of rank 0 to all ranks."""
+    """A `TuningRequest` of rank 0 to all ranks."""
     at_once: float = 0.0
     """Whether the rank waits for the other rows at once, because its step was slow."""
     cost_s: float = 0.0

@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from commlayer.balance.balancer import Measurement as Measurement
     from commlayer.balance.balancer import Note as Note
     from commlayer.balance.balancer import Outcome as Outcome
-    from commlayer.balance.balancer import Policy as Policy
+    from commlayer.balance.balancer import SharePolicy as SharePolicy
     from commlayer.balance.sampler import Sampler as Sampler
     from commlayer.balance.share_solver import Communication as Communication
     from commlayer.balance.share_solver import Solution as Solution
     from commlayer.balance.share_solver import shares as shares
     from commlayer.balance.share_solver import solve as solve
     from commlayer.balance.time_models import Cubic as Cubic
-    from commlayer.balance.time_models import Line as Line
+    from commlayer.balance.time_models import LinearTime as LinearTime
     from commlayer.balance.time_models import Piecewise as Piecewise
 
 _MODULES = {
-    "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "Policy"),
+    "balancer": ("Balancer", "Decision", "Joined", "Measurement", "Note", "Outcome", "SharePolicy"),
     "sampler": ("Sampler",),
     "share_solver": ("Communication", "Solution", "shares", "solve"),
-    "time_models": ("Cubic", "Line", "Piecewise"),
+    "time_models": ("Cubic", "LinearTime", "Piecewise"),
 }
 _MODULE_OF = {name: f"commlayer.balance.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from commlayer.balance.share_solver import FREE, Communication, solve
-from commlayer.balance.time_models import Line, OnlineLine, checked_time, in_pieces_s
+from commlayer.balance.time_models import LinearTime, OnlineLine, checked_time, in_pieces_s
 from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
@@ -35,7 +35,7 @@ class Joined(Record, frozen=True):
 
     worker: int
     cap: int | None = None
-    line: Line | None = None
+    line: LinearTime | None = None
 
 
 class Decision(Record, frozen=True):
@@ -92,7 +92,7 @@ class Note(Record, frozen=True):
 Event = Decision | Outcome | Note
 
 
-class Policy(Record, frozen=True):
+class SharePolicy(Record, frozen=True):
     """When a change of shares is worth its cost."""
 
     minimum: int = 1
@@ -104,8 +104,8 @@ class Policy(Record, frozen=True):
 
     def __post_init__(self) -> None:
         if self.minimum < 1 or not self.gain_least >= 0:
-            raise InvalidInput("E-SHARES-ARGUMENT", f"Policy: got minimum {self.minimum} and gain_least {self.gain_least}, "
-                               "allowed are 1 or more and 0 or more")
+            raise InvalidInput("E-SHARES-ARGUMENT", f"SharePolicy: got minimum {self.minimum} and gain_least "
+                               f"{self.gain_least}, allowed are 1 or more and 0 or more")
 
 
 def straggler_effect(times_s: Sequence[float]) -> float:
@@ -118,12 +118,12 @@ class Balancer:
     can match a time to its batch."""
 
     def __init__(
-        self, joined: Sequence[Joined], total: int, policy: Policy | None = None, communication: Communication = FREE,
+        self, joined: Sequence[Joined], total: int, policy: SharePolicy | None = None, communication: Communication = FREE,
         *, shares: Mapping[int, int] | Decision | None = None, from_step: int = 0,
     ) -> None:
         """`shares`: current shares, or a decision announced for `from_step` with its predictions. Without them, the
         balancer begins with the best shares by the known lines."""
-        self.total, self.policy, self.communication = total, policy or Policy(), communication
+        self.total, self.policy, self.communication = total, policy or SharePolicy(), communication
         self.caps = [one.cap or total for one in joined]
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         self._online = [OnlineLine(one.line) for one in joined]
@@ -155,11 +155,11 @@ class Balancer:
         return self.latest.by_worker
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[LinearTime]:
         """Each worker's line, or the median of the others' lines if it has none yet."""
         known = [one.line for one in self._online if one.known]
-        typical = Line(statistics.median(line.slope_s for line in known),
-                       statistics.median(line.intercept_s for line in known)) if known else Line(1.0)
+        typical = LinearTime(statistics.median(line.slope_s for line in known),
+                       statistics.median(line.intercept_s for line in known)) if known else LinearTime(1.0)
         return [one.line if one.known else typical for one in self._online]
 
     def decide(self, step: int, measurements: Sequence[Measurement]) -> Decision | None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy.optimize import minimize
 
-from commlayer.balance.balancer import Balancer, Decision, Joined, Policy, straggler_effect
+from commlayer.balance.balancer import Balancer, Decision, Joined, SharePolicy, straggler_effect
 from commlayer.balance.time_models import Cubic
 from commlayer.records import Record
 
@@ -117,7 +117,7 @@ class LbbBalancer(Balancer):
     """LBB instead of the default decisions, with shares that can be assigned. Communication does not count."""
 
     def __init__(
-        self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: Policy,
+        self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: SharePolicy,
         settings: LbbSettings | None = None,
     ) -> None:
         """`curves` are the cubic profile models. `first`: the current or announced shares."""

@@ -14,7 +14,7 @@ from commlayer.balance.balancer import Decision, Note, straggler_effect
 from commlayer.balance.share_solver import solve
 from commlayer.balance.time_models import (
     Cubic,
-    Line,
+    LinearTime,
     Points,
     TimeModel,
     checked_time,
@@ -115,7 +115,7 @@ class InitialShares(Record, frozen=True):
     """The first decision. `lines` are the models near these shares, from which the balancer continues."""
 
     decision: Decision
-    lines: tuple[Line, ...]
+    lines: tuple[LinearTime, ...]
     cubics: tuple[Cubic, ...]
     notes: tuple[Note, ...] = ()
     """Measured times that were invalid and dropped."""
@@ -166,16 +166,16 @@ def _valid_points(worker: int, points: Points, step: int, invalid: list[Note]) -
     return sound
 
 
-def _local_line(points: Points, batch: int) -> Line:
+def _local_line(points: Points, batch: int) -> LinearTime:
     """The line through the points on both sides of a batch. A worker without points is assumed slow, so that it begins
     with little."""
     if len(points) < 2:
         size, time_s = points[0] if points else (1, 1.0)
-        return Line(time_s / size)
+        return LinearTime(time_s / size)
     low, high = next(((a, b) for a, b in pairwise(points) if batch <= b[0]), points[-2:])
     slope_s = (high[1] - low[1]) / (high[0] - low[0])
     now_s = low[1] + slope_s * (batch - low[0])
     if slope_s < 0 or now_s <= 0:
         return fit_line((low, high))
     # A convex curve's line may start below zero: then use the line through zero that is exact at this batch.
-    return Line(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else Line(now_s / batch)
+    return LinearTime(slope_s, now_s - slope_s * batch) if now_s >= slope_s * batch else LinearTime(now_s / batch)

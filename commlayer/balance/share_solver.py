@@ -40,8 +40,8 @@ def shares(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] =
     A cap bounds the samples that a worker computes at once (None: no bound); a larger share means micro-batches, each with its
     own launch cost. `minimum` is 2 for a model with BatchNorm.
 
-    >>> from commlayer.balance import Line
-    >>> shares([Line(0.5931, 5.90), Line(0.5808, 7.15), Line(0.6023, 8.29), Line(2.6714, 50.98)], 512)
+    >>> from commlayer.balance import LinearTime
+    >>> shares([LinearTime(0.5931, 5.90), LinearTime(0.5808, 7.15), LinearTime(0.6023, 8.29), LinearTime(2.6714, 50.98)], 512)
     [166, 167, 159, 20]
     """
     return list(solve(models, total, caps, minimum=minimum).shares)

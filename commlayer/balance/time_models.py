@@ -21,7 +21,7 @@ class TimeModel(Protocol):
     def time_s(self, batch: float) -> float: ...
 
 
-class Line(Record, frozen=True):
+class LinearTime(Record, frozen=True):
     """T(B) = intercept_s + slope_s B: launch cost and seconds per sample."""
 
     slope_s: float
@@ -30,7 +30,7 @@ class Line(Record, frozen=True):
     def __post_init__(self) -> None:
         if not (0 <= self.slope_s < math.inf and 0 <= self.intercept_s < math.inf and self.slope_s + self.intercept_s > 0):
             raise InvalidInput("E-TIME-MODEL",
-                f"Line: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite values >= 0, "
+                f"LinearTime: got slope {self.slope_s} s and intercept {self.intercept_s} s, allowed are finite values >= 0, "
                 "not both 0; fit it to measured times"
             )
 
@@ -91,7 +91,7 @@ Points = Sequence[tuple[int, float]]
 """(batch, seconds)."""
 
 
-def fit_line(points: Points) -> Line:
+def fit_line(points: Points) -> LinearTime:
     """Least squares of relative errors, so that small batches count as much as large ones."""
     batches, times = _arrays(points)
     slope, intercept = np.polyfit(batches, times, 1, w=1 / times)
@@ -99,7 +99,7 @@ def fit_line(points: Points) -> Line:
         slope, intercept = np.sum(batches / times) / np.sum((batches / times) ** 2), 0.0
     elif slope < 0:
         slope, intercept = 0.0, 1 / np.mean(1 / times)
-    return Line(float(slope), float(intercept))
+    return LinearTime(float(slope), float(intercept))
 
 
 def fit_cubic(points: Points) -> Cubic:
@@ -162,7 +162,7 @@ def checked_time(worker: int, time_s: float) -> float:
 class OnlineLine:
     """Follows one worker. `start` is its profile line; without one the first measurement is read as mostly slope."""
 
-    def __init__(self, start: Line | None = None) -> None:
+    def __init__(self, start: LinearTime | None = None) -> None:
         self._a = start.intercept_s if start else 0.0
         self._s = start.slope_s if start else 0.0
         self._known = start is not None
@@ -184,8 +184,8 @@ class OnlineLine:
         return self._known
 
     @property
-    def line(self) -> Line:
-        return Line(self._s, self._a)
+    def line(self) -> LinearTime:
+        return LinearTime(self._s, self._a)
 
     def observe(self, batch: int, time_s: float) -> Seen:
         """Takes a measured time for a share above 0."""

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS, TuningController
 from commlayer.autotune.shares.driver import LoadBalancer
-from commlayer.balance import Decision, Line, Sampler
+from commlayer.balance import Decision, LinearTime, Sampler
 from commlayer.engine import spacing
 from commlayer.engine.observers import ObserverOrder
 from commlayer.observe import link_monitor
 
 WORLD, BATCH = 2, 24
 SLOW_FROM, STEPS = 40, 70
-FAST, SLOW = Line(0.001, 0.002), Line(0.004, 0.002)
+FAST, SLOW = LinearTime(0.001, 0.002), LinearTime(0.004, 0.002)
 COMM_S = 0.05
 
 

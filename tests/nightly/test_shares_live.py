@@ -22,13 +22,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from commlayer.autotune.shares.driver import LoadBalancer
-from commlayer.balance import Decision, Line, Note, Outcome, Sampler, shares, solve
+from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
 from commlayer.engine import spacing
 from commlayer.engine.step import StepTiming
 from commlayer.errors import CommError, InvalidInput
 
 WORLD, EPOCHS, BATCH, LENGTH = 3, 3, 12, 67
-LINES = [Line(0.001, 0.002), Line(0.002, 0.002), Line(0.006, 0.002)]
+LINES = [LinearTime(0.001, 0.002), LinearTime(0.002, 0.002), LinearTime(0.006, 0.002)]
 """Balanced shares are 3 : 1.5 : 0.5."""
 BEST = dict(enumerate(shares(LINES, BATCH)))
 

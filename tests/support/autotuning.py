@@ -12,7 +12,7 @@ from msgspec import structs
 
 from commlayer.autotune import plan_policy
 from commlayer.autotune.controller import MEASURED_STEPS, WARM_STEPS
-from commlayer.autotune.plan_policy import Candidate, Lead, Line, LinkState, LogLine, Request
+from commlayer.autotune.plan_policy import Candidate, Lead, LinkState, LogLine, Notice, TuningRequest
 from commlayer.observe.link_monitor import Direction, SeenStep, Throughput
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner import builtin, default_plan
@@ -69,14 +69,14 @@ class Rank0:
     def __init__(self) -> None:
         self.lead, self.links = Lead(), LinkState.of(LINKS, 0.0)
         self.active, self.step_number, self.now = START, 0, 0.0
-        self.lines: list[Line] = []
+        self.lines: list[Notice] = []
 
-    def set(self, lead: Lead, lines: list[Line]) -> list[Line]:
+    def set(self, lead: Lead, lines: list[Notice]) -> list[Notice]:
         self.lead = lead
         self.lines += lines
         return lines
 
-    def step(self, seconds: float = 1.0, times: int = 1) -> list[Line]:
+    def step(self, seconds: float = 1.0, times: int = 1) -> list[Notice]:
         """The lines of the last of these steps."""
         for _ in range(times):
             self.step_number += 1
@@ -86,7 +86,7 @@ class Rank0:
     def search(self, step_s: float = 1.0, pace_s: float = 0.0, *, checks: bool = True) -> None:
         self.lead = plan_policy.begin_search(self.lead, self.active, self.links.links, step_s, pace_s, checks=checks)
 
-    def found(self, result: Candidate | None, why: str = "", *, keep: bool = False) -> list[Line]:
+    def found(self, result: Candidate | None, why: str = "", *, keep: bool = False) -> list[Notice]:
         assert self.lead.order is not None
         return self.set(*plan_policy.end_search(self.lead, self.lead.order, result, why, self.active, keep=keep))
 
@@ -94,13 +94,13 @@ class Rank0:
         for _ in range(times):
             self.links = structs.replace(self.links, watch=self.links.watch.observe(row)[0])
 
-    def request(self) -> Request:
+    def request(self) -> TuningRequest:
         self.lead, request = plan_policy.next_request(self.lead, self.links, self.now)
         return request
 
     def switch(self, plan: Plan | None = None) -> Candidate:
         """All ranks switch to the proposal, or to `plan` in its place. Returns the proposal."""
-        assert self.request() == Request.SWITCH
+        assert self.request() == TuningRequest.SWITCH
         assert self.lead.proposal is not None
         proposed, left = self.lead.proposal.candidate, self.active
         self.active = plan or proposed.runnable
@@ -129,11 +129,11 @@ def trying(result: Candidate, step_s: float = 1.0) -> Rank0:
     return rank
 
 
-def texts(lines: list[Line]) -> str:
+def texts(lines: list[Notice]) -> str:
     return " | ".join(line.reason if isinstance(line, StalePlan) else line.text for line in lines)
 
 
-def warnings(lines: list[Line]) -> list[str]:
+def warnings(lines: list[Notice]) -> list[str]:
     return [line.text for line in lines if isinstance(line, LogLine) and line.warning]
 
 

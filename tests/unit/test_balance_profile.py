@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from support.balance import PAPER
 
-from commlayer.balance import Line
+from commlayer.balance import LinearTime
 from commlayer.balance.lbb import LbbBalancer
 from commlayer.balance.profile import WorkerProfile, initial_shares, ladder, profile
 from commlayer.balance.time_models import in_pieces_s
 
 
-def runs_to(memory: int, line: Line = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
+def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
     batches: list[int] = []
 
     def run(batch: int) -> float:
@@ -108,7 +108,7 @@ def test_micro_batches_pay_their_launch_again() -> None:
     measured = [profile(lambda batch: 0.001 * batch + 0.01 if batch <= 40 else _ends(), 128)] * 2
     result = initial_shares(measured, 128, {0: 64, 1: 64}, step=0).decision
     assert result.micro_batches == (2, 2)
-    assert result.after_s == pytest.approx(in_pieces_s(Line(0.001, 0.01), 64, measured[0].cap))
+    assert result.after_s == pytest.approx(in_pieces_s(LinearTime(0.001, 0.01), 64, measured[0].cap))
 
 
 def _ends() -> float:

@@ -12,16 +12,18 @@ from support.balance import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, moves, run, slow_after
 from bench.reference.balance_default import Ours
-from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Note, Outcome, Policy
+from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Note, Outcome, SharePolicy
 from commlayer.balance.share_solver import Communication
-from commlayer.balance.time_models import Line
+from commlayer.balance.time_models import LinearTime
 
 
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
     return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
 
 
-def played(played_cluster: PlayedCluster, steps: int, *args: Policy, profiled: bool = True) -> tuple[Ours, list[PlayedStep]]:
+def played(
+    played_cluster: PlayedCluster, steps: int, *args: SharePolicy, profiled: bool = True,
+) -> tuple[Ours, list[PlayedStep]]:
     mode = Ours(played_cluster, *args, profiled=profiled)
     done = run(mode, played_cluster, steps)
     assert {sum(step.shares) for step in done} == {512}
@@ -49,7 +51,7 @@ def test_factors_and_heat_are_followed(disturbances: tuple[Disturbance, ...], mo
 
 @pytest.mark.parametrize("lead", [1, 3])
 def test_a_later_announcement_costs_its_lead(lead: int) -> None:
-    mode, steps = played(cluster(Disturbance(0, 25, 65, added_s=0.05)), 65, Policy(lead=lead))
+    mode, steps = played(cluster(Disturbance(0, 25, 65, added_s=0.05)), 65, SharePolicy(lead=lead))
     assert slow_after(steps, 25, 65) == 1 + lead
     decisions = [event for event in mode.balancer.events if isinstance(event, Decision)]
     assert {decision.from_step - decision.step for decision in decisions} == {lead}
@@ -96,7 +98,7 @@ def test_decisions_are_compared_with_their_outcome() -> None:
 def test_a_change_must_gain_enough() -> None:
     slower = cluster(Disturbance(1, 25, 200, added_s=0.02))
     assert moves(played(slower, 60)[1]) >= 1
-    assert moves(played(slower, 60, Policy(gain_least=0.5))[1]) == 0
+    assert moves(played(slower, 60, SharePolicy(gain_least=0.5))[1]) == 0
 
 
 def test_communication_adds_to_both_predictions() -> None:
@@ -120,7 +122,7 @@ def test_an_invalid_time_is_noted_and_dropped(bad_s: float) -> None:
 @given(st.data())
 def test_the_sum_is_kept_under_any_times(data: st.DataObject) -> None:
     total, minimum = data.draw(st.integers(8, 60)), data.draw(st.integers(1, 2))
-    balancer = Balancer([Joined(worker, line=Line(1e-3, 1e-3)) for worker in range(3)], total, Policy(minimum))
+    balancer = Balancer([Joined(worker, line=LinearTime(1e-3, 1e-3)) for worker in range(3)], total, SharePolicy(minimum))
     times = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([math.nan, -1.0, math.inf, 1e-320]))
     for step in range(25):
         balancer.copy().decide(step, [Measurement(0, balancer.shares[0], 1e3)])
@@ -130,8 +132,8 @@ def test_the_sum_is_kept_under_any_times(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("call", [
-    lambda: Policy(minimum=0), lambda: Policy(gain_least=math.nan), lambda: Balancer([Joined(0)], 5, shares={0: 4}),
-    lambda: Balancer([Joined(0)], 5, shares={0: 4, 7: 1}), lambda: Balancer([Joined(0, cap=1)], 8, Policy(minimum=2)),
+    lambda: SharePolicy(minimum=0), lambda: SharePolicy(gain_least=math.nan), lambda: Balancer([Joined(0)], 5, shares={0: 4}),
+    lambda: Balancer([Joined(0)], 5, shares={0: 4, 7: 1}), lambda: Balancer([Joined(0, cap=1)], 8, SharePolicy(minimum=2)),
 ])
 def test_invalid_arguments(call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.balance import PAPER
 
-from commlayer.balance import Cubic, Joined, Measurement, Policy
+from commlayer.balance import Cubic, Joined, Measurement, SharePolicy
 from commlayer.balance.balancer import Balancer, straggler_effect
 from commlayer.balance.lbb import Lbb, LbbBalancer, LbbSettings, adjusted_to_total, spread_s, spread_shares
 
@@ -78,7 +78,7 @@ def test_shares_are_adjusted_to_the_total(wanted: list[int], minimum: int, order
 
 def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
     first = Balancer([Joined(worker) for worker in range(4)], 512).latest
-    balancer = LbbBalancer(CURVES, 512, [None] * 4, first, Policy(lead=2))
+    balancer = LbbBalancer(CURVES, 512, [None] * 4, first, SharePolicy(lead=2))
     times = [Measurement(worker, 128, time_s) for worker, time_s in enumerate(MEASURED_S)]
     assert balancer.decide(0, times[:3]) is None
     assert balancer.copy().decide(1, times) == (decision := balancer.decide(1, times))

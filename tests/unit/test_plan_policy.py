@@ -33,8 +33,8 @@ from commlayer.autotune.plan_policy import (
     TRIED,
     WORTH,
     ReplanVerdict,
-    Request,
     Suggestion,
+    TuningRequest,
     to_win,
 )
 from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
@@ -60,7 +60,7 @@ JUDGED = TRIED + 1
 def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_steps: float, proposed: bool) -> None:
     rank, result = searching(1.2), candidate(plan_of(found_s), steps=steps, current_steps=current_steps)
     lines = texts(rank.found(result))
-    assert rank.request() == (Request.SWITCH if proposed else Request.NOTHING)
+    assert rank.request() == (TuningRequest.SWITCH if proposed else TuningRequest.NOTHING)
     assert lines.startswith("found a plan" if proposed else "kept the current plan: found a plan")
     # The inputs of the kept plan are known now. Before all have switched, nothing of the found plan is active.
     assert (rank.lead.basis, rank.lead.price) == (None if proposed else result.back.basis, result.current_price)
@@ -71,7 +71,7 @@ def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
     rank = searching()
     rank.found(candidate(plan_of(0.1), plain=plan_of(0.5, "identity()")), keep=True)
     rank.step(1.0, times=JUDGED)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
     assert len(rank.lead.verdicts) == 1
 
 
@@ -92,13 +92,13 @@ def test_prices_that_are_ten_times_off_are_discarded_and_steps_measured_again_on
     rank, bad = searching(), candidate(plan_of(0.1 * current_s), current_s=current_s)
     rank.found(bad)
     assert rank.lead.verdicts == ()
-    assert rank.request() == Request.MEASURE
+    assert rank.request() == TuningRequest.MEASURE
     rank.search()
     rank.found(bad)
-    assert rank.request() == Request.NOTHING, "once"
+    assert rank.request() == TuningRequest.NOTHING, "once"
     rank.search()
     rank.found(candidate(plan_of(0.5)))
-    assert rank.request() == Request.SWITCH
+    assert rank.request() == TuningRequest.SWITCH
     rank.search(checks=False)
     rank.found(bad)
     assert rank.lead.verdicts[1:], "after a change of links the price may differ from the measured time"
@@ -107,11 +107,11 @@ def test_prices_that_are_ten_times_off_are_discarded_and_steps_measured_again_on
 def test_a_failed_search_and_a_search_for_another_plan_change_nothing() -> None:
     rank = searching()
     assert texts(rank.found(None, "KeyError: 3")) == "no plan: KeyError: 3"
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
     rank.search()
     rank.active = plan_of(0.0, "int8()")
     rank.found(candidate(plan_of(0.1)))
-    assert rank.request() == Request.MEASURE, "measurements were made under another plan"
+    assert rank.request() == TuningRequest.MEASURE, "measurements were made under another plan"
 
 
 def test_the_result_of_a_replaced_search_is_ignored() -> None:
@@ -148,7 +148,7 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
     rank.step(takes_s, times=TRIED - 1)
     assert rank.lead.trial is not None, "too few to judge"
     assert ("back to that" in texts(rank.step(takes_s))) is back
-    assert rank.request() == (Request.SWITCH if back else Request.NOTHING)
+    assert rank.request() == (TuningRequest.SWITCH if back else TuningRequest.NOTHING)
     if back:
         assert rank.switch().runnable == START
         assert rank.lead.idle, "the plan before is not on trial"
@@ -180,7 +180,7 @@ def test_a_few_slow_steps_do_not_decide() -> None:
 def test_a_refused_plan_is_dropped() -> None:
     rank = proposing(candidate(plan_of(0.5)))
     rank.lead = plan_policy.refused(rank.lead)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
     rank.step(1.0, times=JUDGED)
     assert rank.lead.check.predicted_s == 1.0
 
@@ -189,10 +189,10 @@ def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.lead = plan_policy.replaced(rank.lead)
     assert (rank.lead.idle, rank.lead.basis) == (True, None)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
     rank = searching()
     rank.lead = plan_policy.replaced(rank.lead)
-    assert rank.request() == Request.MEASURE
+    assert rank.request() == TuningRequest.MEASURE
 
 
 @pytest.mark.parametrize(("predicted_s", "worth"), [(0.8, False), (0.4, True)])
@@ -242,7 +242,7 @@ def test_alternatives_with_a_similar_price_are_tried(kept: bool, other: object, 
         rank.switch()
     rank.step(takes_s, times=JUDGED)
     basis = rank.lead.basis
-    assert rank.request() == (Request.SWITCH if tried else Request.NOTHING)
+    assert rank.request() == (TuningRequest.SWITCH if tried else TuningRequest.NOTHING)
     if tried:
         assert rank.lead.proposal.candidate.current == basis.plan, "a roll-back leads to the active plan"
         assert rank.switch().plan == other
@@ -256,13 +256,13 @@ def test_the_plan_without_compression_must_be_no_slower(takes_s: float, stays: b
     rank.step(0.7, times=JUDGED)
     rank.switch()
     rank.step(takes_s, times=JUDGED)
-    assert rank.request() == (Request.NOTHING if stays else Request.SWITCH)
+    assert rank.request() == (TuningRequest.NOTHING if stays else TuningRequest.SWITCH)
     if stays:
         assert rank.lead.check.predicted_s == takes_s, "whatever was predicted"
     else:
         assert rank.switch().runnable == first
         rank.step(0.7, times=JUDGED)
-        assert rank.request() == Request.NOTHING, "it is tried once"
+        assert rank.request() == TuningRequest.NOTHING, "it is tried once"
 
 
 def test_alternatives_are_tried_one_after_the_other() -> None:
@@ -275,7 +275,7 @@ def test_alternatives_are_tried_one_after_the_other() -> None:
     rank.step(0.8, times=JUDGED)
     assert rank.switch().plan == dense
     rank.step(0.7, times=JUDGED)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
 
 
 def test_after_local_steps_no_plan_of_averaged_gradients_is_tried() -> None:
@@ -283,14 +283,14 @@ def test_after_local_steps_no_plan_of_averaged_gradients_is_tried() -> None:
     rank.step(0.8, times=JUDGED)
     rank.switch()
     rank.step(0.6, times=JUDGED)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
 
 
 def test_no_alternative_is_tried_if_the_active_plans_inputs_are_unknown() -> None:
     rank = trying(candidate(plan_of(0.5), plain=plan_of(0.5, "identity()")))
     rank.lead = structs.replace(rank.lead, basis=None)
     rank.step(0.7, times=JUDGED)
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
 
 
 # ---- whether the prediction holds
@@ -301,8 +301,9 @@ def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bo
     rank = trying(candidate(plan_of(0.5)))
     events = [line for line in rank.step(seconds, times=PATIENCE) if isinstance(line, StalePlan)]
     assert [(event.predicted_s, event.measured_s) for event in events] == [(0.5, seconds)] * stale
-    assert rank.request() == (Request.MEASURE if stale else Request.NOTHING), "faster steps are no reason to measure"
-    assert rank.request() == Request.NOTHING, "once"
+    expected = TuningRequest.MEASURE if stale else TuningRequest.NOTHING
+    assert rank.request() == expected, "faster steps are no reason to measure"
+    assert rank.request() == TuningRequest.NOTHING, "once"
 
 
 def test_a_kept_plan_is_expected_to_keep_its_pace() -> None:
@@ -315,13 +316,13 @@ def test_a_kept_plan_is_expected_to_keep_its_pace() -> None:
     assert not rank.step(9.0, times=PATIENCE), "nothing is expected during a search"
 
 
-@pytest.mark.parametrize(("waited_s", "request_"), [(0.5 * TO_WIN, Request.NOTHING), (2 * TO_WIN, Request.MEASURE)])
-def test_slow_steps_are_measured_again_if_a_plan_could_gain_something(waited_s: float, request_: Request) -> None:
+@pytest.mark.parametrize(("waited_s", "request_"), [(0.5 * TO_WIN, TuningRequest.NOTHING), (2 * TO_WIN, TuningRequest.MEASURE)])
+def test_slow_steps_are_measured_again_if_a_plan_could_gain_something(waited_s: float, request_: TuningRequest) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.step(0.5, times=JUDGED)
     rank.observe(seen(1.0, waited_s), SETTLED)
     rank.step(1.0, times=PATIENCE + 1)
-    assert [rank.request() for _ in range(2)] == [request_, Request.NOTHING]
+    assert [rank.request() for _ in range(2)] == [request_, TuningRequest.NOTHING]
 
 
 # ---- requests
@@ -331,20 +332,21 @@ def test_one_request_at_a_time() -> None:
     rank = searching()
     rank.lead = structs.replace(rank.lead, moved=True)
     rank.now = 1e6
-    assert rank.request() == Request.NOTHING, "a search is in progress"
+    assert rank.request() == TuningRequest.NOTHING, "a search is in progress"
     rank.found(candidate(plan_of(0.5)))
-    assert [rank.request() for _ in range(2)] == [Request.SWITCH] * 2, "until all have received it"
+    assert [rank.request() for _ in range(2)] == [TuningRequest.SWITCH] * 2, "until all have received it"
     rank.switch()
-    assert [rank.request() for _ in range(2)] == [Request.MEASURE, Request.NOTHING]
+    assert [rank.request() for _ in range(2)] == [TuningRequest.MEASURE, TuningRequest.NOTHING]
 
 
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "request_"), [
-    (FIRST_S, True, 0.2, Request.PROBE), (FIRST_S - 1e-9, True, 0.2, Request.NOTHING),
-    (EXPECTED_S / COST_MOST, False, 0.2, Request.PROBE), (EXPECTED_S / COST_MOST - 1e-9, False, 0.2, Request.NOTHING),
-    (1e6, True, 0.4 * TO_WIN, Request.NOTHING),  # no probe could lead to enough gain
+    (FIRST_S, True, 0.2, TuningRequest.PROBE), (FIRST_S - 1e-9, True, 0.2, TuningRequest.NOTHING),
+    (EXPECTED_S / COST_MOST, False, 0.2, TuningRequest.PROBE),
+    (EXPECTED_S / COST_MOST - 1e-9, False, 0.2, TuningRequest.NOTHING),
+    (1e6, True, 0.4 * TO_WIN, TuningRequest.NOTHING),  # no probe could lead to enough gain
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
-    after_s: float, slower: bool, waited_s: float, request_: Request,
+    after_s: float, slower: bool, waited_s: float, request_: TuningRequest,
 ) -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.observe(seen(0.5, waited_s), SETTLED)
@@ -360,9 +362,9 @@ def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cos
     rank.observe(seen(0.5, 0.3), SETTLED)
     assert rank.links.watch.faster
     rank.now = EXPECTED_S / to_win(rank.lead, rank.links.watch) - 1e-6
-    assert rank.request() == Request.NOTHING
+    assert rank.request() == TuningRequest.NOTHING
     rank.now += 2e-6
-    assert rank.request() == Request.PROBE
+    assert rank.request() == TuningRequest.PROBE
 
 
 @pytest.mark.parametrize(("waited_s", "steps", "win"), [(0.1, 1.0, 0.2), (0.1, 1.25, 0.36), (0.0, 1.0, 0.0), (0.5, 1.0, 1.0)])

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.balance import PAPER
 
-from commlayer.balance import Line, Piecewise, shares, solve
+from commlayer.balance import LinearTime, Piecewise, shares, solve
 from commlayer.balance.time_models import TimeModel, in_pieces_s
 
 numbers = st.floats(0.01, 10, allow_nan=False)
-lines = st.builds(Line, numbers, st.floats(0, 40))
+lines = st.builds(LinearTime, numbers, st.floats(0, 40))
 
 
 @st.composite

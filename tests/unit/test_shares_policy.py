@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
-from commlayer.balance import Decision, Line, Note, Policy, shares
+from commlayer.balance import Decision, LinearTime, Note, SharePolicy, shares
 from commlayer.balance.profile import WorkerProfile, initial_shares
 from commlayer.errors import CommError
 
 WORLD, BATCH = 3, 24
-LINES = [Line(0.001, 0.002), Line(0.002, 0.002), Line(0.006, 0.002)]
+LINES = [LinearTime(0.001, 0.002), LinearTime(0.002, 0.002), LinearTime(0.006, 0.002)]
 EVEN = {0: 8, 1: 8, 2: 8}
 
 
@@ -28,10 +28,10 @@ def start(place: int, **fields: float) -> RankStart:
 
 
 def begun(rows: list[RankStart] | None = None, **fields: Any) -> SharesState:
-    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": Policy()} | fields)
+    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN, -1, **{"policy": SharePolicy()} | fields)
 
 
-def rows_of(state: SharesState, step: int, lines: list[Line] = LINES, **fields: float) -> list[WorkerTime]:
+def rows_of(state: SharesState, step: int, lines: list[LinearTime] = LINES, **fields: float) -> list[WorkerTime]:
     """The rows of ranks with these lines after a step under the newest shares."""
     newest = state.balancer.latest.by_worker
     row = WorkerTime(step, shares=policy.checksum(state))._replace(**fields)
@@ -73,7 +73,7 @@ def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, othe
 def test_balanced_shares_stay() -> None:
     best = dict(enumerate(shares(LINES, BATCH)))
     state = policy.begin([start(r, known=1, slope_s=LINES[r].slope_s, intercept_s=LINES[r].intercept_s) for r in range(WORLD)],
-                         best, -1, policy=Policy())
+                         best, -1, policy=SharePolicy())
     for step in range(6):
         state, decisions, _ = read(state, step)
         assert decisions == []
@@ -125,9 +125,10 @@ def test_samplers_that_do_not_belong_together_are_named(rank: int, fields: dict[
 def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
     profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES]
     first = initial_shares(profiles, BATCH, EVEN, step=3)
-    state = policy.begin([start(rank) for rank in range(WORLD)], first.decision.by_worker, 3, policy=Policy(), opening=first)
+    starts = [start(rank) for rank in range(WORLD)]
+    state = policy.begin(starts, first.decision.by_worker, 3, policy=SharePolicy(), opening=first)
     assert state.balancer.latest == first.decision
-    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=Policy(), opening=first)
+    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN, 4, policy=SharePolicy(), opening=first)
     assert later.balancer.latest.by_worker == EVEN, "shares announced since then replace the profile's"
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.balance import PAPER
 
 from commlayer.balance.time_models import (
-    Line,
+    LinearTime,
     OnlineLine,
     Piecewise,
     checked_time,
@@ -27,7 +27,7 @@ SLOW = PAPER[3]
 FAST = PAPER[0]
 
 
-def settled(line: Line, batch: int, noise: float = 0.01) -> tuple[OnlineLine, random.Random]:
+def settled(line: LinearTime, batch: int, noise: float = 0.01) -> tuple[OnlineLine, random.Random]:
     online, draw = OnlineLine(line), random.Random(3)
     for _ in range(20):
         online.observe(batch, line.time_s(batch) * (1 + noise * draw.gauss(0, 1)))
@@ -37,7 +37,7 @@ def settled(line: Line, batch: int, noise: float = 0.01) -> tuple[OnlineLine, ra
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(2, 300))
 def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: int) -> None:
-    line = Line(slope_s, intercept_s)
+    line = LinearTime(slope_s, intercept_s)
     online = OnlineLine(line)
     assert [online.observe(batch, line.time_s(batch)) for _ in range(5)] == ["follows"] * 5
     assert online.line.time_s(2 * batch) == pytest.approx(line.time_s(2 * batch), rel=1e-6)
@@ -66,9 +66,9 @@ def test_one_outlier_is_no_trend() -> None:
 
 @pytest.mark.parametrize(("line", "batch", "moved"), [(FAST, 166, 110), (SLOW, 20, 8)])
 @pytest.mark.parametrize("truth", ["added", "factor"])
-def test_offset_and_slope_are_told_apart_once_the_share_moved(line: Line, batch: int, moved: int, truth: str) -> None:
+def test_offset_and_slope_are_told_apart_once_the_share_moved(line: LinearTime, batch: int, moved: int, truth: str) -> None:
     online, draw = settled(line, batch)
-    now = Line(line.slope_s, line.intercept_s + 0.05) if truth == "added" else Line(line.slope_s * 1.5, line.intercept_s * 1.5)
+    now = LinearTime(line.slope_s, line.intercept_s + 0.05) if truth == "added" else LinearTime(line.slope_s * 1.5, line.intercept_s * 1.5)
 
     def measured(at: int) -> float:
         return now.time_s(at) * (1 + 0.01 * draw.gauss(0, 1))
@@ -113,7 +113,7 @@ def test_fits(fit: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("curve", [
     Piecewise((1.0, 50.0, 100.0), (50.0, 50.0, 100.0)),  # launches bound it up to 50 samples
     Piecewise((1.0, 60.0, 100.0), (2.0, 20.0, 200.0)),  # it swaps above 60
-    Line(1.0, 20.0),
+    LinearTime(1.0, 20.0),
 ])
 def test_time_in_micro_batches_rises(curve: Any) -> None:
     for cap in (1, 3, 40, 100):
@@ -122,7 +122,7 @@ def test_time_in_micro_batches_rises(curve: Any) -> None:
 
 
 @pytest.mark.parametrize("call", [
-    lambda: Line(float("nan"), 1.0), lambda: Line(-1.0, 1.0), lambda: Piecewise((1.0, 2.0), (3.0, 1.0)),
+    lambda: LinearTime(float("nan"), 1.0), lambda: LinearTime(-1.0, 1.0), lambda: Piecewise((1.0, 2.0), (3.0, 1.0)),
     lambda: Piecewise((1.0,), (3.0,)), lambda: Piecewise((2.0, 1.0), (1.0, 3.0)),
     lambda: Piecewise((1.0, 2.0), (1.0, math.inf)),
 ])

@@ -20,7 +20,7 @@ from commlayer.autotune.measure.step_times import LossOf
 from commlayer.autotune.shares import policy
 from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime, latest
 from commlayer.autotune.start import reporting
-from commlayer.balance import Decision, Line, Outcome, Policy, Sampler
+from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
 from commlayer.errors import CommError, InvalidInput
@@ -44,8 +44,8 @@ class LoadBalancer:
     """
 
     def __init__(
-        self, session: Session, sampler: Sampler, *, policy: Policy | None = None,
-        line: Line | None = None, lookahead: int | None = None,
+        self, session: Session, sampler: Sampler, *, policy: SharePolicy | None = None,
+        line: LinearTime | None = None, lookahead: int | None = None,
         measure: Callable[[int, int], float] | None = None, mode: Mode = "makespan",
     ) -> None:
         """All ranks create one with the same arguments, except for `line`: this rank's known speed before training.
@@ -57,7 +57,7 @@ class LoadBalancer:
             raise InvalidInput("E-SHARES-ARGUMENT", f"mode: got {mode!r}, allowed: {', '.join(get_args(Mode))}")
         _check_plan(session)
         self.session, self.sampler = session, sampler
-        self._policy = structs.replace(policy or Policy(), minimum=max(policy.minimum if policy else 1, sampler.least))
+        self._policy = structs.replace(policy or SharePolicy(), minimum=max(policy.minimum if policy else 1, sampler.least))
         self._line, self._measure = line, measure
         self._lookahead, self._mode = lookahead, mode
         self._opening: InitialShares | None = None
@@ -200,7 +200,7 @@ class LoadBalancer:
         assert connection.rows is not None
         exchange = connection.rows.rows("samplers")
         from_step, shares = sampler.announced
-        line = self._line or Line(1.0)
+        line = self._line or LinearTime(1.0)
         with self._explained():
             exchange.start(*RankStart(sampler.rank, sampler.batch, sampler.cap, sampler.least, step, max(shares, default=0),
                                       self._line is not None, line.slope_s, line.intercept_s))

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from commlayer.balance.balancer import Balancer, Decision, Event, Joined, Measurement, Outcome, Policy
+from commlayer.balance.balancer import Balancer, Decision, Event, Joined, Measurement, Outcome, SharePolicy
 from commlayer.balance.share_solver import Communication
-from commlayer.balance.time_models import Cubic, Line
+from commlayer.balance.time_models import Cubic, LinearTime
 from commlayer.errors import CommError, InvalidInput
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def begin(
-    rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: Policy,
+    rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: SharePolicy,
     opening: InitialShares | None = None, lbb: bool = False,
 ) -> SharesState:
     """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
@@ -44,7 +44,7 @@ def begin(
                                f"the sampler of rank {rank} has a share for worker {row.last_worker:.0f}, allowed: 0 to "
                                f"{len(rows) - 1}")
     policy = structs.replace(policy, minimum=max(policy.minimum, *(int(row.least) for row in rows)))
-    joined = [Joined(rank, int(row.cap) or None, Line(row.slope_s, row.intercept_s) if row.known else None)
+    joined = [Joined(rank, int(row.cap) or None, LinearTime(row.slope_s, row.intercept_s) if row.known else None)
               for rank, row in enumerate(rows)]
     first = opening.decision if opening and opening.decision.from_step == from_step else None
     total = int(rows[0].batch)
@@ -94,7 +94,7 @@ def checksum(state: SharesState) -> float:
 
 
 def _published(
-    joined: Sequence[Joined], total: int, first: Decision, policy: Policy, opening: InitialShares | None,
+    joined: Sequence[Joined], total: int, first: Decision, policy: SharePolicy, opening: InitialShares | None,
 ) -> LbbBalancer:
     """LBB as published, from the cubic models of profiles if there are any."""
     from commlayer.balance.lbb import LbbBalancer
@@ -102,7 +102,7 @@ def _published(
     if opening is not None:
         curves = list(opening.cubics)
     else:
-        lines = [one.line or Line(1.0) for one in joined]
+        lines = [one.line or LinearTime(1.0) for one in joined]
         curves = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in lines]
     return LbbBalancer(curves, total, [one.cap for one in joined], first, policy)
 
@@ -154,7 +154,7 @@ class SharesState(NamedTuple):
 
     balancer: Balancer
     """Immutable here: decisions are made on a copy."""
-    policy: Policy
+    policy: SharePolicy
     announced: tuple[Decision, ...] = ()
     """Decisions for steps that have not begun."""
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from torch import nn
 
 from commlayer.autotune.measure.step_times import BatchTrial, LossOf, batches_of
-from commlayer.balance import Policy, Sampler
+from commlayer.balance import Sampler, SharePolicy
 from commlayer.balance.profile import InitialShares, SharesOf, WorkerProfile, initial_shares, ladder, profile
 from commlayer.cluster.collectives import RowChannel, Rows
 from commlayer.cluster.process_groups import Members
@@ -30,7 +30,7 @@ FINISHED, BROKE_OFF = 1.0, 0.0
 
 
 def together(
-    session: Session, sampler: Sampler, policy: Policy, model: nn.Module, loss_of: LossOf,
+    session: Session, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
     """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
