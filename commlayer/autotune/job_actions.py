@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -39,8 +39,8 @@ from commlayer.engine.connection import JobContext
 from commlayer.engine.switch import switch
 from commlayer.errors import InvalidState
 from commlayer.observe.link_monitor import InterfaceCounters, Rates
-from commlayer.planner.model import Line, Link, PlanInputs, Profile, bare
-from commlayer.planner.tables import learning_rows
+from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
+from commlayer.planner.tables import BUCKET_S, SERVER_BYTE_S, learning_rows
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -53,10 +53,8 @@ PROBE_AGAIN_S = 1.2
 """Time of a probe of links that may have become faster."""
 
 
-T = TypeVar("T")
-_overheads = functools.cache(calibration.measure_overheads)
 _copies = functools.cache(calibration.measure_copies)
-"""Measured once per process, since they depend only on the machine."""
+"""Measured once per process, since it depends only on the machine."""
 
 
 class Measured(NamedTuple):
@@ -196,15 +194,14 @@ class JobActions:
         """Costs on this machine without other work, which the search corrects. Codec names are in full, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
-        costs = [cost for name in names for cost in self._go_on(functools.partial(calibration.measure_codecs, [name]))]
-        overheads, copy = self._go_on(_overheads), _copies()
-        return Profile(tuple(costs), overheads.server, overheads.bucket.floor_s, copy or Line(0.0),
+        costs = [cost for name in names for cost in self._codec_costs(name)]
+        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, _copies() or Line(0.0),
                        across=self._measurements.collectives.across, source="measured", energy=self._energy)
 
-    def _go_on(self, measure: Callable[[], T]) -> T:
+    def _codec_costs(self, name: str) -> tuple[CodecCost, ...]:
         if self._process.over:
             raise InvalidState("E-SESSION-CLOSED", "the session is over")
-        return measure()
+        return calibration.measure_codecs([name])
 
     @property
     def _measurements(self) -> Measurements:

@@ -12,7 +12,7 @@ from commlayer.cli.arguments import check_out, job_made_by, made_by, write
 from commlayer.cli.options import Batch, Codecs, Out
 from commlayer.errors import InvalidInput
 from commlayer.planner.model import CodecCost, Line, Profile
-from commlayer.planner.tables import DEFAULT_CODECS, PCIE_COPY
+from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER_BYTE_S
 from commlayer.records import Record
 
 SHOWN = 1 << 20
@@ -46,12 +46,12 @@ def profile(
     # Measured first: the user's code may fail, and measuring codecs takes longest.
     timed = job_made_by(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
-    overheads, copy = calibration.measure_overheads(), calibration.measure_copies() or PCIE_COPY
-    profile = Profile(costs, overheads.server, overheads.bucket.floor_s, copy, *collectives, source="measured")
+    copy = calibration.measure_copies() or PCIE_COPY
+    profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, *collectives, source="measured")
     files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
     _show(costs)
-    for line in _besides(profile, overheads.bucket.error):
+    for line in _besides(profile):
         print(line)
     print(f"costs are in {out}")
     if timed is not None:
@@ -83,15 +83,12 @@ def _among_ranks() -> tuple[Line, Line] | None:
     return (inside, across) if launch.rank == 0 else None
 
 
-def _besides(profile: Profile, bucket_error: float) -> list[str]:
-    """Lines for all costs other than those of codecs."""
+def _besides(profile: Profile) -> list[str]:
+    """Lines for measured costs other than those of codecs."""
     def line(name: str, of: Line, one: str) -> str:
         return f"{name}: {1e6 * of.floor_s:.0f} us {one} and {1e9 * of.slope_s:.2f} ns a byte, fit error {100 * of.error:.0f} %"
 
-    text = [line("server", profile.server, "a payload"),
-            f"bucket: {1e6 * profile.bucket_s:.0f} us of a worker, fit error {100 * bucket_error:.0f} %"]
-    if profile.copy is not PCIE_COPY:
-        text.append(line("copy between GPU and host", profile.copy, "each"))
+    text = [line("copy between GPU and host", profile.copy, "each")] if profile.copy is not PCIE_COPY else []
     text += [line(f"collectives {where}", of, "a message") for where, of in
              (("inside a node", profile.inside), ("between nodes", profile.across)) if of.slope_s]
     return text

@@ -193,7 +193,7 @@ def test_what_profile_measures_can_be_planned_with(commlayer: Any, tmp_path: Pat
     (tmp_path / "mine.py").write_text(MODEL)
     code, out, errors = commlayer("profile", "mine.py", "--codec", "identity()", "--codec", "topk(ratio=0.01)", "--batch", "16")
     assert code == 0, errors
-    for text in ("4 tensors", " topk(ratio=0.01, values='int8', exact=False) ", "server: ", "bucket: "):
+    for text in ("4 tensors", " topk(ratio=0.01, values='int8', exact=False) "):
         assert text in out
     profile, job = (json.loads((tmp_path / name).read_text()) for name in ("profile.json", "job.json"))
     assert [c["codec"] for c in profile["codecs"]] == ["identity()", "topk(ratio=0.01, values='int8', exact=False)"]
@@ -205,7 +205,6 @@ def test_what_profile_measures_can_be_planned_with(commlayer: Any, tmp_path: Pat
         code, _, errors = commlayer("plan", *arguments, *more)
         assert code == 0, errors
         assert "topk" in (tmp_path / "plan.json").read_text()
-    assert profile["server"]["slope_s"] > 0
     assert profile["bucket_s"] > 0
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 from msgspec import structs
@@ -43,18 +40,6 @@ def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> 
     line = pool(2).call(measured, 1, 0.0)[0].across
     assert line.floor_s > 0
     assert (line.slope_s, line.error) == (calibration.LEAST_BYTE_S, 0.0)
-
-
-def test_a_worker_and_a_server_are_measured_and_leave_nothing_behind() -> None:
-    before = threading.active_count()
-    results = calibration.measure_overheads(sizes=(16, 1 << 14), steps=2)
-    for line in results:
-        assert 0 < line(16) < 0.1
-        assert line(1 << 14) >= line(16)
-    until = time.monotonic() + 10.0  # threads end by themselves once their sockets are closed
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy from")

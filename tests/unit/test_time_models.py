@@ -68,7 +68,8 @@ def test_one_outlier_is_no_trend() -> None:
 @pytest.mark.parametrize("truth", ["added", "factor"])
 def test_offset_and_slope_are_told_apart_once_the_share_moved(line: LinearTime, batch: int, moved: int, truth: str) -> None:
     online, draw = settled(line, batch)
-    now = LinearTime(line.slope_s, line.intercept_s + 0.05) if truth == "added" else LinearTime(line.slope_s * 1.5, line.intercept_s * 1.5)
+    factor, added_s = (1.0, 0.05) if truth == "added" else (1.5, 0.0)
+    now = LinearTime(line.slope_s * factor, line.intercept_s * factor + added_s)
 
     def measured(at: int) -> float:
         return now.time_s(at) * (1 + 0.01 * draw.gauss(0, 1))
