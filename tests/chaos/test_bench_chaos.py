@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 import socket
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,14 +13,9 @@ from support.lab import needs_lab
 from bench import Unmeasurable
 from bench.__main__ import main
 from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
-from bench.chaos.campaign import Campaign, Row
-from bench.chaos.cluster import Evidence
-from bench.chaos.reports import Finding
 from bench.chaos.schedules import Done, Options
 from bench.chaos.simulated import Sums
 from bench.chaos.trials import Setting, Trial
-from bench.chaos.verdict import Verdict
-from commlayer.errors import CommError
 
 
 @pytest.mark.parametrize(("members", "agreement"), [(False, False), (True, False), (False, True)])
@@ -135,33 +127,6 @@ def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
     monkeypatch.setattr(schedules, "one", one)
     monkeypatch.setattr(Sums, "emit", lambda self, r, acc, out: 8)
     assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
-
-
-def test_real_runs_that_were_made_stay_however_a_campaign_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def exits(error: BaseException | None, *wrong: str) -> tuple[int, dict[str, Any]]:
-        evidence = Evidence([[], []], [None, None], 1, 0.0, 1.0, (), None, None, (), (), 0.0, "a line")
-        verdict = Verdict("goes on", tuple(Finding("left", line) for line in wrong), 0.1, 1, 0)
-        row = Row(Trial(7, "cut", Setting("identity()")), verdict, evidence)
-
-        def run(self: Campaign, seeds: Any, faults: Any) -> Iterator[Row]:
-            yield row
-            if error is not None:
-                raise error
-
-        monkeypatch.setattr(Campaign, "run", run)
-        code = main(["chaos", "--quick", "--runs", "3", "--json", str(tmp_path / "found.json")])
-        return code, json.loads((tmp_path / "found.json").read_text())
-
-    monkeypatch.setattr(Campaign, "__enter__", lambda self: self)
-    monkeypatch.setattr(Campaign, "__exit__", lambda self, *_: None)
-    monkeypatch.setattr("bench.chaos.command.QUICK_SCHEDULES", 2)
-    assert exits(None)[0] == 0
-    code, report = exits(None, "something was left")
-    assert (code, report["rows"][0]["wrong"], report["rows"][0]["lines"]) == (1, ["something was left"], ["a line"])
-    assert report["rows"][0]["again"] == "python -m bench chaos --faults cut --seed 7 --runs 1"
-    for error, expected in ((KeyboardInterrupt(), 130), (CommError("no ports", peer="chaos"), 2)):
-        code, report = exits(error)
-        assert (code, len(report["rows"]), report["summary"]["asked"], report["summary"]["runs"]) == (expected, 1, 3, 1)
 
 
 @needs_lab

@@ -168,11 +168,13 @@ CASES = [(path, name) for path in SERVED for name in CODINGS
 SHAPES: Shapes = [(SIZES[i % 4],) for i in range(len(CASES))]
 
 
-def attached(rank: int, address: str) -> dict[str, Any]:
-    buckets = tuple(Bucket(i, (Slice(i, 0, SHAPES[i][0]),), path, server=i % SERVERS, owner=i % PER_NODE, **CODINGS[name])
+def attached(rank: int, address: str, per_node: int) -> dict[str, Any]:
+    """On one node there is one codec for all."""
+    codings = CODINGS if per_node == PER_NODE else {name: fields | {"by_node": ()} for name, fields in CODINGS.items()}
+    buckets = tuple(Bucket(i, (Slice(i, 0, SHAPES[i][0]),), path, server=i % SERVERS, owner=i % per_node, **codings[name])
                     for i, (path, name) in enumerate(CASES))
-    plan = lower(Plan(job(SHAPES).digest(), buckets, servers=SERVERS, ranks_per_node=PER_NODE))
-    config = read_config(quick(join=address, ranks_per_node=PER_NODE), environ={}, cwd="/nonexistent")
+    plan = lower(Plan(job(SHAPES).digest(), buckets, servers=SERVERS, ranks_per_node=per_node))
+    config = read_config(quick(join=address, ranks_per_node=per_node), environ={}, cwd="/nonexistent")
     with Start(None, torch.device("cpu")) as start:
         connection = connect(job(SHAPES), torch.device("cpu"), start, plan=plan, config=config)
     try:
@@ -182,12 +184,12 @@ def attached(rank: int, address: str) -> dict[str, Any]:
         connection.close()
 
 
-@pytest.fixture(scope="module")
-def served() -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=[PER_NODE, WORLD], ids=lambda n: f"{n} ranks to a node")
+def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Of the ranks, then of the servers."""
     pool(WORLD).ready(__name__)  # servers wait for ranks, which take their time to start
     with Servers(WORLD, SERVERS) as servers:
-        ranks = pool(WORLD).call(attached, servers.address)
+        ranks = pool(WORLD).call(attached, servers.address, request.param)
         parts = [part for serving in servers.serving for ops in serving._ops.values() for part in ops.debts()]
         return [*ranks, {"residuals": residuals_of(SHAPES, parts)}]
 

@@ -345,23 +345,24 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
 
 
-def traced_in_join(rank: int, address: str, file: str) -> list[bool]:
-    """Whether the trace of four steps is there after each epoch. In the first one rank 1 has two batches, rank 0 has six."""
+def traced_in_join(rank: int, address: str, file: str) -> list[int]:
+    """Steps after which the trace of four steps is there. In the first epoch rank 1 has two batches, rank 0 six."""
     model, written = mlp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address)) as session:
         session.inspect.trace(file, steps=4)
-        for batches in ((6, 2), (3, 3)):
+        for batches in ((6, 2), (5, 5)):
             with session.join():
                 for step in range(batches[rank]):
                     train_step(model, optimizer, rank, step)
-            written.append(Path(file).exists())
+                    written += [session.step] * Path(file).exists()
     return written
 
 
 def test_a_trace_has_the_steps_in_which_all_ranks_had_batches(tmp_path: Path) -> None:
+    """Steps 2, 7, 8 and 9: a record begins with the end of the step before."""
     file = tmp_path / "trace.json"
     with Servers(WORLD) as servers:
-        assert pool(WORLD).call(traced_in_join, servers.address, str(file))[0] == [False, True]
+        assert pool(WORLD).call(traced_in_join, servers.address, str(file))[0] == [9, 10, 11]
     report = read_comparison(file)
     assert (report.steps, report.ranks) == (4, WORLD)

@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from statistics import fmean
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import codecs as kit
 from torch import nn
 
 import bench.__main__ as front
@@ -24,22 +22,16 @@ from bench import (
     Unmeasurable,
     balance,
     check,
-    codecs,
-    codecs_figures,
     energy,
     energy_models,
     fuzz,
     report,
-    transport,
-    transport_sums,
 )
 from bench.fuzz_targets import CODECS, Target, targets
-from bench.lab.lab import Link
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
-from bench.tasks import TASKS, Task, layers_of, together
+from bench.tasks import TASKS
 from bench.tta import shown
-from bench.tta.links import Event, Network
-from bench.tta.page import KEPT, PARTS, ROOT, Part, overview, table
+from bench.tta.page import KEPT, PARTS, ROOT, Part, overview
 from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
@@ -78,12 +70,6 @@ def test_the_file_holds_name_machine_rows_and_summary(monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_unknown_name_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert front.main(["speed"]) == 2
-    errors = capsys.readouterr().err
-    assert errors == f"bench: no measurement is called 'speed'; there are: {', '.join(front.MEASUREMENTS)}\n"
-
-
 def test_what_cannot_be_measured_is_one_line_and_code_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -94,14 +80,6 @@ def test_what_cannot_be_measured_is_one_line_and_code_2(
     assert front.main(["trial", "--json", str(tmp_path / "out.json")]) == 2
     assert capsys.readouterr().err == "bench: trial cannot be measured here: needs root (quick: False)\n"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_measuring(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    measurement(monkeypatch, lambda _quick: pytest.fail("measured for nothing"))
-    assert front.main(["trial", "--json", str(tmp_path / "missing" / "out.json")]) == 2
-    assert "does not exist" in capsys.readouterr().err
 
 
 # ---- `make bench-check` passes on what is stored, and fails where one ratio is beyond its limit
@@ -123,7 +101,7 @@ def test_one_that_is_worse_fails_and_is_named() -> None:
         assert check.compared({name: limit * 0.99}, STORED)["code"] == 0
 
 
-# ---- The measurement of where entries go: on all its models one threshold keeps more of the energy, in as many byte
+# ---- The measurement of where entries go: on all its models one threshold keeps more of the energy
 
 SETTLED = 3
 """Steps after which counts have found their place; the first has the plain ones."""
@@ -137,48 +115,6 @@ def test_one_threshold_keeps_more_than_sorting_each_bucket(model: str) -> None:
     assert fmean(s.kept for s in settled) > 1.02 * fmean(s.alike for s in settled)
     assert max(s.nbytes for s in settled) <= 1.02 * plain[0].nbytes
     assert max(down[SETTLED:]) <= 1.02 * down[0]
-
-
-# ---- `bench transport`: its summary, and equal sums of servers and Gloo
-
-def test_void_rows_say_nothing() -> None:
-    rows = [{"where": "1 Gb/s", "body": transport.BODY, "void": True, "plain_gb_s": 0.01, "vs_socket": 0.9},
-            {"where": "100 Mb/s, 150 ms", "void": True, "why": "no root"}]
-    assert transport.summarised(rows) == {}
-
-
-def test_sums_agree_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_sums, "RANKS", (2,))
-    rows, summary = transport_sums.run(quick=True)
-    assert [r["body"] for r in rows] == list(transport_sums.IN_QUICK)
-    assert summary.keys() == {"tcp_vs_gloo_n2", "small_roundtrip_vs_gloo"}
-
-
-# ---- The measurement of codecs: every codec is in it, its rows are checked before they are timed, its picture is dr
-
-def test_every_codec_is_measured() -> None:
-    assert {parse(text).id for text in codecs.CODECS} == set(CODEC_IDS.values())
-
-
-@pytest.mark.parametrize("backend", codecs.BACKENDS)
-def test_a_row_says_what_was_sent(backend: str) -> None:
-    x = kit.noise(1024)
-    row = codecs.row("int8()", backend, x, quick=True)
-    assert row["bits_per_element"] == pytest.approx(8 * (16 + 4 + 1024) / 1024, abs=1e-3)
-    assert 0.004 < row["relative_error"] < 0.01
-    assert row["encode_gb_per_s"] == pytest.approx(4096 / row["encode_us"] / 1e3, abs=0.001, rel=0.05)
-    if backend == "fallback":
-        return  # it has no powersgd
-    two = codecs.row("powersgd(2)", backend, x, quick=True)
-    assert two["bits_per_element"] == 8 * 2 * (16 + 4 * 2 * 32) / 1024
-
-
-def test_figures_of_sparse_payloads() -> None:
-    result = codecs_figures.figures(quick=True)
-    assert result["bits_per_entry_1pct_int8"] <= 17.5
-    assert all(result[f"position_bits_over_entropy_{share}"] <= 1.15 for share in ("01pct", "1pct", "10pct"))
-    assert 0.9 < result["threshold_recall_1pct"] <= 1.0
-    assert 0.9 <= result["entries_over_k_1pct"] <= 1.1
 
 
 # ---- Whatever reads bytes of others refuses damaged ones by its own error
@@ -270,42 +206,9 @@ def test_passes_take_their_time_and_waiting_is_not_made_up_for() -> None:
     assert pace.passes == 4
 
 
-class Links:
-    """As much of a lab as a network plays on."""
-
-    def __init__(self) -> None:
-        self.links = [Link(1e8, 1e8, 0.01, 0.1, 0.0, False)] * 4
-        self.rates: list[tuple[int, float, bool]] = []
-
-    def set(self, host: int, **values: float) -> None:
-        self.rates.append((host, values["up_bps"], bool(values["cut"])))
-
-
-def test_a_trace_changes_links_at_its_times_and_puts_them_back() -> None:
-    network = Network(100, 100, 20, (Event(0.0, 10, (1,)), Event(0.01, 5, (1,), cut=True), Event(3600.0, 1)))
-    lab, over = Links(), threading.Event()
-    player = threading.Thread(target=network.play, args=(lab, over))
-    player.start()
-    until = time.monotonic() + 10
-    while len(lab.rates) < 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    over.set()
-    player.join(10)
-    assert lab.rates == [(1, 1e7, False), (1, 5e6, True), *((host, 1e8, False) for host in range(4))]
-
-
 # ---- what is trained against the clock
 
 COMPARED = ("chars", "digits", "passages")
-
-
-def trained(task: Task, ranks: int, steps: int, model: torch.nn.Module) -> float:
-    optimizer = task.optimizer(model.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        task.loss(model, together([task.batch(rank, step) for rank in range(ranks)])).backward()
-        optimizer.step()
-    return task.validation(model)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -316,32 +219,6 @@ def test_a_batch_is_a_function_of_rank_step_and_seed(name: str) -> None:
     assert not any(torch.equal(task.batch(1, 2, 3)[0], other) for other in others)
     assert task.digest() == again.digest()
     assert len({TASKS[other]().digest() for other in COMPARED}) == len(COMPARED)
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_models_are_of_a_size_where_bytes_matter_and_equal_for_equal_seeds(name: str) -> None:
-    task = TASKS[name]()
-    model, again, other = task.model(0), task.model(0), task.model(1)
-    assert 1_000_000 < sum(p.numel() for p in model.parameters()) < 2_000_000
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    assert len(layers_of(model)) >= 4
-    assert task.targets == tuple(sorted(task.targets, reverse=True))
-    assert task.validation(model) > task.targets[0], "no target is reached before the first step"
-
-
-def test_the_batches_of_four_ranks_need_at_most_half_the_steps_of_one() -> None:
-    task = TASKS["digits"]()
-    all_of_them, model = trained(task, 4, 60, task.model(0)), task.model(0)
-    assert all_of_them <= task.targets[0]
-    assert trained(task, 1, 120, model) > task.targets[0], "one rank's data does not get there in twice the steps"
-
-
-def test_loss_of_joined_batches_is_the_mean_of_theirs() -> None:
-    task = TASKS["passages"]()
-    model, batches = task.model(0), [task.batch(rank, 5) for rank in range(4)]
-    mean = sum(float(task.loss(model, batch)) for batch in batches) / 4
-    assert float(task.loss(model, together(batches))) == pytest.approx(mean, rel=1e-5)
 
 
 def test_rivals_train_without_commlayer() -> None:
@@ -437,15 +314,6 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_pages_show_the_kept_rows(part: Part) -> None:
     page = part.page.read_text("utf-8")
     assert page == part.within(page, longest(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
-
-
-def test_void_rows_count_for_nothing_beside_others_that_count() -> None:
-    rows = [row("auto", "10m-80ms", goal_s, seed=seed) for seed, goal_s in enumerate((30.0, 40.0))]
-    rows.append(row("auto", "10m-80ms", 59.0, seed=2, void="the pace was not kept"))
-    (line,) = table(rows).splitlines()[2:]
-    cells = [cell.strip() for cell in line.split("|")]
-    assert cells[4:9] == ["2 (1 void)", "0.300", "0.000", "17.5", "35.0"]
-    assert line.endswith("| 0.0 |")
 
 
 def test_the_readme_shows_rows_of_the_overview() -> None:

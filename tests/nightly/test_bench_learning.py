@@ -1,12 +1,10 @@
-"""The campaign of small trainings: it trains as the engine does, resumes where it stopped, and refuses a store or a task that
-it cannot use."""
+"""The campaign of small trainings trains as the engine does."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,23 +13,15 @@ from msgspec import structs
 from support.workers import Rig, ToldRows, on_ranks, step
 from torch import nn
 
-import bench.__main__ as program
-from bench import Unmeasurable, learning, learning_run
+from bench import Unmeasurable, learning_run
 from bench import virtual_training as learning_steps
-from bench.learning_run import LOOKS, Variant, optimizer_of, plan_of, train
-from bench.learning_store import Run, Store
+from bench.learning_run import Variant, optimizer_of, plan_of, train
 from bench.learning_tasks import TASKS
 from bench.virtual_training import TrainingTask, outer_of
 from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 
 RATE, STEPS, WORKERS = 0.01, 10, 2
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(learning, "STORE", tmp_path / "runs.jsonl")
-    return tmp_path / "runs.jsonl"
 
 
 def over_loopback(way: Variant) -> list[torch.Tensor]:
@@ -145,24 +135,3 @@ def test_tasks_are_learnt_and_equal_for_equal_seeds(task: str) -> None:
     tasks = TASKS[task](0)
     assert curve[1] < tasks.validation(tasks.model) * 0.99
     assert 10_000 < sum(p.numel() for p in tasks.model.parameters()) < 100_000
-
-
-@pytest.mark.parametrize(("damage", "text"), [
-    (lambda lines: [lines[0].replace(b'"store":1', b'"store":2'), *lines[1:]], "a store of form 2"),
-    (lambda lines: [lines[0], lines[1][:40], *lines[2:]], "line 2 is damaged"),
-    (lambda lines: [lines[0], lines[1].replace(b"1.0,", b"", 1), *lines[2:]], "line 2 has"),
-    (lambda lines: [lines[0], lines[1].replace(b'"task"', b'"tusk"'), *lines[2:]], "line 2 is damaged"),
-    (lambda lines: lines[1:], "line 1 is no head"),
-], ids=["another form", "half a line", "too few looks", "unknown field", "no head"])
-def test_a_store_that_it_cannot_use_ends_it_in_one_line(
-    damage: Callable[[list[bytes]], list[bytes]], text: str, store: Path, capsys: pytest.CaptureFixture[str],
-) -> None:
-    for seed in range(2):
-        Store(store).add(Variant("mlp", "sgd", seed=seed), Run("m", (1.0,) * LOOKS))
-    store.write_bytes(b"\n".join(damage(store.read_bytes().split(b"\n"))))
-    before = store.read_bytes()
-    assert program.main(["learning", "--quick"]) == 2
-    output = capsys.readouterr()
-    assert text in output.err
-    assert len(output.err.splitlines()) == 1
-    assert store.read_bytes() == before
