@@ -160,6 +160,14 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
         assert plan_limits.limits_of(connection).young is young
 
 
+def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_has_not_chosen() -> None:
+    connection = JobContext()
+    members: Any = object()
+    for sync, present, allowed in ((None, None, True), (LocalSteps(4, fragments=2), None, False), (None, members, False)):
+        connection.terms.requested, connection.members = requested_modes(sync), present
+        assert replanner.limits_of(connection).policy.fragments is allowed
+
+
 @pytest.mark.parametrize(("sync", "may"), [
     (None, True), ("step", True), ("auto", True), ("forward", True), (LocalSteps(1), False), (LocalSteps(4), False),
 ])

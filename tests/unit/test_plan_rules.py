@@ -13,7 +13,7 @@ from support.plans import cluster, toy_job
 
 from commlayer import records
 from commlayer.compressors import parse, wrap
-from commlayer.planner import default_plan, simulate, tables, verify, verify_alone
+from commlayer.planner import default_plan, lower, simulate, tables, verify, verify_alone
 from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
     ELEMENT_NBYTES,
@@ -152,6 +152,23 @@ def test_a_collective_of_a_turn_holds_no_more_than_its_part_of_the_model(fragmen
     turns = [sum(plan.buckets[place].numel for place in places) for places in fragments_of(plan.buckets, fragments)]
     assert max(turns) < 1.2 * job.numel / fragments
     assert len(plan.buckets) <= fragments + 1, "no smaller than that either: each collective pays per call"
+
+
+def test_float64_is_all_reduced_uncompressed_and_any_other_path_is_refused() -> None:
+    job = toy_job(3)
+    job = msgspec.structs.replace(job, tensors=tuple(
+        msgspec.structs.replace(info, dtype="float64" if i == 1 else "float32") for i, info in enumerate(job.tensors)))
+    fixed = plan_of(job, codec="int4()", servers=2, fuse_nbytes=1 << 20, cut_nbytes=4 << 20)
+    for result in (fixed, lower(plan(job, cluster(3, "100m")))):
+        doubles = [b for b in result.buckets if b.slices[0].tensor == 1]
+        assert {(b.path, b.codec, b.down) for b in doubles} == {("allreduce", "identity()", "")}
+        assert any(b.codec != "identity()" for b in result.buckets)
+        assert all(s.tensor == 1 for b in doubles for s in b.slices)
+        assert verify(result, job) == []
+    place = next(b.id for b in fixed.buckets if b.path == "allreduce")
+    wrong = msgspec.structs.replace(fixed, buckets=tuple(
+        msgspec.structs.replace(b, path="service") if b.id == place else b for b in fixed.buckets))
+    assert [line.partition(",")[0] for line in verify(wrong, job)] == [f"bucket {place}: layer1.weight is float64"]
 
 
 @pytest.mark.parametrize(("fields", "line"), [

@@ -25,6 +25,7 @@ from support.plans import cluster, toy_job
 from commlayer import records
 from commlayer.autotune.measure import calibration
 from commlayer.autotune.measuring import filled_of
+from commlayer.autotune.search import best_plan
 from commlayer.compressors import codec_of, parse
 from commlayer.compressors.feedback import wrap
 from commlayer.engine.plan_choice import promise_of, unsuited
@@ -36,12 +37,12 @@ from commlayer.planner.choices import search, uniform
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.costs import Prices, hidden, plan_excess
 from commlayer.planner.inputs import checked_inputs
-from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, Policy, Profile
+from commlayer.planner.model import DENSE, Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.options import options
 from commlayer.planner.plan_lint import lint
 from commlayer.planner.plan_rules import lower
 from commlayer.planner.search import plan
-from commlayer.planner.simulation import exact_s, simulate
+from commlayer.planner.simulation import Fragment, Simulation, exact_s, simulate
 from commlayer.planner.tables import profile_from_tables
 from commlayer.planner.tables import rows as shipped_rows
 from commlayer.planner.tensors import keeps_zeros, sent_numel
@@ -465,6 +466,30 @@ def test_a_tensor_that_is_most_of_a_model_is_cut_into_fragments_of_one_size() ->
     assert price(chosen) < 0.9 * price(full)
     assert_refused(outcome(lambda: simulate(rounds(one, 8, 2), one, at(1e7), fragments_measured(at(1e7)))), "E-SYNC-FRAGMENTS",
                    "fragments=2: ", " 1 ")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_sweep_over_fragments_finds_what_running_each_choice_does(seed: int) -> None:
+    (_, first, counts), (_, second, more) = random_space(seed, budget=False), random_space(seed + 50, budget=False)
+    edge, counts = len(counts), [*counts, *more]
+    parts = [Fragment([*range(edge)], first), Fragment([*range(edge, len(counts))], second)]
+    simulation, choice = Simulation(parts), [0] * len(counts)
+    assert simulation.run(choice) == pytest.approx(sum(Simulation([part]).run(choice) for part in parts))
+    exact, limit = simulation.sweep(choice, [0], math.inf), simulation.run(choice) * 1.01
+    assert exact == pytest.approx([simulation.run([option, *choice[1:]]) for option in range(counts[0])])
+    factors = [1.0 + 0.1 * option for option in range(counts[0])]
+    for seconds, full, factor in zip(simulation.sweep(choice, [0], limit, factors=factors), exact, factors, strict=True):
+        assert full * factor > limit or seconds == pytest.approx(full), "all below the limit are reported"
+
+
+def test_a_small_model_has_one_fragment_and_auto_reports_how_many_a_large_one_has() -> None:
+    free = Policy(exact=False, optimizer="sgd")
+    small = toy_job(tensors=1, numel=20_000, step_s=0.03)
+    assert plan(small, at(1e5), fragments_measured(at(1e5)), free).fragments == 1
+    current = structs.replace(rounds(SMALL, 1, 1, overlap=""), codes="gradients")
+    best = best_plan(PlanInputs(SMALL, at(1e7), fragments_measured(at(1e7)), free), current)
+    assert best.plan.fragments > 1
+    assert f"{best.plan.local_steps} local steps, exchanged in {best.plan.fragments} parts" in best.leaves
 
 
 # ---- Tensors whose gradients are mostly zeros: priced by what nonzero_numel, in buckets of their own, where zeros stay zeros
