@@ -94,8 +94,8 @@ def test_what_is_before_a_bubble_is_left_alone() -> None:
     def played(strategy: Sequence[int]) -> Played:
         return play([1, 9], [w[o] for w, o in zip(ways, strategy, strict=True)])
 
-    found = gpu_pass([9, 3], [2, 2], lambda s: played(s).done_s, lambda s: played(s).before_bubbles)
-    assert found == [KEEP, 1]
+    strategy = gpu_pass([9, 3], [2, 2], lambda s: played(s).done_s, lambda s: played(s).before_bubbles)
+    assert strategy == [KEEP, 1]
 
 
 def test_many_groups_are_offloaded_one_at_a_time() -> None:
@@ -134,5 +134,5 @@ LONGER = pytest.mark.xfail(strict=True, reason="135.1 ms against Espresso's 134.
     pytest.param(case, marks=LONGER if case.model == "vgg16" else (), id=case.model) for case in CASES
 ])
 def test_a_plan_is_no_longer_than_espressos(case: Case) -> None:
-    made = plan(published(case.model), cluster_of(case.testbed), profile(case.codec), Policy(objective="step", whole_tree=True))
-    assert made.step_s <= run(case).espresso_s
+    best = plan(published(case.model), cluster_of(case.testbed), profile(case.codec), Policy(objective="step", whole_tree=True))
+    assert best.step_s <= run(case).espresso_s

@@ -1,4 +1,4 @@
-"""DeMo and SparseLoCo do what their papers say: what is sent is taken out of what is owed, and all ranks step alike."""
+"""DeMo and SparseLoCo follow their papers: sent values leave the residual, and all ranks step alike."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def test_the_cosines_are_orthonormal_and_chunks_go_back() -> None:
     assert torch.allclose(dct(64) @ dct(64).T, torch.eye(64), atol=1e-5)
     for shape in ((128, 96), (70,), (8, 3, 3, 3), (97, 64)):
         x, chunks = torch.randn(shape), Chunks(torch.Size(shape))
-        found = chunks.encode(x)
-        assert found.shape[1] <= CHUNK
-        assert torch.allclose(chunks.decode(found), x, atol=1e-4)
-        assert found.square().sum() == pytest.approx(float(x.square().sum()), rel=1e-4)
+        coefficients = chunks.encode(x)
+        assert coefficients.shape[1] <= CHUNK
+        assert torch.allclose(chunks.decode(coefficients), x, atol=1e-4)
+        assert coefficients.square().sum() == pytest.approx(float(x.square().sum()), rel=1e-4)
 
 
 def test_demo_keeps_what_it_does_not_send_and_steps_by_the_sign_of_the_mean() -> None:
@@ -76,5 +76,5 @@ def test_sparseloco_steps_every_so_often_and_owes_the_rest() -> None:
         local = before - 0.1 * p.grad
     moved = start - p.detach()
     assert 0 < int((moved != 0).sum()) <= 2 * 64
-    assert torch.allclose(moved + outer._owed.view(-1)[:5000], start - local, atol=1e-5), "sent and owed are what was changed"
+    assert torch.allclose(moved + outer._owed.view(-1)[:5000], start - local, atol=1e-5), "all of the change"
     assert outer.sent == 2 * (2 * 64) + 2 * (2 * 2), "two chunks: 64 entries of two bytes, two levels"

@@ -1,4 +1,4 @@
-"""A member that a server drops: who is blamed, who hears of it, and that nobody can have another one sent away by a frame."""
+"""A member that a server drops: which one is blamed, who receives the reason, and that no frame can evict another member."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_who_is_only_slow_is_not_blamed_beside_one_that_was_dropped(hub: Any) ->
     bad = push(1, 1.0, codec=99)
     ends[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
     ends[1].send(SERVER_BASE, bad.header, bad.body)
-    while not (said := next_stalled(ends[0])).dropped:
+    while not (stalled := next_stalled(ends[0])).dropped:
         pass
     wrong = WRONG_CODEC.replace("weight 1.0", "weight 2.0").replace("be 1,", "be 7,")
-    assert (said.missing, dict(said.dropped)) == ((1, 2), {1: wrong})
+    assert (stalled.missing, dict(stalled.dropped)) == ((1, 2), {1: wrong})
 
 
 @pytest.mark.parametrize(("regroups", "dropped", "errors"), [
@@ -63,7 +63,7 @@ def test_a_worker_names_who_was_dropped_alone_and_leaves_it_to_the_coordinator_w
     assert all("by server 0" in error.what and dropped[0] in error.what for error in job.failures.errors)
 
 
-# ---- what a server tells of
+# ---- what a server reports
 
 
 class Served:
@@ -77,10 +77,10 @@ class Served:
         self.serving.start(self.view, DATA, 0, newest=lambda: self.next)
 
     def end(self, rank: int) -> StreamTransport:
-        made = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
-        self._things.append(made)
-        made.dial(SERVER_BASE, host_port(self.serving.address), soon())
-        return made
+        end = StreamTransport(Hello(JOB.digest(), rank, messages.digest_of(DATA)))
+        self._things.append(end)
+        end.dial(SERVER_BASE, host_port(self.serving.address), soon())
+        return end
 
     def switched(self, rank: int, header: Header, body: bytes) -> str:
         end = self.end(rank)

@@ -1,4 +1,4 @@
-"""A change of members in pieces: who goes on, what a server takes back, and what nobody waits for any more."""
+"""A change of members: which continue, what a server rolls back, and which waits end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_those_who_are_left_make_a_view_as_long_as_they_are_enough() -> None:
     assert members(state) == (2, [1, 2, 3])
     state, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=1))
     assert pulse.view == state.view
-    assert not pulse.failed, "it is no member any more, so its death is nobody's failure"
+    assert not pulse.failed, "it is no member any more, so its death is no failure"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", generation=2))
     assert pulse.view is None, "said once"
     _, pulse = membership.heartbeat(state, "w2", 12.0, Heartbeat("w2", parent="stopped"))
@@ -65,6 +65,13 @@ def test_a_home_waits_at_a_full_job_while_a_worker_is_silent() -> None:
     assert waits(heard(elastic(2, 0), "w0", now=9.0)), "with this one's death the job ends"
 
 
+def test_a_site_is_admitted_where_one_of_the_remaining_workers_responds() -> None:
+    """Otherwise it would have no weights to begin with."""
+    left = without(elastic(3, 1), 2)
+    assert waits(left, 99.0)
+    assert not waits(heard(left, "w0", now=98.0), 99.0)
+
+
 def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_finishes() -> None:
     ends = epoch_change.next_view(membership.leave(elastic(2, 2), "w1", "an error"))
     assert (waits(ends), membership.failure(ends)) == (True, "")
@@ -81,15 +88,15 @@ def test_a_home_waits_for_the_next_job_where_this_one_fails_and_not_where_it_fin
 def test_an_end_is_told_until_the_one_who_hears_it_has_gone_over_to_a_view_without() -> None:
     state = epoch_change.next_view(membership.leave(elastic(), "w3", FINISHED, 7))
 
-    def told(state: State, token: str, **known: int) -> list[str]:
+    def departures(state: State, token: str, **known: int) -> list[str]:
         return [gone.peer for gone in membership.heartbeat(state, token, 1.0, Heartbeat(token, **known))[1].departed]
 
     for token in ("w0", "w1"):
-        assert told(state, token, generation=2, active_generation=1) == ["worker 3"], "it may wait for that one's part still"
+        assert departures(state, token, generation=2, active_generation=1) == ["worker 3"], "it may still wait for its part"
     state, _ = membership.heartbeat(state, "w0", 1.0, Heartbeat("w0", generation=2, active_generation=2))
-    assert told(state, "w0", generation=2, active_generation=2) == []
-    assert told(state, "w1", generation=2, active_generation=1) == ["worker 3"]
-    assert (told(state, "s0", generation=1), told(state, "s0", generation=2)) == (["worker 3"], [])
+    assert departures(state, "w0", generation=2, active_generation=2) == []
+    assert departures(state, "w1", generation=2, active_generation=1) == ["worker 3"]
+    assert (departures(state, "s0", generation=1), departures(state, "s0", generation=2)) == (["worker 3"], [])
 
 
 def test_homes_that_come_and_go_for_weeks_make_no_heartbeat_and_no_journal_grow() -> None:
@@ -153,7 +160,7 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     assert members(state) == (4, [1, 2, 3])
 
 
-@pytest.mark.parametrize(("state", "asked", "line"), [
+@pytest.mark.parametrize(("state", "join", "line"), [
     (elastic(), newcomer(4), "with all its 4 workers; it admits another when one has left"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),
     (elastic(least=0), msgspec.structs.replace(newcomer(4), elastic=False), "a running job admits no new members"),
@@ -163,22 +170,22 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     (without(elastic(), 0), newcomer(4, job="another"), "trains a different model than worker"),
     (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, but the job runs 1.0"),
 ])
-def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, asked: Join, line: str) -> None:
-    taken = epoch_change.admit(state, asked, 12.0)
+def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, join: Join, line: str) -> None:
+    taken = epoch_change.admit(state, join, 12.0)
     assert line in taken[1].error
     assert ("--min-workers" in taken[1].error) == ("--min-workers" in line)
     assert taken[0] == state
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it_had_added(whole: bool) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_server_takes_back_what_it_emitted_of_the_step_and_throws_away_what_it_had_added(complete: bool) -> None:
     core, ops = service(2)
     for sender in (0, 1):
         core.push(push(sender, 0.1), 0.0)
     owed = ops.residual
     assert owed
     core.push(push(0, 0.7, 1), 0.0)
-    if whole:
+    if complete:
         core.push(push(1, 0.3, 1), 0.0)
         assert ops.residual != owed
     core.end(1, {})
@@ -199,7 +206,7 @@ def test_nobody_waits_for_what_names_a_view_that_has_ended() -> None:
 
 
 def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[Any]) -> None:
-    """Alike for who comes early and late. What it had left before it went counts for both."""
+    """The same for early and late ranks. What a rank sent before it left counts for both."""
     _, desks = met(opened)
     opened[0]._rendezvous.begin()
     gone = threading.Event()
@@ -214,12 +221,12 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
             return []
         gone.wait(20.0)
         total, mean, root = (torch.tensor([1.0 + rank]) for _ in range(3))
-        rows, whole = [torch.empty(1) for _ in range(3)], torch.empty(3)
+        rows, complete = [torch.empty(1) for _ in range(3)], torch.empty(3)
         group.allreduce([total]).wait()
         group.allreduce([mean], options(reduceOp=dist.ReduceOp.AVG)).wait()
         group.broadcast([root], options(rootRank=0)).wait()
         own = torch.tensor([1.0 + rank])
-        for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(whole, own),
+        for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(complete, own),
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
             with pytest.raises(RuntimeError, match="rank 0 left before it sent its data"):
                 work().wait()

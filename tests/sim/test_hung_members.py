@@ -1,4 +1,4 @@
-"""Who lives and lets others wait: what servers say of it, whom the coordinator blames, and how long workers wait for that."""
+"""A member that lives and blocks the others: what servers report, and which member the coordinator blames."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ WHY = ("was dropped: sent nothing for 300 s while others waited in step 7 (repor
 # ---- whom the coordinator blames
 
 
-def hears(state: State, *said: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
+def hears(state: State, *reports: tuple[str, int | None, tuple[int, ...]], now: float = 1.0) -> State:
     """Heartbeats one after the other, by token; no step: nothing waits there."""
-    for token, step, missing in said:
+    for token, step, missing in reports:
         state, _ = membership.heartbeat(state, token, now)
         state = epoch_change.record_overdue(state, token, None if step is None else Overdue(step, missing, 300.0), now,
                                             PATIENCE_S)
@@ -50,7 +50,7 @@ TWICE = [
     ("the one that came meanwhile is not blamed", [("s0", 7, (1, 2)), ("s0", 7, (2,))], [2]),
     ("the sum came whole", [("s0", 7, (2,)), ("s0", None, ()), ("s0", 7, (2,))], []),
     ("another step", [("s0", 7, (2,)), ("s0", 8, (2,))], []),
-    ("nobody has waited for so long", [("s0", 7, ()), ("s0", 7, ())], []),
+    ("none has waited that long", [("s0", 7, ()), ("s0", 7, ())], []),
     ("other buckets elsewhere", [("s0", 7, (2,)), ("s1", 7, (1,)), ("s0", 7, (2,)), ("s1", 7, (1,))], [1, 2]),
     ("who waits in a later step has no say", [("s1", 6, ()), ("s0", 7, (1, 2)), ("s0", 7, (1, 2))], []),
     ("the earliest step", [("s0", 7, (0, 1)), ("s1", 6, (3,)), ("s0", 7, (0, 1)), ("s1", 6, (3,))], [3]),
@@ -64,10 +64,10 @@ TWICE = [
 ]
 
 
-@pytest.mark.parametrize(("said", "blamed"), [row[1:] for row in TWICE], ids=[row[0] for row in TWICE])
+@pytest.mark.parametrize(("reports", "blamed"), [row[1:] for row in TWICE], ids=[row[0] for row in TWICE])
 def test_blamed_is_who_is_missing_in_the_earliest_step_and_is_said_twice(
-        said: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
-    state = hears(several(), *said)
+        reports: list[tuple[str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
+    state = hears(several(), *reports)
     assert gone(state) == blamed
     assert members(state) == (1 + bool(blamed), [rank for rank in range(4) if rank not in blamed])
 
@@ -96,7 +96,7 @@ def test_a_server_that_is_gone_holds_nobody_up() -> None:
 
 
 def joining(active_generation: int = 1) -> State:
-    """Worker 3 has died, and worker 4 is let in, as soon as all of the view have gone over."""
+    """Worker 3 has died; worker 4 is admitted once all members have switched to the new view."""
     state = hears(membership.evict(several(), ["w3"], "killed"))
     state = epoch_change.admit(state, worker(4, world=4, elastic=True), 0.0)[0]
     assert members(state) == (3, [0, 1, 2, 4])
@@ -129,11 +129,11 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize(("said", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
+@pytest.mark.parametrize(("reports", "blamed"), [row[1:] for row in HELD], ids=[row[0] for row in HELD])
 def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
-        said: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
+        reports: list[tuple[float, str, int | None, tuple[int, ...]]], blamed: list[int]) -> None:
     state = joining()
-    for now, token, step, missing in said:
+    for now, token, step, missing in reports:
         state = hears(state, (token, step, missing), now=now)
     assert gone(state) == sorted([*blamed, 3])
 
@@ -142,7 +142,7 @@ def test_the_first_is_blamed_when_all_others_have_come_and_wait_for_it_alone(
 
 
 class Sums:
-    """A server of buckets 5 and 6, and what its members have sent, each so many seconds ago."""
+    """A server of buckets 5 and 6, and what its members have sent, each N seconds ago."""
 
     def __init__(self, hub: Any, members: int = 3) -> None:
         self.core = Summation(0, 1, {5: Doubles(), 6: Doubles()}, dict.fromkeys((5, 6), tuple(range(members))))
@@ -169,10 +169,10 @@ SENT = [
 ]
 
 
-@pytest.mark.parametrize(("sent", "said"), [row[1:] for row in SENT], ids=[row[0] for row in SENT])
+@pytest.mark.parametrize(("sent", "reports"), [row[1:] for row in SENT], ids=[row[0] for row in SENT])
 def test_a_server_says_who_has_let_a_sum_of_the_earliest_step_wait_past_the_limit(
-        hub: Any, sent: list[tuple[int, int, int, float]], said: Any) -> None:
-    assert Sums(hub).sent(*sent).server.overdue(300.0) == said
+        hub: Any, sent: list[tuple[int, int, int, float]], reports: Any) -> None:
+    assert Sums(hub).sent(*sent).server.overdue(300.0) == reports
 
 
 def test_of_whom_a_server_has_dropped_it_tells_by_that_alone(hub: Any) -> None:
@@ -202,7 +202,7 @@ def test_under_local_steps_the_limit_is_that_of_as_many(opened: list[Any]) -> No
 
 
 def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
-    """And the coordinator ends the seat, once it has heard it twice."""
+    """The coordinator evicts the worker after the second report."""
     coordinator = Coordinator(quick(min_workers=1), workers=2, servers=1)
     opened.append(coordinator)
     workers = (messages.worker_request("job", rank, 2, plan=b"plan", elastic=True) for rank in range(2))

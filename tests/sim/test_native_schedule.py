@@ -35,8 +35,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [*(NATIVE / "src").glob("schedule*.cc"), NATIVE / "tests" / "schedule.cc"]
     command = [COMPILER, "-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", *SANITIZE]
     command += [f"-I{NATIVE / 'include'}", *map(str, sources), "-o", str(folder / "driver")]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert made.returncode == 0, made.stderr
+    build = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert build.returncode == 0, build.stderr
     return folder / "driver"
 
 
@@ -78,10 +78,10 @@ def test_the_loop_stays_within_its_arrays_and_is_its_twin(driver: Path) -> None:
         alone = twin.sweep(choice, [chosen], step_s)
         expected += [([step_s, *starts, *ends], math.inf), (twin.sweep(choice, swept, math.inf), math.inf), (alone, step_s),
                      (alone, min(alone))]
-    found = answers(driver, text)
-    assert len(found) == len(expected)
-    for mine, (theirs, limit) in zip(found, expected, strict=True):
-        # What is above a limit need not be told.
+    answer = answers(driver, text)
+    assert len(answer) == len(expected)
+    for mine, (theirs, limit) in zip(answer, expected, strict=True):
+        # Times above a limit need not be reported.
         known = [b if a != math.inf or b <= limit * (1 - 1e-8) else math.inf for a, b in zip(mine, theirs, strict=True)]
         assert bits(mine) == bits(known)
 

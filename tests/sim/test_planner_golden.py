@@ -132,28 +132,28 @@ NIGHTLY = {
 """Cases that take long."""
 
 
-def seconds(made: Plan, case: Case) -> float:
+def seconds(best: Plan, case: Case) -> float:
     profile, policy, _ = checked_inputs(case.job, case.cluster, None, case.policy)
-    step_s = simulate(made, case.job, case.cluster, profile, policy, spans=False).step_s / made.local_steps
+    step_s = simulate(best, case.job, case.cluster, profile, policy, spans=False).step_s / best.local_steps
     by_loss = policy.objective == "loss"
-    return step_s * (1 + by_loss * plan_excess(made, case.job, case.cluster, profile, policy).high)
+    return step_s * (1 + by_loss * plan_excess(best, case.job, case.cluster, profile, policy).high)
 
 
 def checked(case: Case) -> tuple[Plan, float]:
-    made = plan(case.job, case.cluster, None, case.policy)
+    best = plan(case.job, case.cluster, None, case.policy)
     profile, policy, _ = checked_inputs(case.job, case.cluster, None, case.policy)
-    problems = [line for line in lint(made, case.job, case.cluster, profile) if "sent uncompressed" not in line]
+    problems = [line for line in lint(best, case.job, case.cluster, profile) if "sent uncompressed" not in line]
     assert problems == []
-    lost = plan_excess(made, case.job, case.cluster, profile, policy).loss_high
+    lost = plan_excess(best, case.job, case.cluster, profile, policy).loss_high
     assert lost <= policy.max_loss + 1e-9
-    return made, seconds(made, case)
+    return best, seconds(best, case)
 
 
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in cases()])
 def test_no_plan_takes_longer_to_a_loss_than_the_stored_one(name: str) -> None:
-    made, found_s = checked(cases()[name])
-    assert found_s <= WORSE * json.loads(FIGURES.read_text())[name], made.local_steps
+    best, found_s = checked(cases()[name])
+    assert found_s <= WORSE * json.loads(FIGURES.read_text())[name], best.local_steps
 
 
 def main(write: bool) -> Iterator[str]:
@@ -161,12 +161,12 @@ def main(write: bool) -> Iterator[str]:
     figures, total_s = {}, 0.0
     for name, case in cases().items():
         begin = time.process_time()
-        made, figures[name] = checked(case)
+        best, figures[name] = checked(case)
         took_s = time.process_time() - begin
         total_s += took_s
         ratio = figures[name] / known.get(name, figures[name])
-        mode = f"H={made.local_steps} {made.codes} {made.overlap} F={made.fragments}"
-        yield f"{name:28} {1e3 * figures[name]:10.2f} ms {ratio:6.3f} {took_s:6.2f} s  {len(made.buckets):4} buckets {mode}"
+        mode = f"H={best.local_steps} {best.codes} {best.overlap} F={best.fragments}"
+        yield f"{name:28} {1e3 * figures[name]:10.2f} ms {ratio:6.3f} {took_s:6.2f} s  {len(best.buckets):4} buckets {mode}"
     yield f"total {total_s:.1f} s"
     if write:
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")

@@ -97,7 +97,7 @@ def test_a_stale_bucket_is_due_at_the_end_of_the_next_step() -> None:
 
 
 def test_late_transfers_that_lengthen_every_other_step_are_priced_by_the_mean() -> None:
-    """They take 6 s and 16 s in turns."""
+    """Steps take 6 s and 16 s alternately."""
     loads = [load(*chain(("up:a", 2.0), ("down:a", 6.0)), urgency=1, stale=True), load(*chain(("down:a", 4.0)), urgency=3),
              load(*chain(("up:a", 1.0)), urgency=3)]
     problem = flatten(loads, one_node((2.0, 2.0, 3.0), 4.0))
@@ -149,11 +149,11 @@ def test_time_has_no_scale_and_a_simulation_no_memory(seed: int, factor: float) 
     """Powers of two change no rounding, so times change by them to the bit; what ran before changes nothing."""
     problem = random_problem(seed)
     choice, other = choice_of(problem, seed), choice_of(problem, seed + 1)
-    made = native_schedule(problem)
-    step_s, starts, ends = made.trace(choice)
-    made.run(other)
-    made.sweep(other, [0], step_s)
-    assert str(made.trace(choice)) == str((step_s, starts, ends))
+    schedule = native_schedule(problem)
+    step_s, starts, ends = schedule.trace(choice)
+    schedule.run(other)
+    schedule.sweep(other, [0], step_s)
+    assert str(schedule.trace(choice)) == str((step_s, starts, ends))
     scaled = problem._replace(tail=problem.tail * factor, ready=problem.ready * factor,
                               seconds=problem.seconds * factor, latency=problem.latency * factor)
     longer_s, starts_too, ends_too = native_schedule(scaled).trace(choice)
@@ -201,9 +201,9 @@ def test_a_sweep_tells_what_it_was_asked_for(seed: int, late: bool) -> None:
     only = sorted(rng.sample(range(len(everything)), rng.randint(1, len(everything))))
     among = sorted(everything[o] for o in only)
     for most in (1, 2):
-        found = native.sweep(choice, [0], math.inf, math.nan, most, only)
-        assert sorted(found)[: min(most, len(only))] == among[:most]
-        assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(found) if s < math.inf)
+        result = native.sweep(choice, [0], math.inf, math.nan, most, only)
+        assert sorted(result)[: min(most, len(only))] == among[:most]
+        assert all(s == everything[o] if o in only else s == math.inf for o, s in enumerate(result) if s < math.inf)
 
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
@@ -225,10 +225,10 @@ def test_arrays_that_do_not_fit_are_refused(field: str, value: object) -> None:
 
 @pytest.mark.skipif(core is None, reason="without a compiler there is no native loop")
 def test_choices_that_do_not_exist_are_refused() -> None:
-    made = core.Schedule(flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0)))
+    schedule = core.Schedule(flatten([load(*chain(("up:a", 1.0)))], one_node((0.0,), 0.0)))
     for choice in ([1], [], [-1]):
         with pytest.raises(ValueError, match="choice does not fit"):
-            made.run(choice)
+            schedule.run(choice)
     for buckets in ([1], [], [0, 0]):
         with pytest.raises(ValueError, match="buckets does not fit"):
-            made.sweep([0], buckets, 1.0)
+            schedule.sweep([0], buckets, 1.0)

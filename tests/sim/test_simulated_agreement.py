@@ -16,7 +16,8 @@ from commlayer.cluster.membership import State
 from commlayer.cluster.summation import BucketSum
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AgreementOutcome, Vote, VoterState
-from commlayer.records import View
+from commlayer.records import Member as MemberRecord
+from commlayer.records import ServerInfo, View
 
 LEAST = 150
 
@@ -37,10 +38,10 @@ FOUND, REGROUPED = agreement.outcome, epoch_change.next_view
 
 
 def from_ones_own_step(
-    state: VoterState, view: View, step: int, words: list[Vote], *said: Any,
+    state: VoterState, view: View, step: int, words: list[Vote], *votes: Any,
 ) -> tuple[VoterState, AgreementOutcome]:
-    after, found = FOUND(state, view, step, words, *said)
-    return after, AgreementOutcome.TOGETHER if words else found
+    after, result = FOUND(state, view, step, words, *votes)
+    return after, AgreementOutcome.TOGETHER if words else result
 
 
 def at_once(state: VoterState, view: View, step: int, words: list[Vote], sure: list[Vote], finished: Any
@@ -50,12 +51,12 @@ def at_once(state: VoterState, view: View, step: int, words: list[Vote], sure: l
 
 
 def too_few(state: State) -> State:
-    found = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
-    return msgspec.structs.replace(found, min_workers=state.min_workers)
+    result = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
+    return msgspec.structs.replace(result, min_workers=state.min_workers)
 
 
 def deaf(member: Member) -> None:
-    """To what the coordinator has said once, while this worker was on its way to the view."""
+    """To a message that the coordinator sent once, while this worker switched to the view."""
     member.error = None
 
 
@@ -73,3 +74,38 @@ def test_what_must_not_be_is_found(where: Any, name: str, wrong: Callable[..., A
                                    monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(where, name, wrong)
     assert any(line in problem for n in range(seed, seed + 60) for problem in Agreement(n).run())
+
+
+# ---- branches that the schedules do not need
+
+
+def view(generation: int, *ranks: int, servers: int = 0) -> View:
+    return View(generation, tuple(MemberRecord(rank, rank, "a", 1) for rank in ranks),
+                tuple(ServerInfo(number, "a:1") for number in range(servers)))
+
+
+BEFORE, AFTER, LAST = view(1, 0, 1, 2, 3), view(2, 0, 1, 2), view(3, 0, 1)
+
+
+def test_a_second_vote_binds_in_one_view() -> None:
+    """After it others may wait for this member without a vote, so it must continue once it has all of its step."""
+    bound, _ = agreement.second(VoterState(), AFTER, Vote(5, 1.0), [Vote(5, 1.0)] * 3, complete=False)
+    assert not agreement.first(bound, AFTER, Vote(5, 1.0)).ends
+    assert agreement.first(bound, LAST, Vote(5, 1.0)).ends
+    _, vote = agreement.second(bound, LAST, Vote(5, 1.0), [], complete=True)
+    assert vote is not None
+    assert vote.word.step == 6
+
+
+@pytest.mark.parametrize(("state", "newest", "finished", "lets_in", "calls"), [
+    (VoterState(), AFTER, [-1], True, True),
+    (VoterState(completed=5), AFTER, [-1], True, False),
+    (VoterState(), AFTER, [6], True, False),
+    (VoterState(), view(2, 0, 1, 2, 3, 4), [], True, True),
+    (VoterState(), view(2, 0, 1, 2, 3, 4), [], False, False),
+    (VoterState(), view(3, 0, 1, 2, 3), [], True, True),
+    (VoterState(), BEFORE, [], True, False),
+])
+def test_which_members_send_a_first_vote(
+        state: VoterState, newest: View, finished: list[int], lets_in: bool, calls: bool) -> None:
+    assert agreement.calls(state, 5, BEFORE, newest, finished, lets_in=lets_in) == calls

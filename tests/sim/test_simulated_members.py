@@ -48,19 +48,19 @@ def impatient(state: State, now: float, dead_after_s: float, patience_s: float, 
     return TICK(state, now, dead_after_s / 4, patience_s / 4, ended_after_s)
 
 
-def hasty(state: State, token: str, said: Any, *_: float) -> State:
-    return state if said is None else membership.evict(state, [t for t, p in state.registrations.items() if p.rank == 0],
+def hasty(state: State, token: str, report: Any, *_: float) -> State:
+    return state if report is None else membership.evict(state, [t for t, p in state.registrations.items() if p.rank == 0],
                                                        "it hangs")
 
 
-def mute(state: State, *asked: Any) -> Any:
-    after, pulse = BEAT(state, *asked)
+def mute(state: State, *arguments: Any) -> Any:
+    after, pulse = BEAT(state, *arguments)
     return after, msgspec.structs.replace(pulse, view=None)
 
 
 def too_few(state: State) -> State:
-    found = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
-    return msgspec.structs.replace(found, min_workers=state.min_workers)
+    result = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
+    return msgspec.structs.replace(result, min_workers=state.min_workers)
 
 
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [

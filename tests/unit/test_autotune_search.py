@@ -271,7 +271,7 @@ def test_where_homes_reach_a_server_alone_no_collective_is_found_or_let_through(
     assert unsuited(other, 3, 1) == []
 
 
-# ---- Plans are searched in a process of their own: the same plans, errors as they are, and an end with whoever started it
+# ---- Plans are searched in a process of their own: the same plans, errors as they are, and an end with their parent
 
 CLUSTER = cluster_from_line("2xrtx3060@20/20Mb")
 CURRENT = plan_of(0.0, "int4()")

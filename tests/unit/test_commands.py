@@ -62,16 +62,16 @@ def test_a_plan_is_made_explained_checked_compared_and_varied(commlayer, tmp_pat
 
 @pytest.mark.nightly
 def test_json_is_one_record_in_a_file_besides_what_is_printed(commlayer) -> None:
-    def told(*arguments: str) -> Any:
+    def warning(*arguments: str) -> Any:
         plain, besides = commlayer("plan", *arguments), commlayer("plan", *arguments, "--json", "told.json")
         assert plain == besides
         return json.loads(Path("told.json").read_text())
 
-    assert told("create", "lstm", "--nodes", NODES, "--out", "plan.json") == json.loads(Path("plan.json").read_text())
-    assert told("explain", "1")["bucket"]["id"] == 1
-    assert told("diff", "plan.json", "plan.json")["changes"] == []
-    assert told("lint", "plan.json") == []
-    assert [point["x"] for point in told("whatif", "--count", "2,3")["points"]] == [2.0, 3.0]
+    assert warning("create", "lstm", "--nodes", NODES, "--out", "plan.json") == json.loads(Path("plan.json").read_text())
+    assert warning("explain", "1")["bucket"]["id"] == 1
+    assert warning("diff", "plan.json", "plan.json")["changes"] == []
+    assert warning("lint", "plan.json") == []
+    assert [point["x"] for point in warning("whatif", "--count", "2,3")["points"]] == [2.0, 3.0]
     for command in (("create", "lstm", "--nodes", NODES), ("explain", "1"), ("diff", "plan.json", "plan.json"),
                     ("lint", "plan.json"), ("whatif", "--count", "2")):
         assert commlayer("plan", *command, "--json", "absent/x.json")[0] == 2
@@ -81,9 +81,9 @@ def test_a_batch_is_heard_with_a_job_file_or_refused(commlayer) -> None:
     """Times are of the batch that they were measured with."""
     Path("j.json").write_text(json.dumps({**JOB, "batch": 8}))
     Path("silent.json").write_text(json.dumps(JOB))
-    made = ("estimate", "j.json", "--nodes", "2xcpu@100m", "--batch")
-    assert commlayer(*made, "8")[0] == 0
-    code, out, errors = commlayer(*made, "16")
+    record = ("estimate", "j.json", "--nodes", "2xcpu@100m", "--batch")
+    assert commlayer(*record, "8")[0] == 0
+    code, out, errors = commlayer(*record, "16")
     assert (code, out) == (2, "")
     assert re.fullmatch(r"commlayer: --batch 16: .*j\.json.*\b8\b.*\[E-CLI-OPTION\]\n", errors)
     _, out, _ = commlayer("estimate", "silent.json", "--nodes", "2xcpu@100m", "--batch", "16")
@@ -95,13 +95,13 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
     code, out, _ = commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--out", "plan.json")
     assert code == 0
     assert "servers on server" in out
-    inputs, made = json.loads(Path("plan.inputs.json").read_text()), json.loads(Path("plan.json").read_text())
+    inputs, record = json.loads(Path("plan.inputs.json").read_text()), json.loads(Path("plan.json").read_text())
     assert [(n["name"], n["ranks"], n["server"]) for n in inputs["cluster"]["nodes"]] == [
         ("server", 0, True), ("home-0", 1, False), ("home-1", 1, False), ("home-2", 1, False)]
     assert inputs["cluster"]["nodes"][0]["link"]["up_bps"] == 1e9
     assert not inputs["cluster"]["reachable"]
-    assert made["overlap"] == "round"
-    assert made["fragments"] == 1, "what a job with --min-workers runs"
+    assert record["overlap"] == "round"
+    assert record["fragments"] == 1, "what a job with --min-workers runs"
     assert unfit(records.decode(Path("plan.json").read_bytes(), Plan, "")) == ""
     commlayer("plan", "create", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--allow", "fragments", "--server", "100Mb", "--out",
               "parts.json")
@@ -111,33 +111,33 @@ def test_homes_are_behind_nat_with_one_rented_server_and_their_rounds_go_whole(c
     assert code == 0
 
 
-@pytest.mark.parametrize(("model", "said"), [
+@pytest.mark.parametrize(("model", "line"), [
     ("gpt2", ["8 samples of 1,024 tokens", "rtx3060 in bf16, 10.2 TFLOP/s: 40% of the 25.4", "about 7.0 of 12 GB"]),
     ("lstm", ["80 samples of 20 tokens", "rtx3060 in FP32", "published times of a V100", "activations are not known"]),
     ("vgg16", ["32 samples per worker"]),
 ])
-def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, said: list[str]) -> None:
+def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, line: list[str]) -> None:
     _, out, _ = commlayer("estimate", model, "--homes", "3xrtx3060@100/20Mb")
     head = out[: out.index("to a loss")]
-    assert [each for each in [*said, "optimizer: AdamW", "network: homes behind NAT", "mode: "] if each not in head] == []
+    assert [each for each in [*line, "optimizer: AdamW", "network: homes behind NAT", "mode: "] if each not in head] == []
     assert "WARNING" not in head
 
 
 @pytest.mark.nightly
 def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) -> None:
-    made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
-    _, out, _ = commlayer(*made, "64")
-    told = re.search(r"WARNING: this does not fit into rtx3060, .*: --batch (\d+) fits", " ".join(out.split()))
-    assert told is not None
-    assert "WARNING" not in commlayer(*made, told[1])[1]
-    assert "WARNING" in commlayer(*made, str(int(told[1]) + 1))[1]
+    record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
+    _, out, _ = commlayer(*record, "64")
+    warning = re.search(r"WARNING: this does not fit into rtx3060, .*: --batch (\d+) fits", " ".join(out.split()))
+    assert warning is not None
+    assert "WARNING" not in commlayer(*record, warning[1])[1]
+    assert "WARNING" in commlayer(*record, str(int(warning[1]) + 1))[1]
 
 
 def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_one(commlayer) -> None:
-    made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
-    _, local, _ = commlayer(*made)
+    record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
+    _, local, _ = commlayer(*record)
     assert local.splitlines()[1].startswith("mode: local steps (H=")
-    _, exact, _ = commlayer(*made, "--sync", "step")
+    _, exact, _ = commlayer(*record, "--sync", "step")
     assert exact.splitlines()[1].startswith("mode: synchronous")
     row = r"^ {} +([\d,.]+) "
     best, mine = re.search(row.format("best synchronous"), local, re.M), re.search(row.format("this plan"), exact, re.M)
@@ -155,7 +155,7 @@ def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> Non
         structs.replace(row, steps=5.0, steps_high=5.0) if row.workers == ALONE else row for row in shipped.learning))
     own, together = (one_machine(job.timing, machines, costs, policy)[0] for costs in (shipped, slow))
     assert own.steps == next(row.steps for row in shipped.learning if row.workers == ALONE and row.optimizer == "adam")
-    assert together.steps == 1.0, "everybody's batch is sooner than five times as many steps"
+    assert together.steps == 1.0, "the whole batch is sooner than five times as many steps"
     assert own.step_s < together.step_s
     point, = what_if(job, machines, shipped, policy, bandwidths=[3e6]).points
     assert point.alone_s == own.to_loss_s
@@ -261,7 +261,7 @@ PROFILE = {"codecs": [COST], "server": {"floor_s": 0}, "source": "mine"}
 def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict, message: str) -> None:
     Path("j.json").write_text(json.dumps(job))
     Path("p.json").write_text(json.dumps(profile))
-    code, out, errors = commlayer("plan", "create", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json", "--out", "made")
+    code, out, errors = commlayer("plan", "create", "j.json", "--nodes", "2xcpu@100m", "--profile", "p.json", "--out", "record")
     assert (code, out) == (2, "")
     assert not [*Path().glob("made*")], "nothing is half written"
     assert message in errors
@@ -273,24 +273,24 @@ def test_what_is_wrong_in_a_file_is_one_line(commlayer, job: dict, profile: dict
 def test_a_plan_edited_by_hand_is_told_by_bucket(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     file = Path("plan.json")
-    made = json.loads(file.read_text())
-    made["buckets"][0]["path"] = "encode@cpu net.push decode@cpu"
-    made["buckets"][1]["codec"] = "zip()"
-    file.write_text(json.dumps(made))
+    record = json.loads(file.read_text())
+    record["buckets"][0]["path"] = "encode@cpu net.push decode@cpu"
+    record["buckets"][1]["codec"] = "zip()"
+    file.write_text(json.dumps(record))
     code, out, _ = commlayer("plan", "lint", "plan.json")
     assert code == 2
     assert any(line.startswith("bucket 0: path") for line in out.splitlines())
     assert any(re.fullmatch(r"bucket 1: codec 'zip\(\)'.*\[E-CODEC-NAME\]", line) for line in out.splitlines())
-    made["schema"] = 1
-    file.write_text(json.dumps(made))
+    record["schema"] = 1
+    file.write_text(json.dumps(record))
     assert re.search(r"\bschema 1\b.*\[E-PLAN-REFUSED\]", commlayer("plan", "explain", "0")[2])
 
 
 def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_being_one(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
     text = Path("plan.json").read_text()
-    made = json.loads(text)
-    assert len(text.splitlines()) == len(made["buckets"]) + 2
+    record = json.loads(text)
+    assert len(text.splitlines()) == len(record["buckets"]) + 2
     assert all(json.loads(line.rstrip(","))["id"] == i for i, line in enumerate(text.splitlines()[1:-1]))
     damaged = json.loads(text)
     damaged["servers"] = "two"
@@ -307,15 +307,15 @@ def test_a_plan_file_has_a_line_for_each_bucket_and_says_what_keeps_it_from_bein
     ):
         Path(f"{name}.json").write_text(data)
         assert commlayer("plan", "lint", f"{name}.json") == (2, "".join(f"{line}\n" for line in lines), "")
-        # whoever needs a plan stops at the first
-        said = f"commlayer: plan {name}.json: {lines[0]} [E-PLAN-FILE]\n"
-        assert commlayer("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", said)
+        # commands that need the plan stop at the first
+        line = f"commlayer: plan {name}.json: {lines[0]} [E-PLAN-FILE]\n"
+        assert commlayer("plan", "explain", "0", "--plan", f"{name}.json") == (2, "", line)
 
 
 def test_lint_tells_of_damaged_inputs_and_of_the_plan_beside_them(commlayer) -> None:
     commlayer("plan", "create", "lstm", "--nodes", NODES, "--out", "plan.json")
-    made = json.loads(Path("plan.json").read_text())
-    Path("plan.json").write_text(json.dumps({**made, "local_steps": 0, "servers": -1, "step_s": -1}))
+    record = json.loads(Path("plan.json").read_text())
+    Path("plan.json").write_text(json.dumps({**record, "local_steps": 0, "servers": -1, "step_s": -1}))
     Path("plan.inputs.json").write_text("{")
     code, out, errors = commlayer("plan", "lint", "plan.json")
     assert (code, errors) == (2, "")
@@ -339,22 +339,22 @@ def test_what_cannot_be_written_leaves_nothing_behind(commlayer, tmp_path: Path)
 @pytest.mark.parametrize("width", [80, 120])
 def test_tables_keep_to_the_page_and_break_no_words(width: int) -> None:
     job, machines = builtin("bert-base"), cluster_from_line("2xrtx3060@100/20Mb,rtx4090@1Gb")
-    made, other = plan(job, machines), plan(job, machines, None, Policy(codecs=("topk(ratio=0.01)",)))
-    big = max(made.buckets, key=lambda b: b.numel)
+    record, other = plan(job, machines), plan(job, machines, None, Policy(codecs=("topk(ratio=0.01)",)))
+    big = max(record.buckets, key=lambda b: b.numel)
     curve = what_if(job, machines, gpus=["v100"])
     console = Console(width=width, markup=False, highlight=False)
     for parts, whole in (
-        ([plan_output.by_decision(made, job, width)],
-         [big.codec, *big.path.split(), "such as", *{b.why.reason.split()[0] for b in made.buckets if b.why}]),
-        (plan_output.explanation(explain(made, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
-        (plan_output.difference(diff(made, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
+        ([plan_output.by_decision(record, job, width)],
+         [big.codec, *big.path.split(), "such as", *{b.why.reason.split()[0] for b in record.buckets if b.why}]),
+        (plan_output.explanation(explain(record, big.id, job, machines), width), ["encode@", "up:rtx3060-0", "." * 8]),
+        (plan_output.difference(diff(record, other, job), "a.json", "b.json"), [big.codec, "topk(ratio=0.01)"]),
         (plan_output.curve(curve, width), ["v100", *(word for point in curve.points for word in point.codec.split())]),
     ):
-        with console.capture() as told:
+        with console.capture() as warning:
             for part in parts:
                 console.print(part)
-        assert max(map(len, told.get().splitlines())) <= width
-        assert [word for word in whole if word not in told.get()] == []
+        assert max(map(len, warning.get().splitlines())) <= width
+        assert [word for word in whole if word not in warning.get()] == []
 
 
 # ---- estimate FILE.py: a user's model is timed here, and its times are compared with the tables' reference
@@ -562,8 +562,8 @@ def test_what_fails_in_a_users_model_is_one_line(
 # ---- What a demo may be asked for, and its arithmetic: units, refusals, the shape of its links, the ring's bound, the figures
 
 def settings(**given: Any) -> DemoSettings:
-    asked = {"workers": 4, "link": "100Mb", "rtt_ms": 30.0, "codec": CODEC, "quick": False}
-    return read_settings(**{**asked, **given})
+    options = {"workers": 4, "link": "100Mb", "rtt_ms": 30.0, "codec": CODEC, "quick": False}
+    return read_settings(**{**options, **given})
 
 
 @pytest.mark.parametrize("change", [
@@ -577,14 +577,14 @@ def test_what_is_not_allowed_is_named(change: dict[str, Any]) -> None:
 
 
 def test_a_round_trip_is_both_hosts_delays_there_and_back(tmp_path: Path) -> None:
-    made = msgspec.structs.replace(settings(workers=3, link="8Mb", rtt_ms=40.0), folder=str(tmp_path))
-    links = parse_shape(made.shape(0))
+    record = msgspec.structs.replace(settings(workers=3, link="8Mb", rtt_ms=40.0), folder=str(tmp_path))
+    links = parse_shape(record.shape(0))
     try:
         assert len(links.hosts) == 3
         nbytes = 1000  # 1 ms at 8 Mb/s
         out = links.send(0, 100.0, nbytes)
-        there = links.receive(0, 1, out, nbytes)
-        assert there == pytest.approx(100.001 + made.rtt_s / 2)
+        arrival = links.receive(0, 1, out, nbytes)
+        assert arrival == pytest.approx(100.001 + record.rtt_s / 2)
     finally:
         links.close()
 
@@ -605,19 +605,19 @@ SPARSE = Progress(1, 120, 0.1, 0.98, 8.0, 6.0, 3_000_000)
 
 
 def test_figures_of_two_runs_that_reached_the_target() -> None:
-    found = results(settings(), 1_126_410, [DENSE, SPARSE], [True, True])
-    dense, bound, compressed = found["rows"]
-    assert [row["run"] for row in found["rows"]] == ["dense", "bound", "compressed"]
+    figures = results(settings(), 1_126_410, [DENSE, SPARSE], [True, True])
+    dense, bound, compressed = figures["rows"]
+    assert [row["run"] for row in figures["rows"]] == ["dense", "bound", "compressed"]
     assert (dense["speedup"], compressed["speedup"]) == (1.0, 5.0)
     assert (compressed["step_nbytes"], compressed["exposed"]) == (25_000, 0.75)
     assert bound["train_s"] == pytest.approx(100 * 0.3603384)
-    assert found["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
-    assert "4.50x" in notes(settings(), found, native=True)
+    assert figures["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
+    assert "4.50x" in notes(settings(), figures, native=True)
 
 
 @pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
 def test_a_run_that_missed_the_target_is_not_compared(reached: tuple[bool, bool]) -> None:
-    found = results(settings(), 1_126_410, [DENSE, SPARSE], list(reached))
-    assert found["summary"]["speedup"] is None
-    assert found["rows"][2]["speedup"] is None
-    assert " as fast " not in notes(settings(), found, native=True)
+    figures = results(settings(), 1_126_410, [DENSE, SPARSE], list(reached))
+    assert figures["summary"]["speedup"] is None
+    assert figures["rows"][2]["speedup"] is None
+    assert " as fast " not in notes(settings(), figures, native=True)

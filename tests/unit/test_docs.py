@@ -82,29 +82,29 @@ FOREIGN = {"--fmad"}
 
 
 class Line(NamedTuple):
-    """`whole`: as a user types it; otherwise a part that a sentence names, such as `commlayer serve --keys`."""
+    """`complete`: as a user types it; otherwise a part that a sentence names, such as `commlayer serve --keys`."""
 
     page: str
     program: str
     words: tuple[str, ...]
-    whole: bool
+    complete: bool
 
 
 def lines_of(page: str, text: str) -> Iterator[Line]:
     for block in FENCED.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            yield from _lines(page, line.strip().removeprefix("$ "), whole=True)
+            yield from _lines(page, line.strip().removeprefix("$ "), complete=True)
     for code in INLINE.findall(FENCED.sub("", text)):
-        yield from _lines(page, " ".join(code.split()), whole=False)
+        yield from _lines(page, " ".join(code.split()), complete=False)
 
 
-def _lines(page: str, text: str, *, whole: bool) -> Iterator[Line]:
+def _lines(page: str, text: str, *, complete: bool) -> Iterator[Line]:
     """All commands in order; those that commands print, too."""
     while result := COMMAND.search(text):
         program, _, text = result.groups()
         words = tuple(shlex.split(re.sub(r"\$\{?\w+\}?", "4", ENDS.sub("", text))))
         if words and re.fullmatch(r"[a-z]+", words[0]) and words[0] != "import":  # which is Python
-            yield Line(page, program, words, whole)
+            yield Line(page, program, words, complete)
 
 
 ALL = [line for page in PAGES for line in lines_of(page.name, page.read_text("utf-8"))]
@@ -123,7 +123,7 @@ def _of_commlayer(line: Line) -> str:
         if name not in command.commands:
             return f"no command {name}"
         command = command.commands[name]
-    if line.whole:
+    if line.complete:
         try:
             command.make_context(name, [*words])
         except Exception as error:  # click's own, of which typer may bring its own copy
@@ -139,7 +139,7 @@ def _of_bench(line: Line) -> str:
     if name not in MEASUREMENTS:
         return f"no measurement {name}"
     parser = parser_of(name)
-    if line.whole:
+    if line.complete:
         try:
             parser.exit_on_error = False
             _, more = parser.parse_known_args(line.words)
@@ -159,14 +159,14 @@ def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
 
 
 def test_no_kind_of_line_is_overlooked() -> None:
-    full = {(line.page, line.program, line.words[0]) for line in ALL if line.whole}
+    full = {(line.page, line.program, line.words[0]) for line in ALL if line.complete}
     for page, commands in (("README.md", ("serve", "join")), ("keys.md", ("keys",)),
                            ("first-evening.md", ("serve", "join", "keys", "doctor"))):
         assert {(page, "commlayer", command) for command in commands} <= full
     assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= full
     # One torchrun starts, and one is a word of another shell's.
     pages = "\n".join(page.read_text("utf-8") for page in PAGES)
-    words = [line.words for line in lines_of("", pages) if line.whole]
+    words = [line.words for line in lines_of("", pages) if line.complete]
     assert words.count(("doctor",)) == 2
 
 

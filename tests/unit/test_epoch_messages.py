@@ -58,7 +58,7 @@ def test_what_the_coordinator_answers_is_not_asked_again(error: CommError, monke
 @pytest.mark.parametrize("result", [True, False])
 def test_only_an_answer_tells_whether_a_view_was_agreed_on_before_there_was_a_newer(
         result: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else one member could hold a view to be none that all others have gone over to, with a home that has joined in it."""
+    """Else one member could hold a view to be none that all others have switched to, with a home that has joined in it."""
     words = EpochMessages(VIEW, 0.0, 20.0)
     desk = Desk(AWAY[0], act=lambda: setattr(words, "newest", View(3, VIEW.members, ())))
     if result:

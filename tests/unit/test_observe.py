@@ -393,7 +393,7 @@ def test_what_comes_in_can_be_carried(down: float, sent: float, counts: bool) ->
 
 
 def steps(draw: random.Random, wire_s: float, times: float = 1.0) -> Iterator[SeenStep]:
-    """On links that are full for `wire_s` of a step where they carry what is planned for, and so many times as long as that:
+    """On links that are full for `wire_s` of a step where they carry what is planned for, and `times` times as long as that:
     jitter of up to a fifth, and in one of twenty steps something takes five times as long, be it computing or the network."""
     while True:
         jitter, busy_s = draw.uniform(0.8, 1.2), wire_s * times

@@ -28,8 +28,8 @@ def test_a_timeline_accounts_for_the_step() -> None:
 
 def test_buckets_are_found_by_number_and_by_tensor() -> None:
     assert bucket_of(PLAN, JOB, "1") == 1
-    found = bucket_of(PLAN, JOB, "layer3.weight")
-    assert any(name.startswith("layer3.weight") for name in tensor_names(PLAN.buckets[found], JOB))
+    number = bucket_of(PLAN, JOB, "layer3.weight")
+    assert any(name.startswith("layer3.weight") for name in tensor_names(PLAN.buckets[number], JOB))
     with pytest.raises(ValueError, match="bucket 'layer99'.*E-PLAN-QUESTION"):
         bucket_of(PLAN, JOB, "layer99")
     with pytest.raises(ValueError, match=f"bucket 999: .* {len(PLAN.buckets) - 1}.*E-PLAN-QUESTION"):
@@ -44,11 +44,11 @@ def test_equal_plans_have_no_difference() -> None:
 
 def test_a_difference_names_the_tensor() -> None:
     other = structs.replace(PLAN.buckets[0], codec="fp16()")
-    told = diff(PLAN, structs.replace(PLAN, buckets=(other, *PLAN.buckets[1:]), local_steps=2), JOB)
-    assert told.fields == (("local_steps", "1", "2"),)
+    difference = diff(PLAN, structs.replace(PLAN, buckets=(other, *PLAN.buckets[1:]), local_steps=2), JOB)
+    assert difference.fields == (("local_steps", "1", "2"),)
     names = {JOB.tensors[s.tensor].name for s in other.slices}
-    assert {change.tensor for change in told.changes} == names
-    assert all("fp16()" in change.after for change in told.changes)
+    assert {change.tensor for change in difference.changes} == names
+    assert all("fp16()" in change.after for change in difference.changes)
 
 
 def test_a_break_even_says_of_what_it_is() -> None:

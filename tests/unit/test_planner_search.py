@@ -60,9 +60,9 @@ def test_the_search_finds_what_trying_everything_finds(seed: int, budget: bool, 
     every = itertools.product(*map(range, counts))
     within = (c for c in every if sum(space.loss[b][o] for b, o in enumerate(c)) <= space.max_loss + 1e-9)
     best_s = min(space.steps.run(list(c)) for c in within)
-    found = search(space, uniform(space))
-    assert found.step_s == pytest.approx(best_s, rel=1e-9)
-    assert found.loss <= space.max_loss + 1e-9
+    best = search(space, uniform(space))
+    assert best.step_s == pytest.approx(best_s, rel=1e-9)
+    assert best.loss <= space.max_loss + 1e-9
     monkeypatch.setattr(choices, "FEW", 0)
     assert search(space, uniform(space)).step_s <= best_s * 1.1, "also without trying everything it comes near"
 
@@ -90,18 +90,18 @@ CLUSTERS = {
 def test_plans_are_legal_and_lie_between_the_bound_and_the_dense_plan(name: str) -> None:
     job, machines = toy_job(), CLUSTERS[name]
     profile, policy, _ = checked_inputs(job, machines, None, None)
-    made = plan(job, machines)
-    assert lint(made, job, machines, profile) == []
+    result = plan(job, machines)
+    assert lint(result, job, machines, profile) == []
     dense = plan(job, machines, None, DENSE_ONLY)
     assert {b.codec for b in dense.buckets} == {DENSE}
-    assert made.step_s <= dense.step_s * (1 + 1e-9)
-    assert made.step_s == simulate(made, job, machines, profile, policy).step_s
-    assert all(b.why is not None and b.why.reason for b in made.buckets)
+    assert result.step_s <= dense.step_s * (1 + 1e-9)
+    assert result.step_s == simulate(result, job, machines, profile, policy).step_s
+    assert all(b.why is not None and b.why.reason for b in result.buckets)
 
 
 def test_equal_arguments_give_equal_plans() -> None:
-    made = [records.encode(plan(toy_job(), CLUSTERS["uneven"])) for _ in range(2)]
-    assert made[0] == made[1]
+    result = [records.encode(plan(toy_job(), CLUSTERS["uneven"])) for _ in range(2)]
+    assert result[0] == result[1]
 
 
 def test_fast_links_get_no_compression() -> None:
@@ -109,9 +109,9 @@ def test_fast_links_get_no_compression() -> None:
 
 
 def test_slow_links_get_compression_and_only_servers_over_the_internet() -> None:
-    made = plan(toy_job(), CLUSTERS["homes"])
-    assert {b.path == "service" or "net.push" in b.path for b in made.buckets} == {True}
-    sent = sum(b.numel for b in made.buckets if b.codec != DENSE)
+    result = plan(toy_job(), CLUSTERS["homes"])
+    assert {b.path == "service" or "net.push" in b.path for b in result.buckets} == {True}
+    sent = sum(b.numel for b in result.buckets if b.codec != DENSE)
     assert sent > 0.9 * toy_job().numel
 
 
@@ -132,8 +132,8 @@ def test_the_loss_budget_holds(max_loss: float) -> None:
     job, machines = toy_job(), CLUSTERS["homes"]
     for objective in ("loss", "step"):
         profile, policy, _ = checked_inputs(job, machines, learnt(machines), Policy(max_loss=max_loss, objective=objective))
-        made = plan(job, machines, profile, policy)
-        lost = plan_excess(made, job, machines, profile, policy).loss_high
+        result = plan(job, machines, profile, policy)
+        lost = plan_excess(result, job, machines, profile, policy).loss_high
         assert lost <= max_loss + 1e-9
         assert lost > 0.2 * max_loss or objective == "loss" or not max_loss, "and uses it where only the step counts"
 
@@ -147,12 +147,12 @@ def test_the_narrow_way_sends_less_for_the_same_loss(link: str, narrow: str) -> 
     job, machines = toy_job(4, 4_000_000), cluster(4, link, reachable=False, servers=1)
     some, few = "topk(ratio=0.1)", "topk(ratio=0.01)"
     budget = Policy(codecs=(some, few), max_loss=0.1, objective="step")
-    made = plan(job, machines, learnt(machines), budget)
-    sent = {(b.codec, b.down or b.codec): 0 for b in made.buckets}
-    for b in made.buckets:
+    result = plan(job, machines, learnt(machines), budget)
+    sent = {(b.codec, b.down or b.codec): 0 for b in result.buckets}
+    for b in result.buckets:
         sent[b.codec, b.down or b.codec] += b.numel
     assert max(sent, key=sent.__getitem__) == ((few, some) if narrow == "up" else (some, few))
-    assert made.step_s < 0.8 * plan(job, machines, learnt(machines), structs.replace(budget, codecs=(some,))).step_s
+    assert result.step_s < 0.8 * plan(job, machines, learnt(machines), structs.replace(budget, codecs=(some,))).step_s
 
 
 def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
@@ -166,10 +166,10 @@ def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
 
 def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
     late, timely = (Policy(staleness=staleness, objective="step") for staleness in (True, False))
-    made = plan(toy_job(), CLUSTERS["homes"], None, late)
-    assert any(b.stale for b in made.buckets)
-    assert made.step_s < plan(toy_job(), CLUSTERS["homes"], None, timely).step_s
-    assert all(b.path == "service" for b in lower(made).buckets if b.stale), "what the runtime can have late"
+    result = plan(toy_job(), CLUSTERS["homes"], None, late)
+    assert any(b.stale for b in result.buckets)
+    assert result.step_s < plan(toy_job(), CLUSTERS["homes"], None, timely).step_s
+    assert all(b.path == "service" for b in lower(result).buckets if b.stale), "what the runtime can have late"
     several = lower(plan(toy_job(), cluster(4, "home-100/20", ranks=2), None, late))
     assert any(b.stale for b in several.buckets)
     assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
@@ -178,16 +178,16 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
 
 def test_a_slow_node_may_send_less_than_the_others() -> None:
     policy = Policy(codecs=("topk(ratio=0.1)", "topk(ratio=0.01)"), max_loss=0.1, objective="step")
-    made = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], learnt(CLUSTERS["uneven"]), policy)
-    assert any(b.by_node and len(set(b.by_node)) > 1 for b in made.buckets)
+    result = plan(toy_job(4, 4_000_000), CLUSTERS["uneven"], learnt(CLUSTERS["uneven"]), policy)
+    assert any(b.by_node and len(set(b.by_node)) > 1 for b in result.buckets)
 
 
 def test_a_codec_without_a_price_is_named() -> None:
-    machines, asked = cluster(2, "1g"), Policy(codecs=("powersgd()",))
+    machines, wanted_codecs = cluster(2, "1g"), Policy(codecs=("powersgd()",))
     with pytest.raises(ValueError, match=r"powersgd\(\).* identity.*E-PLAN-CODEC-COST"):
-        plan(toy_job(), machines, None, asked)
+        plan(toy_job(), machines, None, wanted_codecs)
     with pytest.raises(ValueError, match=r"policy: codecs .*powersgd\(\).* 'tables'.*E-PLAN-CODEC-COST"):
-        plan(toy_job(), machines, profile_from_tables(machines), asked)
+        plan(toy_job(), machines, profile_from_tables(machines), wanted_codecs)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
