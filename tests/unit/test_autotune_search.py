@@ -165,7 +165,7 @@ def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_ha
     members: Any = object()
     for sync, present, allowed in ((None, None, True), (LocalSteps(4, fragments=2), None, False), (None, members, False)):
         connection.terms.requested, connection.members = requested_modes(sync), present
-        assert replanner.limits_of(connection).policy.fragments is allowed
+        assert plan_limits.limits_of(connection).policy.fragments is allowed
 
 
 @pytest.mark.parametrize(("sync", "may"), [
