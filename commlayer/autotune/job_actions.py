@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -40,7 +39,7 @@ from commlayer.engine.switch import switch
 from commlayer.errors import InvalidState
 from commlayer.observe.link_monitor import InterfaceCounters, Rates
 from commlayer.planner.model import CodecCost, Line, Link, PlanInputs, Profile, bare
-from commlayer.planner.tables import BUCKET_S, SERVER_BYTE_S, learning_rows
+from commlayer.planner.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learning_rows
 from commlayer.records import Plan
 
 PROBE_S = 1.0
@@ -51,10 +50,6 @@ SLOW_BPS = 200e6
 """Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
 PROBE_AGAIN_S = 1.2
 """Time of a probe of links that may have become faster."""
-
-
-_copies = functools.cache(calibration.measure_copies)
-"""Measured once per process, since it depends only on the machine."""
 
 
 class Measured(NamedTuple):
@@ -195,8 +190,9 @@ class JobActions:
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
         costs = [cost for name in names for cost in self._codec_costs(name)]
-        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, _copies() or Line(0.0),
-                       across=self._measurements.collectives.across, source="measured", energy=self._energy)
+        copy = PCIE_COPY if torch.cuda.is_available() else Line(0.0)
+        return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, across=self._measurements.collectives.across,
+                       source="measured", energy=self._energy)
 
     def _codec_costs(self, name: str) -> tuple[CodecCost, ...]:
         if self._process.over:

@@ -17,16 +17,13 @@ from scipy.optimize import minimize
 
 from commlayer.balance.balancer import Balancer, Decision, Joined, SharePolicy, straggler_effect
 from commlayer.balance.time_models import Cubic
-from commlayer.records import Record
 
-
-class LbbSettings(Record, frozen=True):
-    """Thresholds of the straggler effect, and the window in iterations since the last rapid tuning."""
-
-    fine: float = 0.05
-    rapid: float = 0.3
-    step: int = 1
-    window: int = 30
+FINE, RAPID = 0.05, 0.3
+"""Thresholds of the straggler effect."""
+STEP = 1
+"""Samples of a fine tuning."""
+WINDOW = 30
+"""Iterations after a rapid tuning in which only fine tuning is allowed."""
 
 
 def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
@@ -59,17 +56,11 @@ def round_halves(real: Sequence[float]) -> list[int]:
 class Lbb:
     """LBB's coordinator in the training loop. `curves` are the cubic profile models."""
 
-    def __init__(
-        self,
-        curves: Sequence[Cubic],
-        total: int,
-        caps: Sequence[int | None] | None = None,
-        settings: LbbSettings | None = None,
-    ) -> None:
-        self.curves, self.total, self.settings = list(curves), total, settings or LbbSettings()
+    def __init__(self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None] | None = None) -> None:
+        self.curves, self.total = list(curves), total
         self.caps = list(caps or [None] * len(curves))
         self._shares = round_halves(spread_shares(self.curves, total, self.caps))
-        self._since_rapid = self.settings.window
+        self._since_rapid = WINDOW
         self.rapid_steps: list[int] = []
 
     def copy(self) -> Lbb:
@@ -84,9 +75,9 @@ class Lbb:
         """Algorithm 2: no change, fine tuning or rapid tuning for the next iteration."""
         self._since_rapid += 1
         effect = straggler_effect(times_s)
-        if effect < self.settings.fine:
+        if effect < FINE:
             return
-        if effect < self.settings.rapid or self._since_rapid < self.settings.window:
+        if effect < RAPID or self._since_rapid < WINDOW:
             self._shares = self._fine(times_s)
         else:
             self._shares = self._rapid(times_s)
@@ -96,8 +87,8 @@ class Lbb:
     def _fine(self, times_s: Sequence[float]) -> list[int]:
         shares = list(self._shares)
         slowest, fastest = int(np.argmax(times_s)), int(np.argmin(times_s))
-        shares[slowest] = max(0, shares[slowest] - self.settings.step // 2)
-        shares[fastest] += -(-self.settings.step // 2)
+        shares[slowest] = max(0, shares[slowest] - STEP // 2)
+        shares[fastest] += -(-STEP // 2)
         return shares
 
     def _rapid(self, times_s: Sequence[float]) -> list[int]:
@@ -118,11 +109,10 @@ class LbbBalancer(Balancer):
 
     def __init__(
         self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: SharePolicy,
-        settings: LbbSettings | None = None,
     ) -> None:
         """`curves` are the cubic profile models. `first`: the current or announced shares."""
         super().__init__([Joined(worker, cap) for worker, cap in enumerate(caps)], total, policy, shares=first)
-        self._lbb = Lbb(curves, total, caps, settings)
+        self._lbb = Lbb(curves, total, caps)
         self._lbb.take(first.shares)
 
     def copy(self) -> LbbBalancer:

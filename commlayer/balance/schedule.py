@@ -215,37 +215,17 @@ def with_joined(shares: Mapping[int, int], joined: Sequence[int], batch: int, le
     return result
 
 
-def apportion(weights: Sequence[float], total: int, caps: Sequence[int | None] = ()) -> list[int]:
-    """Shares proportional to the weights, with the sum `total`. Samples above a cap go to the other workers; ties go to the
-    earlier one.
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Shares proportional to the weights, with the sum `total`; ties go to the earlier one. If all weights are 0, all count
+    equally. Exact for any weights, so that all machines get the same shares.
 
-    Exact for any weights, so that all machines get the same shares. If all weights are 0, all count equally.
-
-    >>> apportion([6, 2, 0], 5), apportion([1.0, 1.0], 5, [1, None])
-    ([4, 1, 0], [1, 4])
+    >>> apportion([6, 2, 0], 5), apportion([0, 0], 3)
+    ([4, 1, 0], [2, 1])
     """
-    most = [total if cap is None else min(cap, total) for cap in (caps or [None] * len(weights))]
-    if sum(most) < total:
-        raise InvalidInput("E-SHARES-ARGUMENT",
-                           f"apportion: caps add up to {sum(most)}, less than the total {total}; lower the total or raise a "
-                           "cap")
     exact = [Fraction(weight) for weight in weights]
-    open_yet, left, taken = list(range(len(weights))), total, [0] * len(weights)
-    while True:
-        weight_sum = sum(exact[i] for i in open_yet)
-        part = {i: left * exact[i] / weight_sum if weight_sum else Fraction(left, len(open_yet)) for i in open_yet}
-        over = [i for i in open_yet if part[i] >= most[i]]
-        if not over or len(over) == len(open_yet):
-            break
-        for i in over:
-            taken[i], left = most[i], left - most[i]
-        open_yet = [i for i in open_yet if i not in over]
-    for i in open_yet:
-        taken[i] = min(int(part[i]), most[i])
-    short = total - sum(taken)
-    order = sorted(open_yet, key=lambda i: (taken[i] - part[i], i))
-    while short > 0:
-        for i in order:
-            if short and taken[i] < most[i]:
-                taken[i], short = taken[i] + 1, short - 1
-    return taken
+    weight_sum = sum(exact)
+    parts = [total * weight / weight_sum if weight_sum else Fraction(total, len(exact)) for weight in exact]
+    shares = [int(part) for part in parts]
+    for i in sorted(range(len(parts)), key=lambda i: (shares[i] - parts[i], i))[: total - sum(shares)]:
+        shares[i] += 1
+    return shares

@@ -46,13 +46,14 @@ def profile(
     # Measured first: the user's code may fail, and measuring codecs takes longest.
     timed = job_made_by(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
-    copy = calibration.measure_copies() or PCIE_COPY
-    profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, *collectives, source="measured")
+    profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
     files: dict[Path, Record] = {out: profile} if timed is None else {out: profile, job: timed}
     write({file: records.encode(record).decode() for file, record in files.items()})
     _show(costs)
-    for line in _besides(profile):
-        print(line)
+    for where, of in (("inside a node", profile.inside), ("between nodes", profile.across)):
+        if of.slope_s:
+            print(f"collectives {where}: {1e6 * of.floor_s:.0f} us a message and {1e9 * of.slope_s:.2f} ns a byte, fit error "
+                  f"{100 * of.error:.0f} %")
     print(f"costs are in {out}")
     if timed is not None:
         assert timed.timing is not None
@@ -81,17 +82,6 @@ def _among_ranks() -> tuple[Line, Line] | None:
         groups.close()
         dist.destroy_process_group()
     return (inside, across) if launch.rank == 0 else None
-
-
-def _besides(profile: Profile) -> list[str]:
-    """Lines for measured costs other than those of codecs."""
-    def line(name: str, of: Line, one: str) -> str:
-        return f"{name}: {1e6 * of.floor_s:.0f} us {one} and {1e9 * of.slope_s:.2f} ns a byte, fit error {100 * of.error:.0f} %"
-
-    text = [line("copy between GPU and host", profile.copy, "each")] if profile.copy is not PCIE_COPY else []
-    text += [line(f"collectives {where}", of, "a message") for where, of in
-             (("inside a node", profile.inside), ("between nodes", profile.across)) if of.slope_s]
-    return text
 
 
 def _show(costs: tuple[CodecCost, ...]) -> None:

@@ -42,13 +42,6 @@ def test_where_there_is_no_time_one_collective_says_how_long_messages_take() -> 
     assert (line.slope_s, line.error) == (calibration.LEAST_BYTE_S, 0.0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU to copy from")
-def test_copies_to_a_gpu_take_time() -> None:
-    line = calibration.measure_copies()
-    assert line is not None
-    assert 1e-7 < line(1 << 20) < 1e-2
-
-
 def seconds(profile: Profile, path: str, codec: str = DENSE, *, tall_nodes: bool = True, numel: int = 1 << 20) -> float:
     """Of the bucket's tasks one after the other."""
     cluster = tall(2, 4) if tall_nodes else flat(4)

@@ -1,4 +1,4 @@
-"""Measures costs on this machine and cluster: codecs, copies and collectives. Fits lines to the times."""
+"""Measures costs on this machine and cluster: codecs and collectives. Fits lines to the times."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from commlayer.records import Spec
 
 CODEC_NUMEL = (1 << 12, 1 << 16, 1 << 20)
 """Elements: from 16 KiB, where calls cost more than bytes, to 4 MiB, which exceeds the cache of one core."""
-COPIED_NBYTES = (1 << 12, 1 << 18, 1 << 22, 1 << 25)
 REPEATS = 5
-MEMBERS = 8
-"""Members whose sum an all-reduce must have room for; similar numbers need as many bytes."""
 
 
 def measure_codecs(codecs: Sequence[str], sizes: Sequence[int] = CODEC_NUMEL, repeats: int = REPEATS) -> tuple[CodecCost, ...]:
@@ -74,25 +71,6 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
             adds.append(add_s)
     reduced = sum(ReducedAccumulator(acc).nbytes for acc in accs) if is_summable(codec) else 0
     return median(encodes), median(adds), float(nbytes), float(reduced)
-
-
-def measure_copies(sizes: Sequence[int] = COPIED_NBYTES, repeats: int = REPEATS) -> Line | None:
-    """Seconds per bytes of one copy between a GPU and pinned memory; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    rows = []
-    for nbytes in sizes:
-        cuda, host = torch.zeros(nbytes, dtype=torch.uint8, device="cuda"), torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
-        seconds = []
-        for _ in range(repeats + 1):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            host.copy_(cuda, non_blocking=True)
-            cuda.copy_(host, non_blocking=True)
-            torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - begin) / 2)
-        rows.append(median(seconds[1:]))
-    return fit(sizes, rows)
 
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
