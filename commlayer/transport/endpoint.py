@@ -344,7 +344,7 @@ class StreamTransport:
             operation.fail(self._mailbox.failure(peer) or PeerLost("not connected", peer=peer_name(peer)))
         return operation
 
-    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:

@@ -23,7 +23,6 @@ def sending(peer: int, header: Header) -> Handle:
 
 
 def sent(operation: Handle, header: Header) -> None:
-    assert operation.peer is not None
     operation.complete(Message(operation.peer, header, _NO_BODY))
 
 
@@ -43,7 +42,7 @@ class Mailbox:
     def __init__(self, max_kept_nbytes: int = DEFAULT_MAX_KEPT_NBYTES) -> None:
         self._lock = threading.Lock()
         self._seq = 0
-        self._posted: dict[tuple[int | None, Key | None], deque[tuple[int, Handle]]] = {}
+        self._posted: dict[tuple[int, Key | None], deque[tuple[int, Handle]]] = {}
         self._kept: OrderedDict[int, Message] = OrderedDict()  # in order of arrival
         self._index: dict[tuple[int, Key], deque[int]] = {}  # the same messages, by peer and key
         self._kept_nbytes: dict[int, int] = {}
@@ -55,7 +54,7 @@ class Mailbox:
         """Returns the error that ended this peer, or all peers; None if there is none."""
         return self._failed.get(None) or self._failed.get(peer)
 
-    def recv(self, peer: int | None, match: Key | None) -> Handle:
+    def recv(self, peer: int, match: Key | None) -> Handle:
         step, bucket = (None, None) if match is None else match[2:4]
         what = "receive" if match is None else f"receive of {KIND_NAMES[match[0]]}"
         operation = Handle(what, peer, step, bucket)
@@ -119,17 +118,15 @@ class Mailbox:
             self._failed.pop(peer, None)
 
     def _posted_for(self, peer: int, k: Key) -> Handle | None:
-        best: tuple[int | None, Key | None] | None = None
-        for place in ((peer, k), (peer, None), (None, k), (None, None)):
-            queue = self._posted.get(place)
-            if queue and (best is None or queue[0][0] < self._posted[best][0][0]):
-                best = place
-        if best is None:
+        queue, other = self._posted.get((peer, k)), self._posted.get((peer, None))
+        place: tuple[int, Key | None] = (peer, k)
+        if queue is None or (other is not None and other[0][0] < queue[0][0]):
+            queue, place = other, (peer, None)
+        if queue is None:
             return None
-        queue = self._posted[best]
         _, operation = queue.popleft()
         if not queue:
-            del self._posted[best]
+            del self._posted[place]
         return operation
 
     def _keep(self, message: Message, k: Key) -> None:
@@ -143,14 +140,12 @@ class Mailbox:
         self._kept[self._seq] = message
         self._index.setdefault((peer, k), deque()).append(self._seq)
 
-    def _take(self, peer: int | None, match: Key | None) -> Message | None:
-        if peer is not None and match is not None:
+    def _take(self, peer: int, match: Key | None) -> Message | None:
+        if match is not None:
             queue = self._index.get((peer, match))
             return self._forget(queue[0]) if queue else None
-        for seq, message in self._kept.items():
-            if peer in (None, message.peer) and (match is None or match == key(message.header)):
-                return self._forget(seq)
-        return None
+        seq = next((seq for seq, message in self._kept.items() if message.peer == peer), None)
+        return None if seq is None else self._forget(seq)
 
     def _forget(self, seq: int) -> Message:
         """Removes and returns a stored message. It must be the oldest of its peer and key, unless the caller removes all of

@@ -122,7 +122,7 @@ class Handle:
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 
-    def __init__(self, what: str, peer: int | None, step: int | None = None, bucket: int | None = None) -> None:
+    def __init__(self, what: str, peer: int, step: int | None = None, bucket: int | None = None) -> None:
         self._what, self.peer, self.step, self.bucket = what, peer, step, bucket
         self._lock = threading.Lock()
         self._message: Message | None = None
@@ -141,7 +141,7 @@ class Handle:
             # otherwise each raise adds frames to the traceback, which keep their locals alive
             raise self._error.with_traceback(None)
         if self._message is None:
-            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {_name(self.peer)} is still in progress: wait for it "
+            raise InvalidInput("E-TRANSPORT-USE", f"{self._what} with {peer_name(self.peer)} is still in progress: wait for it "
                                                   "first")
         return self._message
 
@@ -178,13 +178,9 @@ class Handle:
             if self._event is None and self._callbacks is not None:
                 self._event = threading.Event()
         if self._event is not None and not self._event.wait(max(0.0, deadline - time.monotonic())):
-            raise DeadlineExceeded(f"{self._what} did not complete before the deadline", peer=_name(self.peer),
+            raise DeadlineExceeded(f"{self._what} did not complete before the deadline", peer=peer_name(self.peer),
                                    step=self.step, bucket=self.bucket)
         return self.message()
-
-
-def _name(peer: int | None) -> str:
-    return "any peer" if peer is None else peer_name(peer)
 
 
 def _call(callback: Callable[[Handle], None], handle: Handle) -> None:
@@ -192,7 +188,7 @@ def _call(callback: Callable[[Handle], None], handle: Handle) -> None:
         callback(handle)
     except Exception:
         log.exception("a callback of a transport operation raised an error (callbacks must not raise); "
-                      "the connection to %s continues", _name(handle.peer))
+                      "the connection to %s continues", peer_name(handle.peer))
 
 
 class Transport(Protocol):
@@ -226,8 +222,8 @@ class Transport(Protocol):
 
     def send(self, peer: int, header: Header, body: memoryview | bytes = b"") -> Handle: ...
 
-    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
-        """Receives the next message from that peer with that key; None matches any. Messages that arrived before the call are
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
+        """Receives the next message from that peer with that key; None: with any key. Messages that arrived before the call are
         kept."""
         ...
 

@@ -323,7 +323,7 @@ class ReconnectingTransport(Wrapper):
 
     # ---- Transport
 
-    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:

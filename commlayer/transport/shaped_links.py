@@ -127,7 +127,6 @@ class Shaped(Wrapper):
         host = self._hosts[self.rank]
         while (frame := self._next(self._uplink, lambda _: 0.0)) is not None:
             peer = frame.operation.peer
-            assert peer is not None
             nbytes = HEADER_NBYTES + len(frame.body)
             for begin in range(0, nbytes, CHUNK_NBYTES):
                 out = self._links.send(host, frame.key[-1], min(CHUNK_NBYTES, nbytes - begin))
@@ -140,7 +139,6 @@ class Shaped(Wrapper):
 
     def _deliver_frames(self) -> None:
         while (frame := self._next(self._arriving, lambda frame: frame.key[0] - time.monotonic())) is not None:
-            assert frame.operation.peer is not None
             frame.operation.follow(self._inner.send(frame.operation.peer, frame.header, frame.body))
 
     def _next(self, queue: list[_Frame], wait_s: Callable[[_Frame], float]) -> _Frame | None:
@@ -155,7 +153,7 @@ class Shaped(Wrapper):
                 self._work.wait(left_s)
         return None
 
-    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._inner.recv(peer, match)
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:

@@ -25,13 +25,13 @@ class Model:
     """Two lists, searched from the front."""
 
     def __init__(self) -> None:
-        self.posted: list[tuple[int | None, Key | None, int]] = []
+        self.posted: list[tuple[int, Key | None, int]] = []
         self.kept: list[tuple[int, Key, int]] = []
         self.matched: dict[int, int] = {}  # receive -> arrival
 
-    def recv(self, peer: int | None, match: Key | None, name: int) -> None:
+    def recv(self, peer: int, match: Key | None, name: int) -> None:
         for entry in self.kept:
-            if peer in (None, entry[0]) and match in (None, entry[1]):
+            if peer == entry[0] and match in (None, entry[1]):
                 self.kept.remove(entry)
                 self.matched[name] = entry[2]
                 return
@@ -39,7 +39,7 @@ class Model:
 
     def deliver(self, peer: int, k: Key, name: int) -> None:
         for entry in self.posted:
-            if entry[0] in (None, peer) and entry[1] in (None, k):
+            if entry[0] == peer and entry[1] in (None, k):
                 self.posted.remove(entry)
                 self.matched[entry[2]] = name
                 return
@@ -47,21 +47,20 @@ class Model:
 
 
 acts = st.one_of(
-    st.tuples(st.just("recv"), st.sampled_from((None, *PEERS)), st.sampled_from((None, *KEYS))),
+    st.tuples(st.just("recv"), st.sampled_from(PEERS), st.sampled_from((None, *KEYS))),
     st.tuples(st.just("deliver"), st.sampled_from(PEERS), st.sampled_from(KEYS)),
 )
 
 
 @given(st.lists(acts, max_size=40))
 @settings(max_examples=300, deadline=None)
-def test_matching_is_that_of_two_plain_lists(script: list[tuple[str, int | None, Key | None]]) -> None:
+def test_matching_is_that_of_two_plain_lists(script: list[tuple[str, int, Key | None]]) -> None:
     box, model, handles = Mailbox(), Model(), {}
     for name, (act, peer, k) in enumerate(script):
         if act == "recv":
             handles[name] = box.recv(peer, k)
             model.recv(peer, k, name)
         else:
-            assert peer is not None
             assert k is not None
             box.deliver(Message(peer, data(peer, bucket=k[3]), memoryview(name.to_bytes(2, "little"))))
             model.deliver(peer, k, name)
@@ -88,14 +87,14 @@ def test_an_ended_peer_keeps_its_arrivals_an_aborted_one_does_not_and_a_new_conn
     lost, given_up = PeerLost("gone", peer="worker 1"), CommError("given up", peer="worker 2")
     for peer in (1, 2):
         box.deliver(message(peer, 1))
-    anyone = box.recv(None, KEYS[2])
+    other = box.recv(3, KEYS[2])
     box.end(lost, 1)
     box.end(PeerLost("later", peer="worker 1"), 1)
     box.abort(given_up, 2)
     assert len(box.recv(1, None).message().body) == 1
     assert box.recv(1, None).error() is lost
     assert box.recv(2, None).error() is given_up
-    assert not anyone.done()
+    assert not other.done()
     box.deliver(message(1, 1))
     assert box.recv(1, None).error() is lost
     box.admit(1)

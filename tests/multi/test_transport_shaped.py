@@ -93,8 +93,8 @@ def test_a_host_shares_its_links_and_inside_it_nothing_is_shaped(mesh: Mesh) -> 
     assert time.monotonic() - begin < 0.9
     for end in (worker, server):
         end.send(1, data(end.rank), bytes(KB))
-    peers = {other.wait(other.recv(), soon()).peer for _ in range(2)}
-    assert peers == {0, SERVER_BASE}
+    for peer in (0, SERVER_BASE):
+        other.wait(other.recv(peer), soon())
     assert time.monotonic() - begin >= 2.0
 
 

@@ -122,7 +122,7 @@ class Loopback:
             wire.put(operation, header, memoryview(data))
         return operation
 
-    def recv(self, peer: int | None = None, match: Key | None = None) -> Handle:
+    def recv(self, peer: int, match: Key | None = None) -> Handle:
         return self._mailbox.recv(peer, match)
 
     def wait(self, handle: Handle, deadline: float) -> Message:
