@@ -27,6 +27,7 @@ import commlayer
 from bench.as_rank import as_rank
 from commlayer.autotune.controller import TuningController
 from commlayer.autotune.job_actions import JobActions
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.optimizers import job_of
 from commlayer.planner import default_plan
 
@@ -92,7 +93,7 @@ def commlayer_priced(model: nn.Module, optimizer: torch.optim.Optimizer, argumen
     trained = commlayer_service(model, optimizer, argument)
     session: commlayer.Session = trained.close.__self__  # type: ignore[attr-defined]
     connection = session.inspect.connection
-    assert connection.worker is not None
+    assert isinstance(connection, DistributedJob)
     auto = TuningController(connection, JobActions(connection), None, keep=True)
     auto.start()
 

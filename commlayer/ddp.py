@@ -1,50 +1,49 @@
-"""Averages gradients through DistributedDataParallel's communication hook.
+"""Averages gradients through DistributedDataParallel's communication hook, which a script registers itself.
 
 DDP regroups its buckets after the first step, so tensors are identified by their parameters and not by bucket index. The first
 backward pass only collects buckets and exchanges them together after the last one: the hook has not seen all parameters before.
+attach() on a DistributedDataParallel module does not use the hook; see engine/quiet_ddp.py.
 
 (No `from __future__ import annotations`: DDP checks the annotations of a hook.)
 """
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
+from commlayer.cluster.process_groups import PendingCollective, torch_errors
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
-from commlayer.engine.averages import write_gradient
-from commlayer.engine.connection import JobContext
-from commlayer.engine.ddp_modes import DDPBuffers, DDPModes
-from commlayer.engine.guards import WITH_DDP, AttachedModel, Claim, StepGuard, found_in, name_of, wrapper_of
-from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd
+from commlayer.engine.connection import DistributedJob, JobContext
+from commlayer.engine.finite_steps import FiniteSteps
+from commlayer.engine.guards import WITH_DDP, AttachedModel, Claim, HookedTensors, StepGuard, found_in, name_of, wrapper_of
+from commlayer.engine.hooks import COMPILED, TAKEN, in_compiled_autograd, uncompiled
 from commlayer.engine.lanes import Lane
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizers import check_dense, settings_of
+from commlayer.engine.optimizers import HeldParameters, OptimizerMemory, check_dense, settings_of
 from commlayer.engine.plan_choice import requested_plan
 from commlayer.engine.start import Start, connect, group_of
 from commlayer.engine.step_loop import StepLoop
-from commlayer.engine.sync_modes import RequestedModes
-from commlayer.errors import DeadlineExceeded, InvalidInput, InvalidState
-from commlayer.optim import family_of
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, InvalidState
+from commlayer.optim import family_of, usual
 from commlayer.records import Plan
 
 CLOSING_S = 1.0
 """Seconds that closing a session waits for the lane's thread to end."""
 ENDING_S = 30.0
 """Seconds that a backward pass waits beyond the deadline, for an error to be reported and residuals to be restored."""
-
-
-def _forbids(_way: str) -> str:
-    return ("local steps need attach(model, optimizer): a communication hook that the script registers only averages "
-            "gradients; call attach(), or make the plan without local steps")
+ONLY_AVERAGES = ("a communication hook that the script registers only averages the gradients of each step: use attach(model, "
+                 "optimizer), or make the plan without local steps and results that are one step late")
 
 
 class _Part(NamedTuple):
@@ -67,32 +66,29 @@ class HookState:
         gradients. `process_group`: the ranks to average over, if other than those of the DDP module."""
         self._plan, self._config = requested_plan(compression, plan), read_config(config)
         self._scaler, self._optimizer, self._process_group = grad_scaler, optimizer, group_of(process_group)
-        self.modes: DDPModes | None = None
-        """Permits plans of local steps if set. attach() sets it, since it knows the module and its optimizer."""
-        self._claim: Claim | None = None
-        self._held: dict[str, Any] = {}
+        self._averager: _Averager | None = None
+        """Averages the module's gradients, from the end of its first backward pass to the end of its session."""
+        self._unconnected = JobContext()
+        self._saved: dict[str, Any] = {}
         """Codec state of a copied or pickled hook; it is restored after the first backward pass has connected."""
-        self.connection, self.observers = JobContext(), Observers()
-        self._loop: StepLoop | None = None
         self._weight: tuple[float, float | None] | None = None
         """The weight and total that the script has set since the last step; None if it has set none."""
-        self._numbers: dict[int, int] = {}
-        self._step: list[_Part] = []
-        self._lane: Lane | None = None
-        self._guard: StepGuard | None = None
-        self._unused_here: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Pairs of a parameter that this rank did not use in the last backward pass and the average that arrived for it."""
-        self._actions: list[Callable[[], None]] = []
-        self.module: nn.Module | None = None
-        """The module wrapped by DDP, for the parameter names used in plans; None until it is known."""
-        self._views = False
-        """Whether `.grad` tensors are views of DDP's buckets (gradient_as_bucket_view=True)."""
+        self._parts: list[_Part] = []
+        """Buckets of the current backward pass."""
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._closed = False
         self._brought: list[torch.Tensor] = []
         """Parameters that have received a gradient in the backward pass whose autograd id is `_pass`."""
         self._pass = -1
+
+    @property
+    def connection(self) -> JobContext:
+        return self._unconnected if self._averager is None else self._averager.connection
+
+    def weight(self, n: float, total: float | None = None) -> None:
+        """Sets the weight of this worker's gradients from the next step on, as Session.weight does."""
+        self._weight = n, total
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Receives one bucket of DDP during the backward pass. The returned future completes when the whole step has been
@@ -105,8 +101,7 @@ class HookState:
         self._check(parameters, buffer)
         device = buffer.device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
-        part = _Part(parameters, bucket.gradients(), buffer, future)
-        self._step.append(part)
+        self._parts.append(_Part(parameters, bucket.gradients(), buffer, future))
         last = bucket.is_last()
         if last:
             # Not before: under a reentrant checkpoint an earlier bucket may belong to a backward pass inside this one.
@@ -114,23 +109,17 @@ class HookState:
             inside = torch._C._current_graph_task_id() >= 0
             if inside:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end)
-        if self._lane is not None:
-            self._feed(part)
-        elif last:
-            try:
-                self._connect(device)
-            except BaseException as error:
-                self._latch(error)
-                raise
-            self._lane = Lane("ddp", self._latch)
-            for earlier in self._step:
-                self._feed(earlier)
-        if last:
-            step, self._step = self._step, []
-            assert self._lane is not None
-            self._lane.put(lambda: self._finish(step))
-            if not inside:
-                self._end()  # ddp.join(): a rank without inputs takes part with zeros, outside any backward pass
+        averager, fresh = self._averager, self._parts[-1:]
+        if averager is None and last:
+            averager, fresh = self._connect(device), self._parts
+        if averager is not None:
+            for part in fresh:
+                self._feed(averager, part)
+            if last:
+                step, self._parts = self._parts, []
+                averager.lane.put(lambda: self._finish(averager, step))
+                if not inside:
+                    self._end()  # ddp.join(): a rank without inputs takes part with zeros, outside any backward pass
         return future
 
     @property
@@ -145,61 +134,51 @@ class HookState:
     def _check(self, parameters: list[torch.Tensor], buffer: torch.Tensor) -> None:
         """Checks that a bucket belongs to this state's model and is dense. An error is raised again in all later passes."""
         try:
-            if self._lane is not None and not all(id(p) in self._numbers for p in parameters):
+            if self._averager is not None and not all(id(p) in self._averager.numbers for p in parameters):
                 raise InvalidInput("E-DDP-HOOK",
                                    "this HookState belongs to another model, or the model's parameters have changed since "
                                    "its first backward pass: make one HookState for each DistributedDataParallel module")
             if buffer.layout != torch.strided:
-                self._find_module()
-                check_dense(name_of(parameters[0], self.module), buffer)
+                ddp = wrapper_of(self)
+                check_dense(name_of(parameters[0], None if ddp is None else ddp.module), buffer)
         except ValueError as error:
             self._latch(error)
             raise
 
-    def _connect(self, device: torch.device) -> None:
+    def _connect(self, device: torch.device) -> "_Averager":
         """Connects to the other ranks at the end of the first backward pass, when the hook has seen all parameters."""
-        self._find_module()
-        with Start(self._process_group, device) as start:
-            model = found_in([p for part in self._step for p in part.parameters], self.module)
-            self.claim(model.named)
-            self.connection = connect(model.job, device, start, plan=self._plan, config=self._config, full_job=model.full_job,
-                                      forbids=_forbids if self.modes is None else self.modes.forbids,
-                                      requested=RequestedModes() if self.modes is None else self.modes.requested,
-                                      optimizer=family_of(self._optimizer),
-                                      must={"wrapper": "DistributedDataParallel", "optimizer": "not given"},
-                                      settings=settings_of(self._optimizer, model.named))
-        self._numbers = {id(p): number for number, (_, p) in enumerate(model.named)}
-        self.connection.on_close.append(self.release)
-        self.connection.after_regroup.append(self._regroup)
-        if self.connection.worker is None:
-            self._unwatch()
-        else:
-            self.watch(model.named)
-        self.connection.on_close.append(self._unwatch)
-        self._loop = StepLoop(
-            self.connection, [p for _, p in model.named if isinstance(p, nn.Parameter)], model.named, optimizer=self._optimizer,
-            scaler=self._scaler, config=self._config, observers=self.observers,
-            schedule=None if self.modes is None else self.modes.schedule(self.connection, model.named, self.observers,
-                                                                               self._guard),
-            guard=self._guard)
-        if self.modes is not None and self._guard is not None:
-            self.connection.after_switch.append(self._weigh)
-            self.modes.follow(self._loop, self._guard)
-            self._weigh()
-        self._take_buffers(self._loop)
-        for action in self._actions:
-            action()
-        self._actions.clear()
-        handles = [p.register_post_accumulate_grad_hook(self._got) for _, p in model.named]
-        self.connection.on_close += [*(handle.remove for handle in handles), self._let_go]
-
-    def _take_buffers(self, loop: StepLoop) -> None:
-        """Broadcasts the module's buffers instead of DDP, if DDP broadcasts them, both use the same ranks, and the workers
-        cannot change."""
-        connection, ddp = self.connection, wrapper_of(self)
-        if (ddp is not None and connection.worker is not None and connection.groups is not None and connection.members is None
-                and ddp.process_group == self._process_group and ddp.broadcast_buffers and ddp.modules_buffers):
-            DDPBuffers(ddp, connection, self._config.deadline_s, lambda: loop.local)
+        claim: Claim | None = None
+        try:
+            ddp = wrapper_of(self)
+            if ddp is not None:
+                self._process_group = self._process_group or ddp.process_group
+            with Start(self._process_group, device) as start:
+                model = found_in([p for part in self._parts for p in part.parameters], None if ddp is None else ddp.module)
+                claim = Claim(model.named)
+                memory = OptimizerMemory(model.parameters, self._optimizer, usual(family_of(self._optimizer)))
+                connection = connect(model.job, device, start, memory, plan=self._plan, config=self._config,
+                                     full_job=model.full_job, forbids=lambda _: ONLY_AVERAGES,
+                                     must={"wrapper": "communication hook", "optimizer": "not given"},
+                                     settings=settings_of(self._optimizer, model.named))
+            connection.on_close.append(claim.release)
+            if connection.plan is not None and any(b.stale for b in connection.plan.buckets):
+                connection.close(ONLY_AVERAGES)
+                raise InvalidInput("E-PLAN-REFUSED", f"plan: {ONLY_AVERAGES}")
+            self._averager = averager = _Averager(model, connection, ddp, self._optimizer, self._scaler, self._config,
+                                                  self._latch)
+            if (ddp is not None and isinstance(connection, DistributedJob) and ddp.process_group == self._process_group
+                    and ddp.broadcast_buffers and ddp.modules_buffers):
+                DDPBuffers(ddp, connection, self._config.deadline_s)
+            if isinstance(connection, DistributedJob):
+                checkpoint.restore_worker(connection, self._saved)
+        except BaseException as error:
+            if claim is not None and self._averager is None:
+                claim.release()
+            self._latch(error)
+            raise
+        handles = [p.register_post_accumulate_grad_hook(self._got) for p in model.parameters]
+        connection.on_close += [*(handle.remove for handle in handles), self._let_go]
+        return averager
 
     def _got(self, parameter: torch.Tensor) -> None:
         if (graph := torch._C._current_graph_task_id()) != self._pass:
@@ -210,90 +189,29 @@ class HookState:
     def _let_go(self) -> None:
         """Drops all references when the session has ended: lane, buffers, model and optimizer. DDP keeps this HookState and
         would keep them alive."""
-        if self._lane is not None:
-            self._lane.close(CLOSING_S)
+        if self._averager is not None:
+            self._averager.lane.close(CLOSING_S)
         self._closed = self._error is None
-        self._lane = self._loop = self._guard = self.modes = self.module = None
-        self._optimizer = self._scaler = None
-        self.connection, self.observers = JobContext(), Observers()
-        for kept in (self._numbers, self._step, self._unused_here, self._actions, self._brought):
-            kept.clear()
+        self._averager = self._optimizer = self._scaler = None
+        self._parts.clear()
+        self._brought.clear()
 
-    def _find_module(self) -> None:
-        """Finds the DDP module that uses this state, and takes parameter names and process group from it."""
-        if (ddp := wrapper_of(self)) is not None:
-            self.module, self._views = ddp.module, ddp.gradient_as_bucket_view
-            self._process_group = self._process_group or ddp.process_group
-
-    def _regroup(self) -> None:
-        """Switches DDP to the new default process group after workers have left or joined. DDP copies buffers within this
-        group, and averages in it after the session has ended."""
-        self._process_group = None
-        if (ddp := wrapper_of(self)) is not None:
-            ddp.process_group = dist.distributed_c10d._get_default_group()
-
-    def watch(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Starts checking the optimizers that step the given parameters."""
-        if self._guard is None:
-            ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-            named = [(name, p) for name, p in named if name not in ignored]
-            self._guard = StepGuard(AttachedModel(self.module, named, self._optimizer, ignored), named, self._latch, WITH_DDP)
-
-    def _unwatch(self) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-            self._guard = None
-
-    def claim(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Reserves the given parameters for this session. Raises ValueError if another session averages one of them."""
-        self._claim = self._claim or Claim(named)
-
-    def release(self) -> None:
-        """Ends the reservation made by `claim`: other sessions can average these parameters."""
-        if self._claim is not None:
-            self._claim.release()
-
-    def _feed(self, part: _Part) -> None:
-        loop = self._averaging()
-        if loop is None or loop.local:
+    def _feed(self, averager: "_Averager", part: _Part) -> None:
+        if (loop := averager.loop) is None:
             return
         if self._weight is not None and not loop.worker.begun:
             loop.weigh(*self._weight)
             self._weight = None
         for p, gradient in zip(part.parameters, part.gradients, strict=True):
             # For unused parameters DDP fills in zeros, and drops the result if no rank used them.
-            if loop.has_gradient(number := self._numbers[id(p)]):
+            if loop.has_gradient(number := averager.numbers[id(p)]):
                 loop.ready(number, gradient)
 
-    def _averaging(self) -> StepLoop | None:
-        """The step loop; None if this rank has no other ranks to average with."""
-        return None if self.connection.worker is None else self._loop
-
-    def flush(self, parameters: list[torch.nn.Parameter]) -> bool:
-        """Does what Session.flush describes. `parameters` are the model's, in any order."""
-        mine = [p for p in parameters if id(p) in self._numbers]
-        return self._loop is not None and self._loop.flush(sorted(mine, key=lambda p: self._numbers[id(p)]))
-
-    def _finish(self, step: list[_Part]) -> None:
+    def _finish(self, averager: "_Averager", step: list[_Part]) -> None:
         """Ends the step, on the lane's thread. Completes DDP's futures with the averages, or with local gradients after an
         error."""
         try:
-            if self.connection.worker is None:
-                self.connection.passed()
-            # If local steps began after DDP had started to reduce this pass, the pass is the first local step.
-            if (loop := self._averaging()) is not None and not loop.count_local():
-                by_number = {self._numbers[id(p)]: (p, gradient) for part in step
-                             for p, gradient in zip(part.parameters, part.gradients, strict=True)}
-                gradients = [by_number[n][1] if n in by_number else None for n in range(len(self._numbers))]
-                inputs = [g if loop.has_gradient(n) else None for n, g in enumerate(gradients)]
-
-                def targets() -> list[torch.Tensor | None]:
-                    use_flags = loop.worker.used() if loop.worker.late else []
-                    self._unused_here = [by_number[n] for n, anyone in enumerate(use_flags) if anyone and inputs[n] is None]
-                    return gradients
-
-                loop.average(inputs, targets)
-                loop.observe()
+            averager.average(step)
         except BaseException as error:
             self._latch(error)
         finally:
@@ -304,84 +222,71 @@ class HookState:
     def _end(self) -> None:
         """Waits for the step at the end of the backward pass and raises its error. (PyTorch would turn an exception in a future
         into a cast error.)"""
-        connection = self.connection
-        patience_s = connection.patience()
-        if not self._ended.wait(self._config.deadline_s + ENDING_S + connection.waits.verdict_s + patience_s):
+        averager = self._averager
+        waits_s = averager.connection.waits.verdict_s if averager and isinstance(averager.connection, DistributedJob) else 0.0
+        if not self._ended.wait(self._config.deadline_s + ENDING_S + waits_s):
             self._latch(DeadlineExceeded("the step did not end by its deadline", peer="this worker's own lane"))
-        if self._guard is not None:
-            self._guard.check()
+        if averager is not None and averager.guard is not None:
+            averager.guard.check()
         for p in self._brought if torch._C._current_graph_task_id() == self._pass else ():
             if p.grad is None:
                 self._latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(p.shape))))
         if self._error is not None:
             raise self._error
-        if (loop := self._averaging()) is not None and torch._C._current_graph_task_id() >= 0:
+        if averager is not None and averager.loop is not None and torch._C._current_graph_task_id() >= 0:
             # After DDP's own end callback, which writes averages into `.grad`.
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._written, loop))
-
-    def _written(self, loop: StepLoop) -> None:
-        """Writes late averages of parameters that no rank used in this pass. They stem from an earlier pass, and DDP skips such
-        parameters."""
-        for p, average in self._unused_here:
-            write_gradient(p, average, keep=self._views)
-        self._unused_here.clear()
-        if not loop.local:
-            loop.written()
+            torch.autograd.Variable._execution_engine.queue_callback(averager.loop.written)
 
     def _latch(self, error: BaseException) -> None:
         self._error = self._error or error
 
-    def weight(self, n: float, total: float | None = None) -> None:
-        self._weight = n, total
-        self._weigh()
-
-    def _weigh(self) -> None:
-        """Applies the script's weight at the start of a pass under local steps. Otherwise `_feed` applies it with the first
-        gradient of a step."""
-        if self._loop is not None and self._loop.local and self._weight is not None:
-            self._loop.weigh(*self._weight)
-            self._weight = None
-
-    def detach(self) -> None:
-        self._unwatch()
-        if self.modes is not None:
-            self.modes.remove()
-            if self._loop is not None:
-                self._loop.detach()
-        self.release()
-
-    def log_loss(self, loss: float | torch.Tensor) -> None:
-        if self._loop is not None:
-            self._loop.log_loss(loss)
-
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copied or pickled DDP module contains of its hook. Connection, scaler and optimizer belong to this
         process and are left out."""
+        job = self.connection
         return {"plan": self._plan, "config": self._config, "weight": self._weight,
-                "state": checkpoint.worker_state(self.connection) if self.connected else self._held}
+                "state": checkpoint.worker_state(job) if isinstance(job, DistributedJob) else self._saved}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Restores a copied or pickled state. Register it with a module again: DDP does not register the hooks of a loaded
         module."""
         HookState.__init__(self, config=saved["config"])
-        self._plan, self._weight, self._held = saved["plan"], saved["weight"], saved["state"]
-        self.when_connected(lambda: checkpoint.restore_worker(self.connection, self._held))
+        self._plan, self._weight, self._saved = saved["plan"], saved["weight"], saved["state"]
 
-    @property
-    def connected(self) -> bool:
-        """Whether the first backward pass has connected this rank to the others."""
-        return self._lane is not None
 
-    @property
-    def deadline_s(self) -> float:
-        return self._config.deadline_s
+class _Averager:
+    """Averages the gradients of one DDP module, until its session ends."""
 
-    def when_connected(self, action: Callable[[], None]) -> None:
-        """Runs `action` at once if this rank is connected, else at the end of the first backward pass."""
-        if self._lane is not None:
-            action()
-        else:
-            self._actions.append(action)
+    def __init__(
+        self, model: HookedTensors, connection: JobContext, ddp: DistributedDataParallel | None, optimizer: Any, scaler: Any,
+        config: Config, latch: Callable[[BaseException], None],
+    ) -> None:
+        self.connection = connection
+        self.numbers = {id(p): number for number, p in enumerate(model.parameters)}
+        self.lane = Lane("ddp", latch)
+        self.loop: StepLoop | None = None
+        """None if this rank has no other ranks to average with."""
+        self.guard: StepGuard | None = None
+        if not isinstance(connection, DistributedJob):
+            return
+        ignored = () if ddp is None else getattr(ddp.module, "_ddp_params_and_buffers_to_ignore", ())
+        named = [(name, p) for name, p in model.named if name not in ignored]
+        module = None if ddp is None else ddp.module
+        self.guard = StepGuard(AttachedModel(module, named, optimizer, ignored), named, latch, WITH_DDP)
+        connection.on_close.append(self.guard.remove)
+        finite = FiniteSteps(connection, model.parameters, HeldParameters(model.parameters))
+        self.loop = StepLoop(connection, model.parameters, model.named, optimizer=optimizer, scaler=scaler, config=config,
+                             observers=Observers(), guard=self.guard, finite=finite)
+
+    def average(self, step: Sequence[_Part]) -> None:
+        if (loop := self.loop) is None:
+            self.connection.passed()
+            return
+        by_number = {self.numbers[id(p)]: gradient for part in step
+                     for p, gradient in zip(part.parameters, part.gradients, strict=True)}
+        gradients = [by_number.get(n) for n in range(len(self.numbers))]
+        loop.average([g if loop.has_gradient(n) else None for n, g in enumerate(gradients)], lambda: gradients)
+        loop.observe()
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -390,3 +295,64 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
     if state.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     return state.take(bucket)
+
+
+# ---- broadcasts rank 0's buffers before a training pass of DistributedDataParallel, instead of DDP itself
+#
+# If another rank has ended or is lost, DDP would wait until torch's timeout and name no rank. This wait ends at once.
+
+WHAT = "broadcast of the buffers of DistributedDataParallel"
+
+
+class DDPBuffers:
+    """Broadcasts rank 0's buffers of one DDP module before its training forward passes. All ranks create it together."""
+
+    def __init__(self, ddp: DistributedDataParallel, connection: DistributedJob, deadline_s: float) -> None:
+        """Registers the hook on `ddp`."""
+        self._connection: DistributedJob | None = connection
+        self._deadline_s, self._ranks = deadline_s, connection.groups.members.ranks
+        # A separate group, because late results use the other groups meanwhile.
+        self._group: Any = connection.groups.members.group(timeout_s=deadline_s)
+        self._hook = ddp.register_forward_pre_hook(uncompiled(self._before_forward))
+        connection.on_close.append(self.remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy of the DDP module, which is saved and copied with its hooks. In a copy this hook does nothing."""
+        return {"_connection": None}
+
+    def remove(self) -> None:
+        self._hook.remove()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+    def _before_forward(self, ddp: Any, _args: Any) -> None:
+        if (self._connection is None or ddp._join_config.enable or hasattr(ddp, "buffer_hook")
+                or not ddp.will_sync_module_buffers()):
+            return
+        worker = self._connection.worker
+        worker.check()
+        if (peer_error := worker.finished_peers.begin(worker.step)) is not None:
+            worker.latch(peer_error)
+            worker.check()
+        try:
+            ddp._assign_modules_buffers()
+            self._broadcast([b for b in ddp.modules_buffers if b.numel()], worker.now.failed)
+        except CommError as error:
+            worker.latch(error)
+            worker.check()
+        worker.finished_peers.end()
+        ddp.require_forward_param_sync = False  # DDP sets it to True at the end of this forward pass
+
+    def _broadcast(self, buffers: list[torch.Tensor], failed: Callable[[], BaseException | None]) -> None:
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        for buffer in buffers:
+            by_kind[buffer.dtype, buffer.device].append(buffer.detach())
+        for same in by_kind.values():
+            flat = _flatten_dense_tensors(same)
+            with torch_errors(WHAT):
+                work = dist.broadcast(flat.view(torch.uint8), self._ranks[0], group=self._group, async_op=True)
+            PendingCollective(work, WHAT, on_device=flat.is_cuda).wait(time.monotonic() + self._deadline_s, failed)
+            if dist.get_rank() != self._ranks[0]:
+                for buffer, values in zip(same, _unflatten_dense_tensors(flat, same), strict=True):
+                    buffer.data.copy_(values)  # `.data`, as in DDP, so that autograd does not count a change

@@ -93,8 +93,8 @@ CODES: dict[str, tuple[str, str]] = {
                      "The message names which part of the state."),
     "E-JOIN-MISSED": ("A home could not join the job before its members or its plan changed.", "Start the home again."),
     "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
-    "E-DDP-LOCAL-STEPS": ("This use of DistributedDataParallel does not work with local steps.",
-                          "The message names the argument to drop."),
+    "E-DDP-UNSUPPORTED": ("attach() does not support this use of DistributedDataParallel.",
+                          "The message names what to change."),
     "E-HOOKS-TAKEN": ("A gradient hook of commlayer was replaced.", "Do not remove its hooks."),
     "E-SESSION-CLOSED": ("The session is closed.", "Attach again."),
     # ---- gradients and steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -13,22 +13,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.cluster.collectives import Groups
-from commlayer.cluster.process_groups import Members
-from commlayer.config import Config, read_config, read_launch
-from commlayer.ddp import HookState, comm_hook
+from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.checkpoint import FoundCheckpoint
-from commlayer.engine.connection import JobContext, between_steps
-from commlayer.engine.ddp_modes import DDPModes
+from commlayer.engine.connection import DistributedJob, between_steps
 from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
-from commlayer.engine.module_driver import ModuleDriver
-from commlayer.engine.observers import ObserverOrder, Observers
-from commlayer.engine.optimizers import job_of, parameters_of, settings_of
+from commlayer.engine.module_driver import ModuleDriver, SoloDriver
+from commlayer.engine.observers import ObserverOrder
+from commlayer.engine.optimizers import OptimizerMemory, job_of, parameters_of, settings_of
 from commlayer.engine.plan_choice import requested_plan
-from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable, silenceable
+from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.replica import Replica
 from commlayer.engine.start import Start, connect, group_of
 from commlayer.engine.step import EpochChanged
@@ -42,7 +37,10 @@ log = logging.getLogger("commlayer")
 
 
 class Driver(Inspected, Protocol):
-    """A session's access to the model's gradients: through hooks on the parameters, or through DDP's communication hook."""
+    """A session's access to the model's gradients, with or without other workers."""
+
+    @property
+    def in_join(self) -> bool: ...
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -55,10 +53,6 @@ class Driver(Inspected, Protocol):
     def synchronize(self) -> None: ...
 
     def flush(self) -> bool: ...
-
-    def refuse_unconnected(self, what: str) -> None: ...
-
-    def between_steps(self) -> AbstractContextManager[tuple[Groups | None, int, int]]: ...
 
     def detach(self) -> None: ...
 
@@ -83,8 +77,7 @@ class Session:
         return self._driver.no_sync()
 
     def join(self) -> AbstractContextManager[None]:
-        """Context manager for ranks with unequal numbers of batches, on a plain module. All ranks enter it, around the loop
-        over batches.
+        """Context manager for ranks with unequal numbers of batches. All ranks enter it, around the loop over batches.
 
         >>> with session.join():                                    # doctest: +SKIP
         ...     for x, y in loader:
@@ -100,8 +93,7 @@ class Session:
 
         The plan does not change while a rank is out of batches. Under sync="forward", backward() waits for results inside the
         context. Schedulers are not copied: step them after the context. An exception inside ends the session, and the other
-        ranks fail with its reason. Not supported: local steps, jobs whose workers might leave, and DistributedDataParallel,
-        which has its own join().
+        ranks fail with its reason. Not supported: local steps, and jobs whose workers might leave.
         """
         return self._driver.join()
 
@@ -118,7 +110,7 @@ class Session:
             raise InvalidInput("E-WEIGHT",
                                f"total {summed:g} is less than this worker's own weight, {own:g}; give the sum over all "
                                "workers")
-        if summed is not None and self._driver.connection.in_join:
+        if summed is not None and self._driver.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "weight(total=...) is not supported inside session.join(): the sum changes when a rank runs "
                                "out of batches; leave total out")
@@ -169,7 +161,6 @@ class Session:
         """
         self._outside_join("checkpoint()")
         if not self._fresh("checkpoint()"):
-            self._driver.refuse_unconnected("checkpoint()")
             checkpoint.save(self._driver.connection, self._replica, Path(directory), extra, model=model)
 
     def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
@@ -184,7 +175,7 @@ class Session:
             return True
         directory, context = Path(directory), self._driver.connection
         try:
-            with self._driver.between_steps() as (groups, rank, world):
+            with between_steps(context) as (groups, rank, world):
                 found = checkpoint.find(groups, rank, world, directory)
                 if found is None:
                     if rank == 0:
@@ -194,13 +185,11 @@ class Session:
         except (CommError, EpochChanged) as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step
-        self._driver.when_connected(lambda: self._load(found, directory, local))
-        return True
-
-    def _load(self, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
-        checkpoint.load_codecs(self._driver.connection, found, directory, local)
+        self._driver.complete()
+        checkpoint.load_codecs(context, found, directory, local)
         for drift in self._driver.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.loaded()
+        return True
 
     def switch(self, plan: Plan) -> None:
         """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is used.
@@ -208,10 +197,16 @@ class Session:
         Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
         """
         self._outside_join("switch()")
-        self._driver.when_connected(lambda: _switch(self._driver.connection, plan))
+        context = self._driver.connection
+        if not isinstance(context, DistributedJob):
+            raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
+        self._driver.complete()
+        go_over(context, plan, requested=True)
+        context.terms.auto = False  # automatic tuning keeps a plan that the user chose
+        context.worker.recorder.switch(on=False)
 
     def _outside_join(self, what: str) -> None:
-        if self._driver.connection.in_join:
+        if self._driver.in_join:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"{what} must not be called inside session.join(): all ranks make this call together, and "
                                "some might be out of batches; call it before or after the context")
@@ -307,134 +302,51 @@ def attach(
 
     >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """
-    ddp, process_group = isinstance(model, DistributedDataParallel), group_of(process_group)
-    if ddp and process_group not in (None, model.process_group):
+    ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
+    if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",
                            "process_group: differs from the DistributedDataParallel module's group; leave it out")
     first = next(iter(model.parameters()), torch.empty(0)) if isinstance(model, nn.Module) else torch.empty(0)
-    with Start(model.process_group if ddp else process_group, first.device) as start:
+    with Start(process_group if ddp is None else ddp.process_group, first.device) as start:
         modes, requested = requested_modes(sync), requested_plan(compression, plan)
         outer = (sync.outer if isinstance(sync, LocalSteps) else None) or usual(family_of(optimizer))
         settings = read_config(config)
         check_model(model)
         refuse_steps_in_backward(model.named_parameters())
-        wrapped = None
         if modes.updates:
             check_local(optimizer)
         norm = checked(clip_grad_norm, optimizer)
+        named = parameters_of(model)
         if modes.overlap == "forward":
-            check_forward(model, parameters_of(model), optimizer)
-        if isinstance(model, DistributedDataParallel):
-            if not (modes.updates or (settings.min_workers and read_launch().home and silenceable(model))):
-                state = HookState(optimizer, compression=compression, plan=plan, grad_scaler=grad_scaler, config=settings)
-                forbids = forbids_of(model, parameters_of(model.module), optimizer, state)
-                state.modes = DDPModes(model, optimizer, requested=modes, forbids=forbids, outer=outer,
-                                       deadline_s=settings.deadline_s)
-                return Session(_DDPDriver(model, state), Replica(model.module, optimizer, grad_scaler),
-                               clipping(parameters_of(model.module), optimizer, norm))
-            check_silenceable(model)
-            wrapped, model = model, model.module
+            check_forward(model, named, optimizer)
+        forbids = forbids_of(model, named, optimizer)
+        if ddp is not None:
+            check_silenceable(ddp)
+            model = ddp.module
+            named = parameters_of(model)
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
         if not tensors:
             raise InvalidInput("E-MODEL-UNSUPPORTED", "the model has no parameters")
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
-        claim, replica = Claim(parameters_of(model)), Replica(model, optimizer, grad_scaler)
-        must = {"wrapper": "none" if wrapped is None else "DistributedDataParallel",
-                "trained parameters": str(len(parameters_of(model))),
+        claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
+        must = {"wrapper": "none", "trained parameters": str(len(named)),
                 "optimizer": "not given" if optimizer is None else "given"}
         try:
-            forbids = forbids_of(wrapped or model, parameters_of(model), optimizer)
-            connection = connect(job, device, start, plan=requested, config=settings, align=tensors, must=must, requested=modes,
-                                 settings=settings_of(optimizer, model.named_parameters()),
-                                 forbids=forbids, optimizer=family_of(optimizer), replica=replica)
+            connection = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
+                                 config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
+                                 settings=settings_of(optimizer, model.named_parameters()))
         except BaseException:
             claim.release()
             raise
     connection.on_close.append(claim.release)
-    driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
-                          ddp=None if wrapped is None else QuietDDP(wrapped), clips=norm is not None)
-    driver.join_round()
-    return Session(driver, replica, clipping(parameters_of(model), optimizer, norm))
-
-
-def _switch(connection: JobContext, plan: Plan) -> None:
-    go_over(connection, plan, requested=True)
-    connection.terms.auto = False  # automatic tuning keeps a plan that the user chose
-    assert connection.worker is not None
-    connection.worker.recorder.switch(on=False)
-
-
-class _DDPDriver:
-    """A session's access to the gradients of a DistributedDataParallel module, through `comm_hook`."""
-
-    def __init__(self, model: DistributedDataParallel, state: HookState) -> None:
-        self._model, self._state = model, state
-        state.claim(parameters_of(model.module))
-        try:
-            model.register_comm_hook(state, comm_hook)
-        except BaseException:
-            state.release()
-            raise
-        if model.process_group.size() > 1:
-            state.module = model.module  # the hook finds the module in the first backward pass only
-            state.watch(parameters_of(model.module))
-        self._ended: tuple[JobContext, Observers] | None = None
-
-    @property
-    def connection(self) -> JobContext:
-        return self._state.connection if self._ended is None else self._ended[0]
-
-    @property
-    def observers(self) -> Observers:
-        return self._state.observers if self._ended is None else self._ended[1]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
-
-    def join(self) -> AbstractContextManager[None]:
-        raise InvalidInput("E-UNEVEN-INPUTS",
-                           "session.join() is only for plain modules; a DistributedDataParallel module has its own, which "
-                           "works with commlayer: with ddp_model.join(): ...")
-
-    def weight(self, n: float, total: float | None) -> None:
-        self._state.weight(n, total)
-
-    def log_loss(self, loss: float | torch.Tensor) -> None:
-        self._state.log_loss(loss)
-
-    def synchronize(self) -> None:
-        """Does nothing: DDP ends every backward pass with the averages in `.grad`."""
-
-    def flush(self) -> bool:
-        return self._state.flush(list(self._model.parameters()))
-
-    def refuse_unconnected(self, what: str) -> None:
-        if not self._state.connected and self._model.process_group.size() > 1:
-            raise InvalidInput("E-CHECKPOINT", f"{what}: under DistributedDataParallel commlayer connects in the first "
-                                               "backward pass; call it after that")
-
-    @contextmanager
-    def between_steps(self) -> Iterator[tuple[Groups | None, int, int]]:
-        members = Members(self._model.process_group)
-        if self._state.connected or members.world == 1:
-            with between_steps(self.connection) as joint:
-                yield joint
-            return
-        groups = Groups(1, self._state.deadline_s, self._model.device, members)
-        try:
-            yield groups, members.rank, members.world
-        finally:
-            groups.close()
-
-    def when_connected(self, action: Callable[[], None]) -> None:
-        self._state.when_connected(action)
-
-    def detach(self) -> None:
-        """Ends the hook's work. DDP cannot remove a hook and keeps its HookState, which drops the connection. The session keeps
-        the connection for `inspect` and `stats`."""
-        self._ended = self._ended or (self._state.connection, self._state.observers)
-        self._state.detach()
+    driver: Driver
+    if isinstance(connection, DistributedJob):
+        driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
+                              ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
+    else:
+        driver = SoloDriver(model, connection, optimizer)
+    return Session(driver, replica, clipping(named, optimizer, norm))
 
 
 def _amount(what: str, value: Any) -> float:

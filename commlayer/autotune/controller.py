@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from commlayer.autotune.guard import QualityGuard
     from commlayer.autotune.job_actions import JobActions, Measured
-    from commlayer.engine.connection import JobContext
+    from commlayer.engine.connection import DistributedJob
 
 WARM_STEPS = 2
 """The first steps determine thresholds, buckets and the forward order; their times do not represent later ones."""
@@ -100,7 +100,7 @@ class TuningController:
     after an exchange of local steps."""
 
     def __init__(
-        self, connection: JobContext, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
+        self, connection: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
         plans: bool = True, per_node: int = 1, keep: bool = False,
     ) -> None:
         """`plans`: whether it chooses plans. With `keep` it searches for plans and never switches, without `reports`.
@@ -123,7 +123,6 @@ class TuningController:
         self._last = StepEnd()
         self._busy = False
         connection.on_close.append(self._close)
-        connection.on_shares.append(self._shares_moved)
 
     @property
     def verdicts(self) -> list[ReplanVerdict]:
@@ -175,7 +174,6 @@ class TuningController:
     def after_exchange(self) -> None:
         """Called after local steps, or one of their fragments, have been exchanged: counts the local steps since then."""
         plan = self._connection.plan
-        assert plan is not None
         if not self._busy and plan.steps_locally:
             self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
@@ -189,7 +187,6 @@ class TuningController:
         """Handles `steps` steps, the last one ended at `ended`. A CommError is latched in the worker if another rank is lost.
         """
         worker = self._connection.worker
-        assert worker is not None
         step_s = max(0.0, ended - self._last.at - self._last.overhead_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
         begin = time.perf_counter()
@@ -204,7 +201,6 @@ class TuningController:
 
     def _begin(self, ended: float, overhead_s: float = 0.0) -> None:
         """Marks the end of the last step as the beginning of the next one."""
-        assert self._connection.worker is not None
         self._last = StepEnd(ended, overhead_s, self._connection.worker.counters.exposed_s)
 
     def step_over(self, step_s: float, waited_s: float) -> None:
@@ -231,7 +227,7 @@ class TuningController:
         connection = self._connection
         if not self._plans or not (connection.terms.auto or self._keep):
             return False
-        return connection.worker is None or connection.worker.step >= connection.worker.plan.warmup
+        return connection.worker.step >= connection.worker.plan.warmup
 
     def _plan_step(self, step_s: float, waited_s: float) -> None:
         self._planned_steps += 1
@@ -492,13 +488,12 @@ class TuningController:
 
     @property
     def _active(self) -> Plan:
-        assert self._connection.plan is not None
         return self._connection.plan
 
     def _say(self, text: str, level: int = logging.INFO) -> None:
         self._connection.say(text, level)
 
-    def _shares_moved(self, part: float) -> None:
+    def shares_moved(self, part: float) -> None:
         """Work moves between ranks with the next step: a fraction of a step's computing."""
         if self._lead is not None and part >= plan_policy.SHARES_WORTH:
             self._lead = structs.replace(self._lead, moved=True)

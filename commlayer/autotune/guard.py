@@ -17,7 +17,7 @@ from commlayer.autotune import quality
 from commlayer.autotune.quality import Bounds, CodecChange, GradientError, LossTrend, PlanLevels, least_usual
 from commlayer.config import Config
 from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.gradient_comparison import SampledPiece
 from commlayer.loss_budget import BUDGET
 from commlayer.observe.fidelity import Dots
@@ -26,10 +26,8 @@ from commlayer.records import Plan
 LOSSES_KEPT = 4096
 
 
-def guard_of(connection: JobContext, config: Config) -> QualityGuard | None:
+def guard_of(connection: DistributedJob, config: Config) -> QualityGuard | None:
     """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
-    if connection.worker is None or connection.groups is None:
-        return None
     has_budget = bool(config.max_loss or config.loss)
     if config.guard == "off" or (config.guard == "auto" and not (has_budget or connection.terms.auto)):
         return None
@@ -41,12 +39,11 @@ def guard_of(connection: JobContext, config: Config) -> QualityGuard | None:
 
 class QualityGuard:
     def __init__(
-        self, connection: JobContext, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *, by_budget: bool = True,
+        self, connection: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *, by_budget: bool = True,
     ) -> None:
         """With `by_budget` bounds follow from the budget; otherwise from what is usual under the active codecs."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
-        assert connection.groups is not None
-        self._groups = connection.groups
+            self._groups = connection.groups
         self._begin_s = time.perf_counter()
         self._exposed_s = 0.0
         """Total wait for communication at the end of the last step."""
@@ -79,7 +76,6 @@ class QualityGuard:
         if not self.has_work():
             return
         worker, begin_s, summed = self._connection.worker, time.perf_counter(), Dots()
-        assert worker is not None
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
         if self._piece is not None:
@@ -99,7 +95,6 @@ class QualityGuard:
     def prepare(self, step: int) -> None:
         """Prepares the comparison in step number `step`, the next one, if there is one."""
         begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
-        assert worker is not None
         self._exposed_s = worker.counters.exposed_s
         # A user's plan without a budget is not judged.
         idle = self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
@@ -127,7 +122,6 @@ class QualityGuard:
     def lifted(self, change: CodecChange) -> Plan | None:
         """The base plan with no codec below the level. None if that is the active plan."""
         groups, worker = self._groups, self._connection.worker
-        assert worker is not None
         lifted = plan_choice.lift(self._base, change.after, groups.world // groups.ranks_per_node,
                                   cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
@@ -143,8 +137,6 @@ class QualityGuard:
     def _levels(self, base: Plan | None = None) -> PlanLevels:
         """Adopts the active plan. `base` is the plan that it was made finer from."""
         plan, worker = self._connection.plan, self._connection.worker
-        assert plan is not None
-        assert worker is not None
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
         self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)
         bounds = (0.0, 0.0) if self._by_budget else least_usual([b.planned for b in self._watched])

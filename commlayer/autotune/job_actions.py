@@ -34,7 +34,7 @@ from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
 from commlayer.cluster.collectives import Groups, gather
 from commlayer.compressors import build
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.switch import switch
 from commlayer.errors import InvalidState
 from commlayer.observe.link_monitor import InterfaceCounters, Rates
@@ -69,10 +69,9 @@ class Measured(NamedTuple):
 class JobActions:
     """Carries out what the controller decides. All but `pace`, `record` and the search are collective."""
 
-    def __init__(self, connection: JobContext, probe_s: float = PROBE_S) -> None:
+    def __init__(self, connection: DistributedJob, probe_s: float = PROBE_S) -> None:
         """`probe_s` limits the time of all probes together."""
         worker = connection.worker
-        assert worker is not None
         self._connection, self._job, self._probe_s = connection, worker.job, probe_s
         self._meter: InterfaceCounters | None = None
         self._measured: Measurements | None = None
@@ -94,31 +93,28 @@ class JobActions:
 
     def pace(self, links: Sequence[Link]) -> None:
         """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
-        groups, uplink = _groups(self._connection), self._connection.uplink
-        assert uplink is not None
+        groups, uplink = self._connection.groups, self._connection.uplink
         up_bps = link_rates.HEADROOM * links[groups.node].up_bps
         uplink.pace(up_bps / groups.ranks_per_node)
         if groups.local == 0:
             uplink.pace_servers(groups.node, up_bps)
 
     def record(self, *, on: bool) -> None:
-        if self._connection.worker is not None:
-            self._connection.worker.recorder.switch(on=on)
+        self._connection.worker.recorder.switch(on=on)
         if self._connection.local is not None:
             self._connection.local.recorder.switch(on=on)
 
     def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
         """The median step time of all ranks and the shortest wait: a rank that waits for a slower one waits longer than
         communication takes."""
-        groups = _groups(self._connection)
+        groups = self._connection.groups
         rows = groups.gather_all(torch.tensor([step_s, waited_s], dtype=torch.float64, device=groups.device))
         return float(rows[:, 0].median()), float(rows[:, 1].min())
 
     def measure(self) -> Measured:
         """Measures with the steps recorded so far, which ends recording, and with probes."""
         connection, worker = self._connection, self._connection.worker
-        assert worker is not None
-        groups, seen = _groups(connection), None if self._meter is None else seen_by(self._meter)
+        groups, seen = connection.groups, None if self._meter is None else seen_by(self._meter)
         steps, local = worker.recorder.steps, connection.local
         self.record(on=False)
         timing = timing_of(steps if local is None else local.recorder.steps, len(self._job.tensors), worker.places)
@@ -144,17 +140,17 @@ class JobActions:
         return Measured(
             tuple(links_of(connection, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(connection.called, range(len(rows)))), connection.members is None)  # else a LoadBalancer is refused
+            tuple(map(connection.called, range(len(rows)))), not connection.elastic)  # else a LoadBalancer is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, at which windows start."""
         connection = self._connection
-        up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[_groups(connection).node])
+        up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[connection.groups.node])
         row = self._measurements.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
         return tuple(links_of(connection, gathered(connection, row)))
 
     def any_on_rank_0(self, flag: bool) -> bool:
-        return bool(gather(_groups(self._connection), [flag])[0][0])
+        return bool(gather(self._connection.groups, [flag])[0][0])
 
     def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
         switch(self._connection, plan, by_itself=by_itself)
@@ -174,9 +170,9 @@ class JobActions:
         if self._profile is None:
             self._profile = self._measured_here(current, codecs(connection))
         server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
-        cuda = worker is not None and worker.device.type == "cuda"
+        cuda = worker.device.type == "cuda"
         cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
-                             reachable=connection.groups is None or connection.groups.members.reachable)
+                             reachable=connection.groups.members.reachable)
         profile = structs.replace(self._profile, learning=learning_rows(connection.terms.learning))
         profile, policy = bounded(connection, profile, allowed.policy)
         order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
@@ -211,8 +207,3 @@ class JobActions:
     def close(self) -> None:
         """Ends searches permanently. A thread in `search` soon raises RuntimeError."""
         self._process.close()
-
-
-def _groups(connection: JobContext) -> Groups:
-    assert connection.groups is not None
-    return connection.groups

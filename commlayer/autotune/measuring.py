@@ -14,7 +14,7 @@ from commlayer.autotune.measure import link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.cluster.collectives import Groups
 from commlayer.config import host_port
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.worker import Worker
 from commlayer.observe.link_monitor import PAYLOAD, InterfaceCounters, Rates, Throughput, counters_of
 from commlayer.observe.step_trace import RecordedStep
@@ -115,11 +115,10 @@ class RankMeasurement(NamedTuple):
     """Whether the rank's script rebalances shares of the batch."""
 
 
-def server_nodes_of(connection: JobContext) -> list[int]:
+def server_nodes_of(connection: DistributedJob) -> list[int]:
     """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
-    assert connection.uplink is not None
     nodes = [s.node for s in connection.uplink.view.servers]
-    if connection.members is None:
+    if not connection.elastic:
         return nodes
     elsewhere = sorted(set(nodes))  # no site has a server, and sites are renumbered when members change
     return [connection.world + elsewhere.index(node) for node in nodes]
@@ -171,14 +170,13 @@ def seen_by(meter: InterfaceCounters) -> SeenTraffic:
 
 
 def probed(
-    connection: JobContext, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
+    connection: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
     expected: Rates = UNKNOWN,
 ) -> Ways:
     """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
     then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
     determines on all nodes is not probed. `expected`: known lower bounds, at which windows start."""
-    groups = _groups(connection)
-    assert connection.uplink is not None
+    groups = connection.groups
     away = [server.id for server in connection.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
     network, patience_s = link_rates.RequestNetwork(connection.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
@@ -238,16 +236,16 @@ def at_least(ways: Ways, carried: Throughput | None) -> Ways:
     return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
 
 
-def gathered(connection: JobContext, row: RankMeasurement) -> list[RankMeasurement]:
+def gathered(connection: DistributedJob, row: RankMeasurement) -> list[RankMeasurement]:
     """Collective: returns the rows of all ranks in rank order."""
-    groups = _groups(connection)
+    groups = connection.groups
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
-def links_of(connection: JobContext, rows: Sequence[RankMeasurement]) -> list[Link]:
+def links_of(connection: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
     """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
-    firsts = rows[:: _groups(connection).ranks_per_node]
+    firsts = rows[:: connection.groups.ranks_per_node]
     probes = [row for row in firsts if row.up_bps]
     # The other nodes' downloads are its upload, their uploads its download.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
@@ -277,16 +275,10 @@ def cluster_of(
     return Cluster(tuple(nodes), reachable)
 
 
-def meter_of(connection: JobContext) -> InterfaceCounters | None:
+def meter_of(connection: DistributedJob) -> InterfaceCounters | None:
     """Reads this node's interface counters, on the node's first rank, if the system has them."""
-    assert connection.uplink is not None
-    if _groups(connection).local:
+    if connection.groups.local:
         return None
     servers = [host_port(server.address)[0] for server in connection.uplink.view.servers]
     counters = counters_of(own_address.interface_towards(servers))
     return None if counters is None else InterfaceCounters(counters)
-
-
-def _groups(connection: JobContext) -> Groups:
-    assert connection.groups is not None
-    return connection.groups

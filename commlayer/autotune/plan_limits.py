@@ -14,7 +14,7 @@ from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel
 from commlayer.compressors import parse
 from commlayer.engine import plan_choice
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.model import Policy, Profile
 
@@ -32,24 +32,24 @@ class PlanLimits(NamedTuple):
     """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
 
 
-def codecs(connection: JobContext) -> list[str]:
+def codecs(connection: DistributedJob) -> list[str]:
     """Codecs that are worth measuring."""
     return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
-def remembers(connection: JobContext) -> bool:
+def remembers(connection: DistributedJob) -> bool:
     """Whether the optimizer has state, which local steps let diverge between ranks."""
-    return connection.stepped is not None and connection.stepped.remembers
+    return connection.memory.remembers
 
 
-def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
+def limits_of(connection: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
     """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
     modes, terms = connection.terms.allowed_modes(), connection.terms
     # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= modes
     # If workers might leave, an exchange must be complete before any part of it is applied.
-    takes_fragments = terms.requested.fragments is None and connection.members is None
+    takes_fragments = terms.requested.fragments is None and not connection.elastic
     policy = Policy(
         devices=("cpu",), optimizer=terms.optimizer, exact=not (able and terms.requested.exact is False),
         # Stale results would replace the gradients that scripts accumulate in `.grad` by older averages.
@@ -58,7 +58,7 @@ def limits_of(connection: JobContext, rows: Sequence[RankMeasurement] = ()) -> P
     return PlanLimits(policy, able and terms.requested.exact is None and not terms.suggested, connection.passes < YOUNG)
 
 
-def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
+def bounded(connection: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
     """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
     measured number of local steps."""
     if not policy.exact:
@@ -75,9 +75,9 @@ def bounded(connection: JobContext, profile: Profile, policy: Policy) -> tuple[P
     return profile, structs.replace(policy, codecs=fine)
 
 
-def _budget(connection: JobContext) -> float:
+def _budget(connection: DistributedJob) -> float:
     return connection.terms.max_loss or loss_budget.BUDGET
 
 
-def _model(connection: JobContext) -> LossModel | None:
+def _model(connection: DistributedJob) -> LossModel | None:
     return loss_model.read(Path(connection.terms.loss)) if connection.terms.loss else None

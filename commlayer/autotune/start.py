@@ -7,16 +7,14 @@ from commlayer.autotune.guard import guard_of
 from commlayer.autotune.job_actions import JobActions
 from commlayer.autotune.report import Reports
 from commlayer.config import Config
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 
 
-def controller_of(connection: JobContext, config: Config) -> TuningController | None:
+def controller_of(connection: DistributedJob, config: Config) -> TuningController | None:
     """The controller of a job of several nodes whose plan was left to commlayer, or whose codecs are guarded; otherwise None.
     """
     worker, groups = connection.worker, connection.groups
-    if worker is None or groups is None or connection.rows is None:
-        return None
     plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
     guard = guard_of(connection, config)
     if not plans and guard is None:
@@ -35,12 +33,11 @@ def observe(observers: Observers, controller: TuningController) -> None:
         looks=controller.has_work, after_exchange=controller.after_exchange, after_drain=controller.after_drain))
 
 
-def reporting(connection: JobContext, observers: Observers) -> TuningController:
+def reporting(connection: DistributedJob, observers: Observers) -> TuningController:
     """The job's controller; one that only exchanges rows if there is none. Collective."""
     for controller in observers.at(ObserverOrder.CONTROLLER):
         assert isinstance(controller, TuningController)
         return controller
-    assert connection.rows is not None
     controller = TuningController(connection, JobActions(connection), Reports(connection.rows.rows()), plans=False)
     observe(observers, controller)
     return controller

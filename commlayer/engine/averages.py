@@ -220,15 +220,6 @@ def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
     return has_late
 
 
-def write_gradient(p: torch.Tensor, average: torch.Tensor, *, keep: bool) -> None:
-    """Writes an average into `.grad`, unless `.grad` shares its memory. `keep`: if there is no `.grad`, `average` itself
-    becomes the gradient, without a copy."""
-    if p.grad is None:
-        p.grad = average if keep else average.clone()
-    elif p.grad.data_ptr() != average.data_ptr():
-        p.grad.detach().copy_(average)
-
-
 # ---- A step whose results are taken as they arrive: which tensors are complete, and where their averages are
 #
 # Nothing is written before all workers have ended their backward pass (Worker.all_complete).

@@ -33,7 +33,7 @@ from commlayer.compressors import codec_of, restore, snapshot
 from commlayer.compressors.feedback import ResidualSlice, in_updates, residual_of, split_by_tensor
 from commlayer.engine import buckets
 from commlayer.engine.buckets import EncodedBucket
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.plan_handover import inherit_residuals
 from commlayer.engine.replica import Replica, broadcast_bytes, on_host
 from commlayer.engine.step import EpochChanged
@@ -53,11 +53,9 @@ _Files = dict[str, dict[str, torch.Tensor]]
 
 # ---- codec state of this rank
 
-def worker_state(context: JobContext) -> dict[str, Any]:
+def worker_state(context: DistributedJob) -> dict[str, Any]:
     """State of this rank's codecs (residuals, momenta) for every bucket that it encodes, and the number of the next step."""
     worker = context.worker
-    if worker is None:
-        return {}
     _refuse_under_way(context)
     if worker.error is None:
         worker.drain()
@@ -93,10 +91,10 @@ def _is_residual(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == "residual"
 
 
-def restore_worker(context: JobContext, state: Mapping[str, Any]) -> None:
-    """Restores the result of `worker_state`, under the plan of the save."""
+def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
+    """Restores the result of `worker_state`, under the plan of the save; nothing if it is empty."""
     worker = context.worker
-    if worker is None or not state:
+    if not state:
         return
     _refuse_under_way(context)
     _same("saved state", "plan", state.get("plan"), records.digest(worker.plan))
@@ -127,39 +125,46 @@ def save(
     context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool,
 ) -> None:
     """Writes a checkpoint, as Session.checkpoint describes. All ranks call it between the same two steps."""
-    context.anew(lambda: _save(context, replica, directory, extra, model=model))
+    job = context if isinstance(context, DistributedJob) else None
+    if job is None:
+        _save(context, job, replica, directory, extra, model=model)
+    else:
+        job.anew(lambda: _save(context, job, replica, directory, extra, model=model))
 
 
-def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping[str, Any], *, model: bool) -> None:
-    for act in (*context.complete_exchanges, *context.before_switch):
-        act()
-    worker, link, groups = context.worker, context.uplink, context.groups  # these calls may have changed them
+def _save(
+    context: JobContext, job: DistributedJob | None, replica: Replica, directory: Path, extra: Mapping[str, Any], *,
+    model: bool,
+) -> None:
+    if job is not None:
+        job.complete()
+        for listener in job.listeners:
+            listener.before_switch()
+    groups, plan = context.groups, context.plan  # these calls may have changed them
+    undone: dict[int, int] = {}
     with all_or_none(groups, SAVING):
         with writing(directory):  # first: the calls below roll back what the last step did not apply
             directory.mkdir(parents=True, exist_ok=True)
             highest = max(numbers(directory), default=0)
-        if worker is not None:
-            worker.drain()
-            undone = worker.roll_back()
+        if job is not None:
+            job.worker.drain()
+            undone = job.worker.roll_back()
     contents: _Files = {}
-    with all_or_none(groups, SAVING):
-        for server in _servers_of(context):
-            assert worker is not None
-            assert link is not None
-            tensors: dict[str, torch.Tensor] = {}
-            for bucket in _summed_by(worker.plan, server):
-                data = link.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
-                tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
-            contents[f"server-{server}"] = tensors
-    if worker is not None:
-        worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
+    if job is not None:
+        with all_or_none(groups, SAVING):
+            for server in _servers_of(job):
+                tensors: dict[str, torch.Tensor] = {}
+                for bucket in _summed_by(job.plan, server):
+                    data = job.uplink.fetch_state(server, bucket.id, undone.get(bucket.id, 0))
+                    tensors |= {f"{bucket.id}.{name}": t for name, t in safetensors.torch.load(data).items()}
+                contents[f"server-{server}"] = tensors
+        job.worker.acknowledge_rollbacks()  # on all ranks, although only one rank reported to each server
     # Higher than any rank's number, so that no file of an earlier checkpoint is overwritten.
     rows = gather(groups, [highest, secrets.randbits(62)])
     number, first = 1 + max(row[0] for row in rows), context.rank == 0
-    plan = None if worker is None else worker.plan
-    mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if worker is None else worker.step, world=context.world,
-                servers=0 if plan is None else plan.servers, plan="" if plan is None else records.digest(plan),
-                rate=1.0 if worker is None else worker.units.rate)
+    mark = Mark(save=f"{rows[0][1]:016x}", step=context.passes, round=0 if job is None else job.worker.step,
+                world=context.world, servers=0 if plan is None else plan.servers,
+                plan="" if plan is None else records.digest(plan), rate=1.0 if job is None else job.worker.units.rate)
     folder = folder_of(directory, number)
 
     def training() -> _Files:
@@ -168,8 +173,8 @@ def _save(context: JobContext, replica: Replica, directory: Path, extra: Mapping
     try:
         # No rank may continue yet: messages of the next step would change state that other ranks still fetch.
         with all_or_none(groups, SAVING):
-            state = worker_state(context)
-            contents[f"rank-{context.rank}"] = state.get("tensors", {}) | replica.own_state(extra)
+            state = {} if job is None else worker_state(job)["tensors"]
+            contents[f"rank-{context.rank}"] = state | replica.own_state(extra)
             with writing(directory):
                 own = first or (plan is not None and plan.steps_locally)
                 write(folder, contents | (training() if own else {}), mark, plan if first else None)
@@ -258,14 +263,14 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
     """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore, the job ends on all
     ranks: some of them might have restored theirs already."""
     context.passes = found.mark.step
-    if context.worker is None:
+    if not isinstance(context, DistributedJob):
         if found.mark.plan:
             context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")
         return
     try:
         if found.exact:
             _take_plan(context, found.folder)
-        if found.exact and found.mark.plan == records.digest(context.worker.plan):
+        if found.exact and found.mark.plan == records.digest(context.plan):
             _put(context, found)
         else:
             _converted(context, found, local)
@@ -275,28 +280,25 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
         raise not_loaded(context, directory, error) from error
 
 
-def _put(context: JobContext, found: FoundCheckpoint) -> None:
+def _put(context: DistributedJob, found: FoundCheckpoint) -> None:
     """Restores exactly what each rank and server had."""
     worker, link = context.worker, context.uplink
-    assert worker is not None
     with all_or_none(context.groups, LOADING), reading(found.folder):
         worker.drain()
         states = {name: read(found.folder, name, found.mark)
                   for name in own_files(context.rank, context.world, worker.plan.servers)}
     with all_or_none(context.groups, LOADING):  # no rank may push before every server has its state back
         for server in _servers_of(context):
-            assert link is not None
             for bucket in _summed_by(worker.plan, server):
                 data = safetensors.torch.save(_of_bucket(states[f"server-{server}"], bucket.id))
                 link.put_state(server, bucket.id, found.mark.round, data)
         restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
 
 
-def _converted(context: JobContext, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
+def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
     """Gives the residuals of a job with another plan or number of workers to this job's ranks: each file's to the rank that
     reads it. Momenta of codecs start again from zero."""
     worker, mark = context.worker, found.mark
-    assert worker is not None
     offered = b""
     with all_or_none(context.groups, LOADING), reading(found.folder):
         worker.drain()
@@ -342,22 +344,21 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
     if isinstance(error, EpochChanged) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     cause = error if isinstance(error, CommError) else CommError(f"{type(error).__name__}: {error}")
-    if (members := context.members) is not None and members.pending(context.waits.verdict_s):
-        peer = members.gone()[0]
+    job = context if isinstance(context, DistributedJob) else None
+    if job is not None and job.members.pending(job.waits.verdict_s):
+        peer = job.members.gone()[0]
         at = named_at(str(cause), peer)
         cause = PeerLost(str(cause)[at:].partition(": ")[2] if at >= 0 else "is gone", peer=peer)
-    else:
-        explained = context.explain(cause)
-        assert isinstance(explained, CommError)
+    elif job is not None and isinstance(explained := job.explain(cause), CommError):
         cause = explained
     final = cause.located(what=f"{cause.what}; {directory} was not loaded and is unchanged, and all ranks stop: start all "
                                "ranks again")
-    if context.worker is not None:
-        context.worker.latch(final)
+    if job is not None:
+        job.worker.latch(final)
     return final
 
 
-def _take_plan(context: JobContext, folder: Path) -> None:
+def _take_plan(context: DistributedJob, folder: Path) -> None:
     """Switches to the plan of the checkpoint, unless the user specified a plan. The run that wrote it might have changed plans
     after its start."""
     if not context.terms.auto:
@@ -367,16 +368,14 @@ def _take_plan(context: JobContext, folder: Path) -> None:
         file = folder / PLAN
         if context.rank == 0 and file.is_file():
             saved = records.decode(file.read_bytes(), Plan, f"plan {file}")
-    assert context.worker is not None
-    other = saved is not None and records.digest(saved) != records.digest(context.worker.plan)
+    other = saved is not None and records.digest(saved) != records.digest(context.plan)
     if gather(context.groups, [other])[0][0]:
         switch(context, saved)
 
 
-def _servers_of(context: JobContext) -> list[int]:
+def _servers_of(context: DistributedJob) -> list[int]:
     """Ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
-    servers = 0 if context.worker is None else context.worker.plan.servers
-    return [s for s in range(servers) if s % context.world == context.rank]
+    return [s for s in range(context.plan.servers) if s % context.world == context.rank]
 
 
 def _summed_by(plan: Plan, server: int) -> list[Bucket]:
@@ -388,7 +387,7 @@ def _of_bucket(tensors: Mapping[str, torch.Tensor], bucket: int) -> dict[str, to
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def _refuse_under_way(context: JobContext) -> None:
+def _refuse_under_way(context: DistributedJob) -> None:
     if context.local is not None and context.local.under_way:
         raise InvalidInput("E-CHECKPOINT", "an exchange of local steps is running: call session.flush() on all ranks first")
 

@@ -1,4 +1,4 @@
-"""Contains everything that one rank has for its job: process groups, links to coordinator and servers, worker and plan.
+"""What one rank has for its job: process groups, links to coordinator and servers, worker and plan.
 
 `engine/start.py` creates it, `engine/switch.py` switches it to another plan, and the session or the exit of the process closes
 it. It makes no decisions.
@@ -12,8 +12,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -32,9 +33,6 @@ from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidState, cause_of
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
-
-if TYPE_CHECKING:
-    from commlayer.engine.averages import AverageUse
 
 log = logging.getLogger("commlayer")
 
@@ -55,331 +53,197 @@ class WaitsFor(NamedTuple):
     """Seconds without heartbeats after which a peer counts as dead."""
 
 
-class Changes(Protocol):
-    """Interface through which a JobContext handles membership changes; `regroup.py` implements it."""
+class MemberChanges:
+    """How a job handles changes of its members. This class is for jobs whose members stay; `regroup.py` has the other."""
+
+    elastic = False
+    """Whether members can leave while the others continue."""
+
+    def __init__(self) -> None:
+        self.parted: dict[int, int] = {}
+        """Maps the rank of a member that has left to the value of `carried` when it left. The member has no share in later
+        steps."""
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
         """Called repeatedly while a step waits for other ranks, until all data of the step has arrived (`complete`). Raises
         EpochChanged if the remaining ranks must repeat the step."""
-        ...
 
     def unfit(self, plan: Plan) -> str:
-        """The reason why members cannot change under this plan; "" if they can."""
-        ...
+        """The reason why members cannot change under this plan; "" if they can, or never change."""
+        return ""
 
     def invites(self) -> bool:
         """Whether new members wait to join, and this rank must lead all ranks to a step in which they can join."""
-        ...
+        return False
 
     def pending(self, wait_s: float) -> bool:
         """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` seconds for the
         coordinator's report."""
-        ...
+        return False
 
     def patience(self) -> float:
         """Seconds that this rank waits after its deadline, because the coordinator decides which ranks are too slow."""
-        ...
+        return 0.0
 
     def gone(self) -> list[str]:
         """Names of the members that have left, for errors."""
-        ...
+        return []
+
+    def closed_door(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which no rank can join, because a joining rank would not know of the operation inside."""
+        return contextlib.nullcontext()
 
     def go(self) -> None:
         """Switches to the epoch of the remaining members after EpochChanged. Raises CommError if that fails."""
-        ...
+        raise InvalidState("E-SESSION-CLOSED", "the members of this job cannot change")
 
     def between(self, plan: Plan | None = None) -> None:
         """Switches to the epoch of the remaining members between two steps, if members have left. `plan`: the plan to which the
         ranks are switching; servers might have it already."""
-        ...
 
 
-class StateGiver(Protocol):
-    """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
+class ListenerOrder(IntEnum):
+    """The order in which listeners are called: local steps begin or end before hooks and checks adapt to them."""
 
-    def given(self, context: JobContext, plan: Plan) -> bytes: ...
-
-
-class JoinedState(NamedTuple):
-    """State that a joining rank has received and applies later."""
-
-    local: Mapping[str, torch.Tensor]
-    """State of local steps, as returned by OuterSteps.snapshot."""
-    restore: Callable[[], None]
-    """Function that restores the optimizer's state."""
-    followed: dict[str, str]
-    """Results of the functions in JobContext.followers, by name, on the rank that sent this state."""
+    SCHEDULE = 0
+    LOOP = 1
+    DRIVER = 2
+    OTHER = 3
 
 
-class JobContext(WorkerListener):
-    """State shared by a session's components. `worker` is None if there are no other ranks to average with.
+class EpochListener:
+    """A component that follows changes of plan and members. All ranks make each call after the same step."""
 
-    =====================================  ====================================================================
-    attribute                              changed by
-    =====================================  ====================================================================
-    uplink, embedded, id                   connect(), once
-    rows, waits, terms                     connect(), once
-    rank, world, groups, members           connect(), regroup.py
-    logs                                   connect(), once
-    plan, worker                           connect(), switch(), regroup.py
-    local                                  exchange_schedule.py
-    matched                                switch(), exchange_schedule.py, replica.py
-    stepped                                module_driver.py
-    decisions, events                      appended to by components that decide
-    passes, passed_s, fresh                step_loop.py, exchange_schedule.py
-    parted, entered                        regroup.py; replica.py
-    lets_in                                closed_door()
-    in_join                                uneven_inputs.py, module_driver.py
-    replica                                start.py
-    joined                                 replica.py, begun()
-    followers                              script objects whose state joining ranks need, such as a sampler
-    on_close, on_shares                    callbacks: end of the connection; moved work
-    catch_up, before_switch, after_switch  callbacks: change of plan
-    end_rounds                             exchange_schedule.py
-    after_regroup, after_between           callbacks: members have left
-    complete_exchanges                     callbacks: exchanges that run after their step
-    =====================================  ====================================================================
+    order = ListenerOrder.OTHER
+
+    def catch_up(self) -> None:
+        """Called before any joint operation between two steps. Catches up with steps that other ranks might have made already.
+        """
+
+    def complete(self) -> None:
+        """Called before a save, a load and an orderly end. Completes pending exchanges."""
+
+    def end_rounds(self) -> None:
+        """Exchanges all local steps that have not been sent."""
+
+    def before_switch(self) -> None:
+        """All ranks can switch to the new plan and are about to."""
+
+    def after_switch(self) -> None:
+        """A new plan has taken effect."""
+
+    def after_regroup(self) -> None:
+        """The members have changed. Called in the step that is repeated."""
+
+    def after_between(self) -> None:
+        """Called after `after_regroup`, if the members changed between two steps. Can use collectives."""
+
+    def shares_moved(self, part: float) -> None:
+        """Batch shares change; the computation of a step changes by the factor `part`."""
+
+    def settle(self) -> None:
+        """Reports the averages of the last step that the script has cleared; see Worker.mark_discarded."""
+
+    def finish_pending(self) -> None:
+        """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
+
+
+class JoinedState:
+    """State that a joining rank has received, and its progress when it joined."""
+
+    def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str], carried: int
+                 ) -> None:
+        self.local, self._restore = local, restore
+        """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore` restores the optimizer's state."""
+        self.followed = followed
+        """Results of the functions in JobContext.followers, by name, on the rank that sent this state."""
+        self.carried = carried
+        """Value of DistributedJob.carried when this rank joined."""
+        self.fresh = True
+        """Whether this rank has not finished its first step."""
+
+    def begun(self) -> None:
+        """Ends the special state after the first step: from now on the script can make all calls that other ranks make.
+        Restores the received optimizer state again, because before that step the script might have changed the optimizer, for
+        example with schedulers that catch up. The received state already contains such changes."""
+        self._restore()
+        self.local, self._restore, self.fresh = {}, _nothing, False  # they are as large as model and optimizer
+        site_process_group.release()
+
+
+def _nothing() -> None:
+    """Does nothing: the optimizer's state is restored already."""
+
+
+class JobContext:
+    """What a session knows of its job. This class is for a script without other workers; DistributedJob for all others."""
+
+    plan: Plan | None = None
+    groups: Groups | None = None
+    joined: JoinedState | None = None
+    """The state that this rank received when it joined a running job; None if it did not join."""
+    embedded: Sequence[EmbeddedServer] = ()
+    """Servers that this rank hosts."""
+    id = 0
+    """This rank's number in messages and at the coordinator: its initial rank, which does not change when other members leave.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.world = 0, 1
-        self.id = 0
-        """This rank's number in messages and at the coordinator: its initial rank, which does not change when other members
-        leave."""
-        self.members: Changes | None = None
-        """Handles changes of the job's members; None if they cannot change."""
-        self.groups: Groups | None = None
-        self.rows: RowChannel | None = None
-        """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
-        self.uplink: Uplink | None = None
-        self.embedded: list[EmbeddedServer] = []
-        self.plan: Plan | None = None
-        self.worker: Worker | None = None
-        self.waits = WaitsFor()
-        self.terms = PlanTerms()
-        """Constraints that the job's plans must respect."""
-        self.local: OuterSteps | None = None
-        """The local steps in progress; None unless the plan has local steps."""
-        self.matched: bool | None = None
-        """Whether all ranks use norm-matched averaging; None until the ranks have compared their settings."""
-
-        self.replica: StateGiver | None = None
-        """Object that creates the state which a joining rank receives from this rank; None if no rank can join."""
+    def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
+        """`terms`: constraints that the job's plans must respect. `logs`: whether this rank logs events that all ranks know, on
+        behalf of its node or home."""
+        self.terms, self.logs = terms or PlanTerms(), logs
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
-        self.joined: JoinedState | None = None
-        """The state that this rank received when it joined a running job; None if it did not join."""
-        self.fresh = False
-        """Whether this rank has joined a running job and has not finished its first step."""
-        self.in_join = False
-        """Whether this rank is inside session.join(), where ranks can be at different positions in their scripts."""
-        self.lets_in = True
-        """Whether new members can join during the current operation."""
         self.passes = 0
         """Number of training steps since the job began, dropped steps included. The same on all ranks."""
         self.passed_s = 0.0
         """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after averages
         have arrived."""
-
-        self.parted: dict[int, int] = {}
-        """Maps the rank of a member that has left to the value of `carried` when it left. The member has no share in later
-        steps."""
-        self.entered = 0
-        """Value of `carried` when this rank joined the running job; 0 if it did not join."""
-
-        self.logs = True
-        """Whether this rank logs events that all ranks know, on behalf of its node or home."""
         self.decisions: list[str] = []
         """Decisions made in this run, as text with step and reason."""
         self.events: list[StalePlan] = []
         """Decisions that have a structured record."""
-
         self.on_close: list[Callable[[], None]] = []
         """Functions to call when the connection closes."""
-        self.on_shares: list[Callable[[float], None]] = []
-        """Functions to call on all ranks after the same step when batch shares change. The argument is the factor by which a
-        step's computation changes."""
-        self.catch_up: list[Callable[[], object]] = []
-        """Functions to call before any joint operation between two steps. They catch up with steps that other ranks might have
-        made already."""
-        self.end_rounds: list[Callable[[], object]] = []
-        """Functions to call on all ranks after the same step. They exchange all local steps that have not been sent."""
-        self.before_switch: list[Callable[[], None]] = []
-        self.after_switch: list[Callable[[], None]] = []
-        """Functions to call on all ranks between the same two steps. `before_switch`: once all ranks can switch plans.
-        `after_switch`: after the switch."""
-        self.stepped: OptimizerMemory | None = None
-        """Describes how the optimizer transforms gradients; None if no optimizer was given."""
-        self.after_regroup: list[Callable[[], None]] = []
-        """Functions to call on all remaining ranks in the same step, after members have left."""
-        self.after_between: list[Callable[[], None]] = []
-        """Functions to call after `after_regroup`, if the members left between two steps. They can use collectives."""
-        self.average_use: AverageUse | None = None
-        """Observes how the script uses averages; None without an optimizer's averages."""
-        self.finish_overlap: Callable[[], object] | None = None
-        """Waits for results that arrive during a forward pass; None if there are none."""
-        self.complete_exchanges: list[Callable[[], object]] = []
-        """Functions to call on all ranks between the same two steps, before a save, a load and an orderly end. They complete
-        pending exchanges."""
-
-        self._verdict = RootCause()
-        self._notices: WaitNotices | None = None
-        self._owner = os.getpid()
-        self._closed = False
+        self._owner, self._closed = os.getpid(), False
 
     @property
-    def active_worker(self) -> Worker:
-        """The worker of a job with other ranks. Components that exist only in such a job use it."""
-        if self.worker is None:
-            raise InvalidState("E-SESSION-CLOSED", "this session has no other ranks")
-        return self.worker
-
-    def change_epoch(self) -> None:
-        """Switches to the epoch of the remaining members, after EpochChanged."""
-        self._changes.go()
+    def rank(self) -> int:
+        return 0
 
     @property
-    def _changes(self) -> Changes:
-        if self.members is None:
-            raise InvalidState("E-SESSION-CLOSED", "the members of this job cannot change")
-        return self.members
+    def world(self) -> int:
+        return 1
 
     @property
-    def exchanges(self) -> int:
-        """Number of complete exchanges since the start; between two steps it is the same on all ranks. It differs from
-        `worker.step`, which numbers messages, continues after a restored checkpoint and also counts dropped exchanges."""
-        return 0 if self.worker is None else self.worker.counters.exchanges
+    def ranks(self) -> tuple[int, ...]:
+        """For each rank, the initial rank of its worker."""
+        return tuple(range(self.world))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers can leave while the others continue."""
+        return False
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this rank has joined a running job and has not finished its first step."""
+        return self.joined is not None and self.joined.fresh
 
     @property
     def carried(self) -> int:
         """Number of training steps (as `passes` counts) that are not lost if any single rank dies: averaged steps, and local
         steps in complete exchanges. The same on all ranks after the same step."""
-        return self.passes - (0 if self.local is None else self.local.behind)
-
-    def stepped_apart(self) -> bool:
-        """Whether local steps have left the optimizers in different states on different ranks."""
-        return self.local is not None and self.stepped is not None and self.stepped.remembers
+        return self.passes
 
     def passed(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
 
-    def given(self, plan: Plan) -> bytes:
-        """The state that this rank sends to a joining rank, under the given plan."""
-        assert self.replica is not None
-        return self.replica.given(self, plan)
-
-    @contextlib.contextmanager
-    def closed_door(self) -> Iterator[None]:
-        """Context manager in which no rank can join, because a joining rank would not know of the operation inside."""
-        self.lets_in, before = False, self.lets_in
-        try:
-            yield
-        finally:
-            self.lets_in = before
-
-    def begun(self) -> None:
-        """Ends the special state of a joined rank after its first step: from now on the script can make all calls that other
-        ranks make. Restores the received optimizer state again, because before that step the script might have changed the
-        optimizer, for example with schedulers that catch up. The received state already contains such changes."""
-        self.fresh = False
-        if self.joined is not None:
-            self.joined.restore()
-            self.joined = JoinedState({}, lambda: None, self.joined.followed)  # the rest is as large as model and optimizer
-        site_process_group.release()
-
     def metrics(self) -> dict[str, float]:
-        counters = Counters() if self.worker is None else self.worker.counters
-        resumed = None if self.uplink is None else self.uplink.transport
-        return {"steps": self.passes, **counters.as_dict(), "reconnects": 0 if resumed is None else resumed.breaks,
-                "resent_nbytes": 0 if resumed is None else resumed.resent_nbytes,
-                "kept_nbytes": 0 if resumed is None else resumed.kept_nbytes}
-
-    def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
-        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
-        assert self.uplink is not None
-        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
-        return Worker(
-            job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
-            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=self,
-        )
-
-    def follow(self, worker: Worker) -> None:
-        """Makes a worker the current one. The coordinator's reports about other ranks are sent to it and are kept for
-        `explain`."""
-        assert self.uplink is not None
-        self.worker = worker
-        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
-
-        def fail(error: CommError) -> None:
-            self._verdict.fall(error)
-            worker.latch(error)
-
-        def left(peer: str, exchanges: int) -> None:
-            if (error := worker.finished_peers.add(peer, exchanges)) is not None:
-                fail(error)
-
-        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
-        if self._notices is None:
-            self._notices = WaitNotices(self._waiting, self.uplink.display_name, self.waits.silent_s, self.log)
-            self.on_close.append(self._notices.close)
-
-    def _waiting(self) -> Waiting | None:
-        """The step, or the call between two steps, that might be waiting for other ranks now; None if there are none."""
-        in_step = self.worker is not None and self.worker.waiting_since
-        return self.worker if in_step or self.groups is None else self.groups
-
-    def check_interrupts(self, complete: Callable[[], bool]) -> None:
-        if self.members is not None and self.worker is not None:
-            self.members.check_interrupts(self.worker, complete)
-
-    def patience(self) -> float:
-        return 0.0 if self.members is None else self.members.patience()
-
-    def settle(self) -> None:
-        if self.average_use is not None:
-            self.average_use.settle()
-
-    def finish_pending(self) -> None:
-        if self.finish_overlap is not None:
-            self.finish_overlap()
-
-    def hand_on(self, old: Worker, new: Worker) -> None:
-        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
-        hand_over(old, new, *(() if self.stepped is None else (self.stepped.effect, self.stepped.rate)))
-
-    def broke(self, error: CommError) -> None:
-        """Handles the failure of a joint operation between steps. If members have left, raises EpochChanged: the operation is
-        dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
-        worker = self.active_worker
-        if worker.error is None and self.members is not None and self.members.pending(self.waits.verdict_s):
-            raise EpochChanged from error
-        worker.latch(error)
-        worker.check()
-
-    def anew(self, act: Callable[[], T]) -> T:
-        """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
-        start.
-
-        A collective that lacks one rank fails on all ranks, so all of them repeat the operation.
-        """
-        while True:
-            try:
-                return act()
-            except EpochChanged:
-                pass
-            except Exception as error:
-                comm_error = error if isinstance(error, CommError) else error.__cause__
-                if self.members is None or not isinstance(comm_error, CommError):
-                    raise
-                with contextlib.suppress(EpochChanged):
-                    self.broke(comm_error)
-            self._changes.between()
+        return {"steps": self.passes, **Counters().as_dict(), "reconnects": 0, "resent_nbytes": 0, "kept_nbytes": 0}
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns an error that names the peer which caused `error`, once the coordinator has reported it."""
-        error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
-        if isinstance(error, CommError) and self.uplink is not None:
-            error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
+        """Returns an error that names the peer which caused `error`, once that is known."""
         return error
 
     # ---- decisions and logs
@@ -398,13 +262,6 @@ class JobContext(WorkerListener):
         if self.logs:
             log.log(level, "%s", line)
 
-    def called(self, place: int) -> str:
-        """Display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes have the
-        same name."""
-        number = place if self.groups is None else self.groups.members.ranks[place]
-        name = "" if self.uplink is None else self.uplink.name_of(self.uplink.view.members[place].rank)
-        return f"rank {number} ({name})" if name else f"rank {number}"
-
     # ---- the end
 
     @property
@@ -416,30 +273,12 @@ class JobContext(WorkerListener):
             return  # a forked copy of the trainer is not a member of the job
         self._closed = True
         atexit.unregister(self.at_exit)
-        if not reason and self.worker is not None and self.worker.error is None:
-            try:
-                for act in self.complete_exchanges:
-                    act()
-            except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
-                log.warning("the last exchange failed when the session closed, so the weights do not include it: "
-                            "%s", failed)
-            self.worker.rest()
-        error: BaseException | None = self._verdict.error
-        error_text = ""
-        if self.worker is not None:
-            error = self.worker.error or error
-            self.worker.close()
-        if error is not None:
-            error_text = f"it had an error: {error}".splitlines()[0]
-        if (reason or error_text) and self.rows is not None:
-            self.rows.forget()
-        exchanges = -1 if self.worker is None else self.worker.step
-        leave_job(self.uplink, self.embedded, reason or error_text, exchanges, stay_s=self.waits.stay_s,
-                 notice_s=self.waits.notice_s)
+        self._leave(reason)
         for end in self.on_close:
             end()
-        if self.groups is not None:
-            self.groups.close()
+
+    def _leave(self, reason: str) -> None:
+        """Leaves the job, before the functions in `on_close` are called."""
 
     def at_exit(self) -> None:
         """Closes the connection when the process exits, if the script did not. The exception that ended the script is sent to
@@ -448,10 +287,204 @@ class JobContext(WorkerListener):
         self.close("" if error is None else cause_of(error))
 
 
+class DistributedJob(JobContext, WorkerListener):
+    """A job of several workers, as one of them sees it. Its components share this state.
+
+    `connect()` creates it; `regroup.py` replaces `groups`, and `regroup.py` and `switch.py` the worker.
+    """
+
+    groups: Groups
+    plan: Plan
+
+    def __init__(
+        self, terms: PlanTerms, own: int, groups: Groups, rows: RowChannel, uplink: Uplink, memory: OptimizerMemory,
+        plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
+        embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
+    ) -> None:
+        """`own`: this rank's number in messages. `matched`: all ranks use norm-matched averaging."""
+        super().__init__(terms, logs=logs)
+        self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
+        self.rows = rows
+        """Exchanges rows of numbers between the observers (observers.py) of all ranks, in the same order on each rank."""
+        self.memory, self.matched, self.joined = memory, matched, joined
+        self.members = MemberChanges()
+        self.local: OuterSteps | None = None
+        """The local steps in progress; None unless the plan has local steps."""
+        self.listeners: list[EpochListener] = []
+        self._verdict = RootCause()
+        self.follow(self.worker_for(plan, job, groups.device, generation))
+        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, self.log)
+        self.on_close += [rows.close, notices.close]
+
+    def listen(self, listener: EpochListener) -> None:
+        self.listeners = sorted([*self.listeners, listener], key=lambda each: each.order)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    @property
+    def world(self) -> int:
+        return self.groups.world
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(member.rank for member in self.uplink.view.members) if self.elastic else super().ranks
+
+    @property
+    def elastic(self) -> bool:
+        return self.members.elastic
+
+    @property
+    def exchanges(self) -> int:
+        """Number of complete exchanges since the start; between two steps it is the same on all ranks. It differs from
+        `worker.step`, which numbers messages, continues after a restored checkpoint and also counts dropped exchanges."""
+        return self.worker.counters.exchanges
+
+    @property
+    def carried(self) -> int:
+        return self.passes - (0 if self.local is None else self.local.behind)
+
+    def stepped_apart(self) -> bool:
+        """Whether local steps have left the optimizers in different states on different ranks."""
+        return self.local is not None and self.memory.remembers
+
+    def metrics(self) -> dict[str, float]:
+        resumed = self.uplink.transport
+        return {"steps": self.passes, **self.worker.counters.as_dict(), "reconnects": resumed.breaks,
+                "resent_nbytes": resumed.resent_nbytes, "kept_nbytes": resumed.kept_nbytes}
+
+    # ---- workers
+
+    def worker_for(self, plan: Plan, job: Job, device: torch.device, generation: int = 1) -> Worker:
+        """Creates a worker that runs this plan. It is idle until `follow` makes it current."""
+        codecs = {b.id: codec_of(b, self.rank // plan.ranks_per_node, plan) for b in plan.buckets}
+        return Worker(
+            job, plan, codecs, device, rank=self.id, members=self.world, generation=generation, groups=self.groups,
+            transport=self.uplink.transport, recycle=self.uplink.recycle, listener=self,
+        )
+
+    def follow(self, worker: Worker) -> None:
+        """Makes a worker and its plan the current ones. The coordinator's reports about other ranks are sent to it and are kept
+        for `explain`."""
+        self.worker = worker
+        self.plan = worker.plan
+        self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
+
+        def fail(error: CommError) -> None:
+            self._verdict.fall(error)
+            worker.latch(error)
+
+        def left(peer: str, exchanges: int) -> None:
+            if (error := worker.finished_peers.add(peer, exchanges)) is not None:
+                fail(error)
+
+        self.uplink.subscribe(fail, worker.stalled, left, worker.now.generation)
+
+    def hand_on(self, old: Worker, new: Worker) -> None:
+        """Transfers residuals and step number from worker `old` to worker `new`, which continues the job."""
+        hand_over(old, new, self.memory.effect, self.memory.rate)
+
+    def _waiting(self) -> Waiting:
+        """The step, or the call between two steps, that might be waiting for other ranks now."""
+        return self.worker if self.worker.waiting_since else self.groups
+
+    # ---- what the worker asks and reports
+
+    def check_interrupts(self, complete: Callable[[], bool]) -> None:
+        self.members.check_interrupts(self.worker, complete)
+
+    def patience(self) -> float:
+        return self.members.patience()
+
+    def settle(self) -> None:
+        for listener in self.listeners:
+            listener.settle()
+
+    def finish_pending(self) -> None:
+        for listener in self.listeners:
+            listener.finish_pending()
+
+    def explain(self, error: BaseException) -> BaseException:
+        error = self._verdict.explain(error, self.uplink, notice_s=self.waits.notice_s, verdict_s=self.waits.verdict_s)
+        if isinstance(error, CommError):
+            error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
+        return error
+
+    # ---- joint operations between two steps
+
+    def catch_up(self) -> None:
+        for listener in self.listeners:
+            listener.catch_up()
+
+    def complete(self) -> None:
+        """Completes pending exchanges. All ranks call it after the same step."""
+        for listener in self.listeners:
+            listener.complete()
+
+    def broke(self, error: CommError) -> None:
+        """Handles the failure of a joint operation between steps. If members have left, raises EpochChanged: the operation is
+        dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
+        worker = self.worker
+        if worker.error is None and self.members.pending(self.waits.verdict_s):
+            raise EpochChanged from error
+        worker.latch(error)
+        worker.check()
+
+    def anew(self, act: Callable[[], T]) -> T:
+        """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
+        start.
+
+        A collective that lacks one rank fails on all ranks, so all of them repeat the operation.
+        """
+        while True:
+            try:
+                return act()
+            except EpochChanged:
+                pass
+            except Exception as error:
+                comm_error = error if isinstance(error, CommError) else error.__cause__
+                if not self.elastic or not isinstance(comm_error, CommError):
+                    raise
+                with contextlib.suppress(EpochChanged):
+                    self.broke(comm_error)
+            self.members.between()
+
+    def called(self, place: int) -> str:
+        """Display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes have the
+        same name."""
+        name = self.uplink.name_of(self.uplink.view.members[place].rank)
+        return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
+
+    # ---- the end
+
+    def _leave(self, reason: str) -> None:
+        worker = self.worker
+        if not reason and worker.error is None:
+            try:
+                self.complete()
+            except Exception as failed:  # even an optimizer's error: the other ranks must still be notified below
+                log.warning("the last exchange failed when the session closed, so the weights do not include it: "
+                            "%s", failed)
+            worker = self.worker
+            worker.rest()
+        error = worker.error or self._verdict.error
+        worker.close()
+        reason = reason or ("" if error is None else f"it had an error: {error}".splitlines()[0])
+        if reason:
+            self.rows.forget()
+        leave_job(self.uplink, self.embedded, reason, worker.step, stay_s=self.waits.stay_s, notice_s=self.waits.notice_s)
+
+    def close(self, reason: str = "") -> None:
+        if not self._closed and os.getpid() == self._owner:
+            super().close(reason)
+            self.groups.close()
+
+
 @contextlib.contextmanager
 def between_steps(context: JobContext) -> Iterator[tuple[Groups | None, int, int]]:
     """Context manager for collectives between two steps: completes pending exchanges, and gives the groups (None if there are
     no other workers), this rank and the number of workers."""
-    for act in context.complete_exchanges:
-        act()
+    if isinstance(context, DistributedJob):
+        context.complete()
     yield context.groups, context.rank, context.world

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commlayer.cluster.collectives import gather
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, EpochListener, ListenerOrder
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.hooks import Around, OptimizerHooks
 from commlayer.engine.local_steps import OuterSteps, StepWeights
@@ -21,15 +20,11 @@ from commlayer.engine.plan_handover import owe
 from commlayer.engine.replica import align
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, InvalidInput
+from commlayer.errors import CommError
 from commlayer.optim import OuterSGD
 
 
-def _nothing() -> None:
-    """Does nothing: the default of `share`."""
-
-
-class ExchangeSchedule:
+class ExchangeSchedule(EpochListener):
     """Schedule of one attached model's local steps. It does nothing under a plan that averages gradients.
 
     The schedule counts the optimizer's steps. A step counts from the first backward pass that adds to its gradients, so a step
@@ -40,35 +35,27 @@ class ExchangeSchedule:
     An exchange follows the optimizer's step. If that step was skipped, the exchange runs before the next training forward pass.
     """
 
+    order = ListenerOrder.SCHEDULE
+
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        hooks: OptimizerHooks, outer: OuterSGD, connection: JobContext, observers: Observers, deadline_s: float,
-        guard: StepGuard | None = None, optimizer: Any = None, share: Callable[[], None] = _nothing,
+        hooks: OptimizerHooks, outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float,
+        guard: StepGuard, optimizer: Any, merged: Callable[..., None],
     ) -> None:
-        """`model`: the module before whose forward passes an exchange can run. `share` is called after each exchange, on all
-        ranks."""
+        """`model`: the module before whose forward passes an exchange can run. `merged`: see OuterSteps.__init__."""
         self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
-        self._share, self._guard, self._optimizer = share, guard, optimizer
+        self._guard, self._optimizer, self._merged = guard, optimizer, merged
         self._counted = False
         """Whether a step was counted since local steps began."""
         self._noted = 0, 0
         """Number of gradients after the last backward pass, and the sum of their tensor versions."""
-        if guard is not None:
-            guard.local_step = self._local_step
-        self.merged: Callable[..., None] | None = None
-        """Called after each exchange; see OuterSteps.__init__."""
-        self._lengths = UpdateNorms(connection, outer, deadline_s)
-        self._around = Around(last=lambda *_: self._if_due())
-        connection.complete_exchanges.append(self.settle)
-        connection.catch_up.append(self._if_due)
-        connection.end_rounds.append(self.end_rounds)
-        connection.before_switch.append(self.drain)
-        connection.after_switch.append(self._enter)
-        connection.after_regroup.append(self._weigh_anew)
-        connection.after_between.append(self._align)
-        self._enter()
+        guard.local_step = self._local_step
+        self._lengths = UpdateNorms(connection, deadline_s)
+        self._around = Around(last=lambda *_: self.catch_up())
+        connection.listen(self)
+        self.after_switch()
 
     @property
     def local(self) -> OuterSteps | None:
@@ -79,44 +66,38 @@ class ExchangeSchedule:
 
         `adds`: whether the pass has added to gradients; False: the script has written them.
         """
-        if self.local is None:
+        if (local := self.local) is None:
             return False
         cleared = adds and self._accumulates and self._cleared()
         if cleared:
-            self.local.take_back()
-        if not self._accumulates or (cleared and not self._stepping):
-            self._count()
-        self.local.pay(scale)
+            local.take_back()
+        if not self._accumulates or (cleared and not self._guard.inside):
+            self._count(local)
+        local.pay(scale)
         self._noted = self._versions()
         return True
 
-    def _count(self) -> None:
-        assert self.local is not None
+    def _count(self, local: OuterSteps) -> None:
         self._counted = True
-        self.local.count()
+        local.count()
         self._connection.passed()
-        if self._guard is not None:
-            self._guard.exchanged()
+        self._guard.exchanged()
 
     def _local_step(self, counts: bool) -> bool:
-        if self.local is None:
+        if (local := self.local) is None:
             return False
         if counts:
-            self._count()
-            self.local.pay()
+            self._count(local)
+            local.pay()
             self._noted = self._versions()  # a closure may clear them
         elif self._counted:  # otherwise its gradients are averages of the previous plan
-            self.local.begin()
+            local.begin()
         return True
 
     @property
     def _accumulates(self) -> bool:
         """Whether the optimizer has not applied the gradients of the last counted step yet."""
-        return self._counted and self._guard is not None and self._guard.awaits_step(self._optimizer)
-
-    @property
-    def _stepping(self) -> bool:
-        return self._guard is not None and self._guard.inside
+        return self._counted and self._guard.awaits_step(self._optimizer)
 
     def _versions(self) -> tuple[int, int]:
         grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -136,35 +117,35 @@ class ExchangeSchedule:
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
 
     def _before_forward(self, model: nn.Module) -> None:
-        if not model.training or self.local is None or self._stepping:
+        if not model.training or self.local is None or self._guard.inside:
             return
         if not self._accumulates:
-            self._if_due()
+            self.catch_up()
         elif self.local.due and self._skipped():
             self.local.take_back()
-            self._if_due()
+            self.catch_up()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
             self._noted = self._versions()  # clipped or unscaled, not cleared
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
         """Joins during an exchange of the other ranks. `given` is the state that one of them sent."""
-        assert self.local is not None
-        self.local.join(given)
-        if self.local.tells:
-            self._lengths.agree(self.local.starts)
+        if self.local is not None:
+            self.local.join(given)
+            if self.local.tells:
+                self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
         """Exchanges all steps since the last exchange. All ranks call it after the same step."""
-        self._if_due()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
-        with self._connection.closed_door():
+        self.catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
+        with self._connection.members.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Completes an outer step that has begun. All ranks call it after the same step."""
-        self._if_due()
+        self.catch_up()
         if self.local is not None and self.local.under_way:
-            with self._connection.closed_door():
+            with self._connection.members.closed_door():
                 self.local.settle(self._worker, self._buffers(), self._deadline_s * self.local.every)
             self._drained()
 
@@ -180,11 +161,12 @@ class ExchangeSchedule:
             self._forward.remove()
             self._forward = None
 
-    def _enter(self) -> None:
+    def before_switch(self) -> None:
+        self.drain()
+
+    def after_switch(self) -> None:
         """Starts or ends local steps as the current plan requires. Called when a plan takes effect."""
         connection = self._connection
-        if connection.worker is None:
-            return
         plan, units = connection.worker.plan, connection.worker.units
         if not plan.steps_locally:
             if connection.local is not None:
@@ -198,7 +180,7 @@ class ExchangeSchedule:
         if connection.local is None:
             weights = StepWeights(units.weight, units.total if units.weight_known else None)
             connection.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
-                                          hold=self._invites, merged=self._heard)
+                                          hold=connection.members.invites, merged=self._merged)
             connection.local.owe(connection.worker.unpaid)
             self._counted = False
             self._hooks.join(self._around)
@@ -211,16 +193,15 @@ class ExchangeSchedule:
         while self.local is not None and self.local.behind:
             self._exchange(self.local)
 
-    def _if_due(self) -> None:
+    def catch_up(self) -> None:
         if self.local is not None and self.local.due:
             self._exchange(self.local)
 
     def _exchange(self, local: OuterSteps) -> None:
         # The deadline covers all steps between exchanges, because ranks may differ in speed.
         local.exchange(self._worker, self._buffers(), self._deadline_s * local.every)
-        if self._connection.fresh:
-            self._connection.begun()
-        self._share()
+        if (joined := self._connection.joined) is not None and joined.fresh:
+            joined.begun()
         with contextlib.suppress(EpochChanged):  # observers restart with the remaining ranks
             for observer in self._observers:
                 observer.after_exchange()
@@ -229,34 +210,26 @@ class ExchangeSchedule:
 
     def _regroup(self) -> Worker:
         """Switches to the remaining ranks after members have left during an exchange. Returns the worker to use from now on."""
-        self._connection.change_epoch()
+        self._connection.members.go()
         if self.local is not None and self.local.tells:
             self._lengths.agree(self.local.starts)
         return self._worker
 
-    def _weigh_anew(self) -> None:
+    def after_regroup(self) -> None:
         """Drops the total weights of earlier steps, which are no longer valid because members have left or joined."""
         if self.local is not None:
             self.local.weights.regroup()
 
-    def _align(self) -> None:
+    def after_between(self) -> None:
         """Aligns the ranks' starts after members have left between two exchanges."""
         if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
 
-    def _heard(self, own: int, *, finite: bool) -> None:
-        if self.merged is not None:
-            self.merged(own, finite=finite)
-
-    def _invites(self) -> bool:
-        return (members := self._connection.members) is not None and members.invites()
-
     @property
     def _worker(self) -> Worker:
-        return self._connection.active_worker
+        return self._connection.worker
 
     def _drained(self) -> None:
-        self._share()
         with contextlib.suppress(EpochChanged):
             for observer in self._observers:
                 observer.after_drain()
@@ -273,38 +246,26 @@ class UpdateNorms:
     """Exchanges the norms of weight changes for one attached model, under successive plans. All ranks begin exchanges in the
     same order."""
 
-    def __init__(self, connection: JobContext, outer: OuterSGD, deadline_s: float) -> None:
-        self._connection, self._outer, self._deadline_s = connection, outer, deadline_s
-        self._rows = None if connection.rows is None else connection.rows.rows("lengths of changes")
+    def __init__(self, connection: DistributedJob, deadline_s: float) -> None:
+        self._connection, self._deadline_s = connection, deadline_s
+        self._rows = connection.rows.rows("lengths of changes")
         self._error: CommError | None = None
 
     def go(self, every: int) -> bool:
-        """Prepares for a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged: only if
-        all ranks use norm-matched averaging, because optimizers can be of different families."""
-        connection = self._connection
-        if connection.rows is None or connection.groups is None:
-            return False
+        """Prepares for a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged."""
         try:
-            if connection.matched is None:
-                connection.matched = all(row[0] for row in gather(connection.groups, [int(self._outer.matched)]))
-            elif connection.matched and not self._outer.matched:
-                raise InvalidInput("E-RANKS-DIFFER",
-                                   "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), "
-                                   "but this home does not; set it alike on all ranks")
-            connection.rows.allow(self._deadline_s * every)
-            return connection.matched
+            self._connection.rows.allow(self._deadline_s * every)
+            return self._connection.matched
         except CommError as error:
             with contextlib.suppress(EpochChanged):  # then norms are not exchanged under this plan
-                connection.broke(error)
+                self._connection.broke(error)
             return False
 
     def rest(self) -> None:
         """Called for a plan that exchanges no norms: waits of the row channel have their usual limit again."""
-        if self._connection.rows is not None:
-            self._connection.rows.allow(0.0)
+        self._connection.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
-        assert self._rows is not None
         try:
             self._rows.start(weight, square)
         except CommError as error:
@@ -313,7 +274,6 @@ class UpdateNorms:
     def read(self) -> Sequence[Sequence[float]]:
         """The rows of the last `start`, in rank order. Empty if members have left; the next exchange continues without them,
         see `agree`."""
-        assert self._rows is not None
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -325,11 +285,8 @@ class UpdateNorms:
             return []
 
     def _failed(self) -> BaseException | None:
-        connection = self._connection
-        if connection.worker is not None and connection.worker.error is not None:
-            return connection.worker.error
-        gone = connection.members is not None and connection.members.pending(0.0)
-        return CommError("members left during an exchange of rows") if gone else None
+        gone = self._connection.members.pending(0.0)
+        return self._connection.worker.error or (CommError("members left during an exchange of rows") if gone else None)
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Aligns `starts` between ranks after members have changed: some ranks might have received the last rows, and others
@@ -339,7 +296,6 @@ class UpdateNorms:
         """
         connection = self._connection
         while True:
-            assert connection.groups is not None
             try:
                 differing = align(starts, connection.groups, self._deadline_s)
                 break
@@ -347,7 +303,7 @@ class UpdateNorms:
                 try:
                     connection.broke(error)
                 except EpochChanged:
-                    connection.change_epoch()
+                    connection.members.go()
         if differing:
             connection.say("the remaining ranks had merged the last exchange differently, because some had not received "
                            "the norms of all changes: all ranks continue with rank 0's weights")

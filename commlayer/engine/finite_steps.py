@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.engine.buckets import all_finite
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.optimizers import HeldParameters, closure_of, watch
 from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError
@@ -29,11 +29,10 @@ REMEDY = "check the data and the learning rate, and continue from the last check
 class FiniteSteps:
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
-    def __init__(self, connection: JobContext, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
+    def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `held`: tells which of them belong to an
         optimizer."""
-        self._connection, self._parameters, self._held = connection, parameters, held
-        assert connection.rows is not None
+        self._connection, self._parameters, self.held = connection, parameters, held
         self._rows = connection.rows.rows("gradients that are not finite")
         self._found: str | None = None
         """Text that names the source of the non-finite averages in `.grad`; "" if the averages are finite; None if that is not
@@ -58,8 +57,8 @@ class FiniteSteps:
     def written(self) -> None:
         """Checks optimizers that are inside a step because their closure ran the backward pass. Called when the averages are in
         `.grad`."""
-        for optimizer in self._held.stepping():
-            self._drop(self._held.by(optimizer))
+        for optimizer in self.held.stepping():
+            self._drop(self.held.by(optimizer))
 
     def dropped(self, own: int, *, finite: bool) -> None:
         """Same as `averaged`, for a step whose non-finite averages were not applied."""
@@ -72,7 +71,7 @@ class FiniteSteps:
         self._found = None
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mine = self._held.by(optimizer)
+        mine = self.held.by(optimizer)
         if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
             return  # gradients arrive during that step, or a fused optimizer skips it by itself
         if self._connection.local is not None:
@@ -86,7 +85,7 @@ class FiniteSteps:
         if not self._found or self._first(mine) < 0:
             self._in_row.pop(min(mine), None)
             return
-        worker = self._connection.active_worker
+        worker = self._connection.worker
         # Under sync="forward" other ranks may have applied the finite averages of this step already (forward_overlap.py).
         forward = worker.plan.overlap == "forward"
         bad = worker.spoilt if forward else mine
@@ -106,8 +105,8 @@ class FiniteSteps:
     def counted(self) -> None:
         """Checks optimizers that are inside a step because their closure ran the backward pass. Called at the end of a local
         step's backward pass."""
-        for optimizer in self._held.stepping():
-            self._look(self._held.by(optimizer))
+        for optimizer in self.held.stepping():
+            self._look(self.held.by(optimizer))
 
     def _look(self, mine: Sequence[int]) -> None:
         """Checks the gradients that this rank is about to apply locally, and drops the step if some are not finite. On a GPU
@@ -151,7 +150,7 @@ class FiniteSteps:
         return f"{who}, first in {self._name(first)},"
 
     def _name(self, number: int) -> str:
-        return self._connection.active_worker.job.tensors[number].name
+        return self._connection.worker.job.tensors[number].name
 
     def _count(self, key: int, what: str, then: str, *, own: bool = False) -> None:
         self._in_row[key] = self._in_row.get(key, 0) + 1
@@ -167,8 +166,7 @@ class FiniteSteps:
         diverged = "the loss has diverged: " if "all ranks" in what else ""
         error = CommError(f"step {connection.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",
                           code="E-NOT-FINITE")
-        if connection.worker is not None:
-            connection.worker.latch(error)
+        connection.worker.latch(error)
         raise error
 
 

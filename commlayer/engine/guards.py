@@ -304,6 +304,10 @@ class HookedTensors(NamedTuple):
     full_job: Job
     """Describes gradients and buffers. A plan can be for this job or for the one without buffers."""
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named if isinstance(p, nn.Parameter)]
+
 
 def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> HookedTensors:
     """Describes the tensors to average. `seen`: all parameters in DDP's order, which is the same on all ranks. Raises

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.observers import Observers
 from commlayer.engine.step import StepTiming
 from commlayer.engine.trace import STEPS, trace
@@ -23,11 +23,11 @@ class Inspected(Protocol):
     @property
     def observers(self) -> Observers: ...
 
-    def when_connected(self, action: Callable[[], None]) -> None: ...
+    def complete(self) -> object: ...
 
 
 class Inspection:
-    """Diagnostics of one session. With DDP they are empty before the first backward pass, which connects the session."""
+    """Diagnostics of one session."""
 
     def __init__(self, inspected: Inspected) -> None:
         self._inspected = inspected
@@ -44,15 +44,12 @@ class Inspection:
     @property
     def members(self) -> tuple[int, ...]:
         """For each rank, the initial rank of its worker. The two differ after other workers have left."""
-        connection = self.connection
-        if connection.uplink is None or connection.members is None:
-            return tuple(range(connection.world))
-        return tuple(member.rank for member in connection.uplink.view.members)
+        return self.connection.ranks
 
     @property
     def may_leave(self) -> bool:
         """Whether workers can leave while the others continue (min_workers)."""
-        return self.connection.members is not None
+        return self.connection.elastic
 
     @property
     def own(self) -> int:
@@ -67,14 +64,18 @@ class Inspection:
 
     def parted(self, member: int) -> int:
         """Value of `carried` when a worker left: it has no share in later steps. `member` is its initial rank."""
-        return self.connection.parted.get(member, self.connection.entered)
+        connection = self.connection
+        entered = 0 if connection.joined is None else connection.joined.carried
+        return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
         `wholly`: if workers can leave, also exchanges until all workers have the changes of all steps."""
-        if self.connection.local is not None:
-            for act in [*self.connection.catch_up, *(self.connection.end_rounds if wholly and self.may_leave else ())]:
-                act()
+        connection = self.connection
+        if isinstance(connection, DistributedJob) and connection.local is not None:
+            connection.catch_up()
+            for listener in connection.listeners if wholly and self.may_leave else ():
+                listener.end_rounds()
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
@@ -102,8 +103,8 @@ class Inspection:
 
     def laps(self) -> list[StepTiming]:
         """Computation time of this worker in each step since the last call, without waits for other ranks."""
-        worker = self.connection.worker
-        return [] if worker is None else worker.stopwatch.take()
+        connection = self.connection
+        return connection.worker.stopwatch.take() if isinstance(connection, DistributedJob) else []
 
     def trace(self, path: str | Path, steps: int = STEPS) -> None:
         """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
@@ -111,4 +112,5 @@ class Inspection:
         Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
         The setting `trace` writes one automatically.
         """
-        self._inspected.when_connected(lambda: trace(self.connection, self.observers, Path(path), steps))
+        self._inspected.complete()
+        trace(self.connection, self.observers, Path(path), steps)

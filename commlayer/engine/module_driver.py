@@ -1,49 +1,108 @@
-"""Connects a session to a plain module: hooks on its parameters collect gradients in every backward pass.
+"""Connects a session to a module: hooks on its parameters collect gradients in every backward pass.
 
-commlayer/ddp.py does the same for a DistributedDataParallel module. engine/step_loop.py runs the rest of the step.
+engine/step_loop.py runs the rest of the step. commlayer/ddp.py is the other source of gradients: DDP's communication hook.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from commlayer.cluster.collectives import Groups
 from commlayer.config import Config
 from commlayer.engine.averages import targets_of
 from commlayer.engine.buckets import agree
-from commlayer.engine.connection import JobContext, between_steps
+from commlayer.engine.connection import DistributedJob, EpochListener, JobContext, ListenerOrder
 from commlayer.engine.exchange_schedule import ExchangeSchedule
+from commlayer.engine.finite_steps import FiniteSteps
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
 from commlayer.engine.hooks import ForwardOrder, Hooks, OptimizerHooks
 from commlayer.engine.observers import Observers
-from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
+from commlayer.engine.optimizers import HeldParameters, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
 from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
 from commlayer.engine.step_loop import StepLoop
 from commlayer.engine.sync_modes import useless_of
-from commlayer.engine.uneven_inputs import UnevenInputs
-from commlayer.errors import cause_of
+from commlayer.engine.uneven_inputs import TWICE, UnevenInputs
+from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim import OuterSGD
 
 
-class ModuleDriver:
+class SoloDriver:
+    """The driver of a session without other workers, which only counts steps."""
+
+    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any) -> None:
+        """Counts the optimizer's steps, or backward passes if there is no optimizer with hooks."""
+        self.connection, self.observers = connection, Observers()
+        self.in_join = False
+        self._syncing = True
+        trained = [p for _, p in parameters_of(model)]
+        self._counting: Any = None
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
+            self._counting = optimizer.register_step_post_hook(lambda *_: connection.passed())
+        elif trained:
+            self._counting = register_multi_grad_hook(
+                trained, lambda _: connection.passed() if self._syncing else None, mode="any")
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        if self.in_join:
+            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        self.in_join = True
+        try:
+            yield
+        except BaseException as error:
+            self.connection.close(cause_of(error))
+            raise
+        finally:
+            self.in_join = False
+
+    def weight(self, n: float, total: float | None) -> None:
+        """Does nothing: an average over one worker has no weights."""
+
+    def log_loss(self, loss: float | torch.Tensor) -> None:
+        """Does nothing: nothing is compressed."""
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients are the averages."""
+
+    def complete(self) -> None:
+        """Does nothing: no result is pending."""
+
+    def flush(self) -> bool:
+        return False
+
+    def detach(self) -> None:
+        if self._counting is not None:
+            self._counting.remove()
+
+
+class ModuleDriver(EpochListener):
+    order = ListenerOrder.DRIVER
+
     def __init__(
-        self, model: nn.Module, connection: JobContext, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
+        self, model: nn.Module, connection: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
         """Registers the hooks. `ddp`: stops a DistributedDataParallel module around this module from averaging. `clips`: the
         optimizer's step begins with clipping by the norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
-        self._names, self._parameters = [n for n, _ in parameters_of(model)], [p for _, p in parameters_of(model)]
+        named = parameters_of(model)
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._buffers = [name for name, _ in buffers_of(model)]
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._rows = SparseRows(model, self._parameters, self._lazy)
@@ -52,56 +111,44 @@ class ModuleDriver:
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
         """Identities of the gradients that the last step has written, as `_gradients` returns them."""
-        self._order: ForwardOrder | None = None
-        self._hooks: Hooks | None = None
-        self._guard: StepGuard | None = None
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
         steps = OptimizerHooks(optimizer)
-        if connection.worker is not None:
-            named = parameters_of(model)
-            self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: self._loop.worker.latch(error))
-            connection.on_close.append(self._guard.remove)
-        connection.catch_up.append(self._catch_up)
+        self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
+        connection.on_close.append(self._guard.remove)
+        finite = FiniteSteps(connection, self._parameters, HeldParameters(self._parameters))
         schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
                                     connection=connection, observers=self.observers, deadline_s=config.deadline_s,
-                                    guard=self._guard, optimizer=optimizer)
+                                    guard=self._guard, optimizer=optimizer, merged=finite.exchanged)
         self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
         self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
-                              config=config, observers=self.observers, schedule=schedule, guard=self._guard,
+                              config=config, observers=self.observers, guard=self._guard, finite=finite, schedule=schedule,
                               uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
             model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
-        self._alone: Any = None
-        """Hook that counts steps if there are no other workers; None if there are."""
-        if connection.worker is None:
-            self._alone = self._counting(optimizer)
-        else:
-            connection.stepped = OptimizerMemory(self._parameters, optimizer, outer)
-            connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
-            connection.after_switch.append(self._enter)
-            connection.after_regroup.append(lambda: keep_entries(self._loop.worker, self._lazy))
-            connection.complete_exchanges.append(self._complete)
-            connection.finish_overlap = self._complete
-            connection.on_close.append(self._drop)
-            agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
-            ordered = [*self._parameters, *self._buffers_now()]
-            self._enter()
-            self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
-            if ddp is None:
-                refuse_ddp_around(model)
-            # Compiled modules forward attributes to their original module.
-            plain = vars(getattr(model, "_orig_mod", model))
-            # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
-            self._hooks = Hooks(self._parameters, lambda: self._loop.worker, self._ready, self._end,
-                                lambda: self._syncing and plain.get("require_backward_grad_sync", True)
-                                and (ddp is None or ddp.syncing), self._broke_off)
-
-    def join_round(self) -> None:
-        """Joins the exchange in which the other ranks are, if this rank has joined a running job with local steps."""
+        connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
+        connection.on_close.append(self._drop)
+        connection.listen(self)
+        agree(connection.worker.shared_buffers, [*[None] * len(self._parameters), *self._buffers_now()])
+        self._order: ForwardOrder | None = None
+        self.after_switch()
+        ordered = [*self._parameters, *self._buffers_now()]
+        self._order = ForwardOrder(model, {id(tensor): i for i, tensor in enumerate(ordered)})
+        if ddp is None:
+            refuse_ddp_around(model)
+        # Compiled modules forward attributes to their original module.
+        plain = vars(getattr(model, "_orig_mod", model))
+        # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
+        self._hooks = Hooks(self._parameters, lambda: connection.worker, self._ready, self._end,
+                            lambda: self._syncing and plain.get("require_backward_grad_sync", True)
+                            and (ddp is None or ddp.syncing), self._broke_off)
         self._loop.join_round()
 
-    def _enter(self) -> None:
+    @property
+    def in_join(self) -> bool:
+        return self._uneven.inside
+
+    def after_switch(self) -> None:
         """Adapts hooks, buckets and overlap to a plan that takes effect."""
         worker, local = self._loop.worker, self.connection.local
         forward = worker.plan.overlap == "forward"
@@ -113,6 +160,19 @@ class ModuleDriver:
         keep_entries(worker, self._lazy)
         self._reorder()
         self._loop.enter(dict(zip(self._names, local.starts, strict=True)) if local is not None and local.shifted else {})
+
+    def after_regroup(self) -> None:
+        keep_entries(self._loop.worker, self._lazy)
+
+    def catch_up(self) -> None:
+        if self._overlap is not None:
+            self._overlap.look()
+
+    def finish_pending(self) -> None:
+        self._finish_overlap()
+
+    def complete(self) -> None:
+        self._finish_overlap()
 
     def _reorder(self) -> None:
         """Sets the order of sending from the positions in the forward pass. Buffers have a position only if results arrive
@@ -132,19 +192,18 @@ class ModuleDriver:
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Context manager for unequal numbers of batches, as Session.join describes."""
-        self._complete()
+        self._finish_overlap()
         self._uneven.enter()
         try:
             yield
-            if self._hooks is not None:
-                self._hooks.end_broken()
+            self._hooks.end_broken()
             self._loop.discard()
             self._uneven.leave(lambda: self._loop.take_part(self._buffers_now()))
         except BaseException as error:
             self.connection.close(cause_of(error))
             raise
         finally:
-            self.connection.in_join = False
+            self._uneven.inside = False
 
     def weight(self, n: float, total: float | None) -> None:
         if self._overlap is None:
@@ -155,44 +214,21 @@ class ModuleDriver:
     def log_loss(self, loss: float | torch.Tensor) -> None:
         self._loop.log_loss(loss)
 
-    def when_connected(self, action: Callable[[], None]) -> None:
-        self._complete()
-        action()
-
     def synchronize(self) -> None:
-        if not self._complete() and self._written != self._gradients():
+        if not self._finish_overlap() and self._written != self._gradients():
             self._end(adds=False)
-            self._complete()
-
-    def _catch_up(self) -> None:
-        if self._overlap is not None:
-            self._overlap.look()
-
-    def _counting(self, optimizer: Any) -> Any:
-        """Registers a hook that counts the optimizer's steps, or backward passes if there is no optimizer. Returns None if
-        neither is possible."""
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
-            return optimizer.register_step_post_hook(lambda *_: self.connection.passed())
-        trained = [p for p in self._parameters if p.requires_grad]
-        count = lambda _: self.connection.passed() if self._syncing else None  # noqa: E731
-        return register_multi_grad_hook(trained, count, mode="any") if trained else None
+            self._finish_overlap()
 
     def _drop(self) -> None:
         if self._overlap is not None:
             self._overlap.drop()
 
-    def _complete(self) -> bool:
+    def _finish_overlap(self) -> bool:
         """Waits for results that arrive during a forward pass. Returns whether there were any."""
         return self._overlap is not None and self._overlap.end()
 
-    def refuse_unconnected(self, what: str) -> None:
-        """Does nothing: a plain module is connected when attach() returns."""
-
-    def between_steps(self) -> AbstractContextManager[tuple[Groups | None, int, int]]:
-        return between_steps(self.connection)
-
     def flush(self) -> bool:
-        self._complete()
+        self._finish_overlap()
         make_dense(self._lazy.values())
         self._rows.make_dense()
         has_late = self._loop.flush(self._parameters)
@@ -200,9 +236,7 @@ class ModuleDriver:
         return has_late
 
     def detach(self) -> None:
-        for hooks in (self._hooks, self._alone):
-            if hooks is not None:
-                hooks.remove()
+        self._hooks.remove()
         if self._ddp is not None:
             self._ddp.remove()
         if self._overlap is not None:
@@ -224,8 +258,6 @@ class ModuleDriver:
     def _end(self, *, adds: bool = True) -> None:
         """Exchanges and averages at the end of a backward pass. `adds` is False if the script requests it without a backward
         pass."""
-        if self._guard is None:
-            return
         self._guard.check()
         if self._loop.count_local(adds=adds):
             return
@@ -234,7 +266,7 @@ class ModuleDriver:
         make_dense(self._lazy.values())
         self._rows.make_dense()
         buffers = self._buffers_now()
-        if self._overlap is not None and not self.connection.in_join and self._overlap.takes():
+        if self._overlap is not None and not self._uneven.inside and self._overlap.takes():
             self._overlap.hand_in(buffers)
             return
         averages = self._loop.average([*(p.grad for p in self._parameters), *buffers], lambda: [*self._targets(), *buffers])

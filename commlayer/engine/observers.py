@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec import structs
 
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
 
@@ -118,22 +118,22 @@ def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tu
     return structs.replace(state, recent=recent, check=check), stale
 
 
-def watch_of(connection: JobContext) -> StalePlanWatch | None:
+def watch_of(connection: DistributedJob) -> StalePlanWatch | None:
     """On rank 0 only. It watches each plan that has a prediction, one after the other."""
-    return StalePlanWatch(connection) if connection.rank == 0 and connection.worker is not None else None
+    return StalePlanWatch(connection) if connection.rank == 0 else None
 
 
 class StalePlanWatch:
     """Called after each step. Warm-up steps are not compared: they send more than the prediction includes."""
 
-    def __init__(self, connection: JobContext) -> None:
+    def __init__(self, connection: DistributedJob) -> None:
         self._connection, self._state, self._ended = connection, StaleState(), 0.0
 
     def __call__(self) -> None:
         connection = self._connection
         step_s = time.perf_counter() - self._ended
         plan = connection.plan
-        warming = plan is not None and connection.worker is not None and connection.worker.step < plan.warmup
+        warming = connection.worker.step < plan.warmup
         self._state, stale = decide(self._state, None if connection.terms.auto or warming else plan, connection.passes, step_s)
         if stale is not None:
             if stale.slower:
@@ -142,6 +142,3 @@ class StalePlanWatch:
             else:
                 connection.say(stale.reason, logging.INFO)
         self._ended = time.perf_counter()
-
-
-# ---- computes how rarely to do something beside training, so that it stays within its share of the time

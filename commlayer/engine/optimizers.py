@@ -22,7 +22,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from commlayer.errors import InvalidInput
-from commlayer.optim import OuterSGD
+from commlayer.optim import OuterSGD, family_of
 from commlayer.records import Job, TensorInfo
 from commlayer.transport.crc import crc32c
 
@@ -219,6 +219,11 @@ class OptimizerMemory:
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
+
+    @property
+    def family(self) -> str:
+        """Name of the optimizer's family; empty if it is unknown."""
+        return family_of(self._optimizer)
 
     @property
     def matched(self) -> bool:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from commlayer.cluster.collectives import Groups, gather, gather_bytes
 from commlayer.config import Config
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.optimizers import (
     Digests,
     HeldParameters,
@@ -59,11 +59,11 @@ SHARDED = "consolidate_state_dict"
 
 
 def drift_of(
-    connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
-        held: HeldParameters,
+    connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+    held: HeldParameters,
 ) -> ParameterDrift | None:
     """Creates the check; None if there are no other ranks to compare with, or the setting drift_steps is 0."""
-    if connection.worker is None or connection.groups is None or connection.world == 1 or not config.drift_steps:
+    if connection.world == 1 or not config.drift_steps:
         return None
     return ParameterDrift(connection, named, optimizer, config, held)
 
@@ -88,7 +88,7 @@ class ParameterDrift:
     the optimizer's step."""
 
     def __init__(
-        self, connection: JobContext, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
+        self, connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
         held: HeldParameters,
     ) -> None:
         """`named`: the parameters with their names. `held`: tells which optimizers step the averaged parameters."""
@@ -97,7 +97,6 @@ class ParameterDrift:
         self._tensors = [tensor for _, tensor in named]
         self._pieces, self._digests = pieces(self._tensors), Digests(self._tensors)
         self._fixed = max(0, config.drift_steps)
-        assert connection.rows is not None
         self._rows = connection.rows.rows("parameters' digests")
         self._deadline_s = config.deadline_s
         self._held = held
@@ -180,8 +179,6 @@ class ParameterDrift:
             self._connection.broke(error)
 
     def _hear(self) -> None:
-        worker = self._connection.worker
-        assert worker is not None
         try:
             rows = self._rows.read()
             if not self._fixed:
@@ -201,7 +198,7 @@ class ParameterDrift:
         connection, before = self._connection, self._apart
         others = [rank for rank, row in enumerate(heard) if row[3:5] != heard[0][3:5]]
         self._apart = bool(others)
-        if not others or connection.worker is None or connection.groups is None:
+        if not others:
             return
         ranks = ", ".join(map(connection.called, others))
         what = (f"{ranks} and {connection.called(0)} have stepped their optimizers after different exchanges "
@@ -228,7 +225,6 @@ class ParameterDrift:
             state_digests(parameters, self._optimizer, moments=not local)
         self._rows.start(float(digests.by_sums), float(digest(settings)), *map(float, digests.take()), *map(float, mine))
         rows = self._rows.read()
-        assert connection.groups is not None
         kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
         # Digests from CPUs and from GPUs cannot be compared.
         weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in rows])
@@ -255,9 +251,8 @@ class ParameterDrift:
         return settings_of(self._optimizer, self._named)
 
     def _compare_settings(self, digested: set[float]) -> None:
-        connection, before = self._connection, self._unlike
-        assert connection.groups is not None
-        unlike = self._gather_settings(connection.groups) if len(digested) > 1 else {}
+        before = self._unlike
+        unlike = self._gather_settings(self._connection.groups) if len(digested) > 1 else {}
         self._unlike = bool(unlike)
         if not unlike or (before and self._answer == "warn"):
             return
@@ -278,8 +273,6 @@ class ParameterDrift:
             for value in dict.fromkeys(row)) for name, row in [*unlike.items()][:NAMED]]
 
     def _answer_with(self, what: str, take: Callable[[Groups], None], unlike: dict[str, list[str]]) -> None:
-        groups = self._connection.groups
-        assert groups is not None
         if self._answer == "warn":
             self._connection.say(f'{what}; training continues, since drift="warn"')
             return
@@ -291,7 +284,7 @@ class ParameterDrift:
             raise CommError(f"{at}{what}; ranks that differ in {bad[0]} cannot use rank 0's state: start "
                             'all ranks with the same, or use drift="warn"', code="E-REPLICAS")
         try:
-            take(groups)
+            take(self._connection.groups)
         except ValueError as error:
             raise CommError(f"{at}{what}; rank 0's state cannot be copied: {error}", code="E-REPLICAS") from None
         self._connection.say(f"{what}: all ranks continue with rank 0's state")
@@ -313,7 +306,7 @@ class ParameterDrift:
         """Reacts to differences as the setting drift says. `differing` maps a tensor's number to the ranks whose tensor differs
         from rank 0's; usually it is empty."""
         connection = self._connection
-        if not differing or connection.worker is None or connection.groups is None:
+        if not differing:
             self._said = []
             return
         what = f"the weights of {self._ranks(differing)} and {connection.called(0)} differ in {self._named_some(differing)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,44 +207,41 @@ def check_plan(
 
 
 # ---- constraints on a job's plans, and the inputs from which the current plan was made
-#
-#     asked, forbids           set by start.py, once
-#     optimizer, loss          start.py, once
-#     max_loss, learning       start.py, once
-#     auto                     start.py; a session, whose user asks for a plan
-#     suggested                autotune
-#     useless                  the drivers: module_driver.py, ddp_modes.py
-#     balanced                 autotune
-#     floor                    autotune
-#     basis                    start.py, switch.py; autotune, for the plan that it has chosen
-#     price                    autotune
 
+def _allow(_mode: str) -> str:
+    """Allows every sync mode."""
+    return ""
+
+
+@dataclasses.dataclass
 class PlanTerms:
-    def __init__(self) -> None:
-        self.requested = RequestedModes()
-        """The sync mode that the user requested in attach(); it applies to every plan."""
-        self.forbids: Forbids = lambda _: ""
-        """Returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
-        self.useless: Forbids = lambda _: ""
-        """Returns why a sync mode would bring no benefit in this job, or ""."""
-        self.auto = False
-        """Whether commlayer chooses the plan, instead of the user."""
-        self.suggested = False
-        """Whether the log has already suggested local steps; used only on rank 0."""
-        self.optimizer = ""
-        """Name of the family of the script's optimizer; empty if unknown."""
-        self.balanced = False
-        """Whether the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients.
-        """
-        self.loss, self.learning, self.max_loss, self.floor = "", "", 0.0, 0.0
-        """`loss`: path of the loss model. `learning`: path of the table of convergence factors; empty: the built-in table.
-        `max_loss`: the loss budget; 0: none. `floor`: the precision level (see `level`) below which the quality guard allows no
-        codec."""
-        self.basis: Basis | None = None
-        """The plan and the inputs from which it was made, if known; used only on rank 0."""
-        self.price: tuple[float, float] | None = None
-        """Seconds of communication per step under the current plan, and the fraction of it that computation hides; None if
-        unknown. Used only on rank 0."""
+    requested: RequestedModes = dataclasses.field(default_factory=RequestedModes)
+    """The sync mode that the user requested in attach(); it applies to every plan."""
+    forbids: Forbids = _allow
+    """Returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
+    useless: Forbids = _allow
+    """Returns why a sync mode would bring no benefit in this job, or "". Set by module_driver.py."""
+    auto: bool = False
+    """Whether commlayer chooses the plan, instead of the user."""
+    optimizer: str = ""
+    """Name of the family of the script's optimizer; empty if unknown."""
+    loss: str = ""
+    """Path of the loss model."""
+    learning: str = ""
+    """Path of the table of convergence factors; empty: the built-in table."""
+    max_loss: float = 0.0
+    """The loss budget; 0: none."""
+    suggested: bool = False
+    """Whether the log has already suggested local steps; used only on rank 0."""
+    balanced: bool = False
+    """Whether the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients."""
+    floor: float = 0.0
+    """The precision level (see `level`) below which the quality guard allows no codec."""
+    basis: Basis | None = None
+    """The plan and the inputs from which it was made, if known; used only on rank 0."""
+    price: tuple[float, float] | None = None
+    """Seconds of communication per step under the current plan, and the fraction of it that computation hides; None if unknown.
+    Used only on rank 0."""
 
     def forbidden_modes(self) -> dict[str, str]:
         """Maps each sync mode to the reason why a planner cannot choose it, or to "" if it can. Reasons can differ between
@@ -253,7 +251,6 @@ class PlanTerms:
     def allowed_modes(self) -> set[str]:
         """The sync modes that a planner can choose on this rank."""
         return {mode for mode, why in self.forbidden_modes().items() if not why}
-
 
 
 # ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs

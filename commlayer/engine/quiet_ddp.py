@@ -1,4 +1,4 @@
-"""Stops a DistributedDataParallel module from averaging gradients, while commlayer averages them or exchanges weight changes.
+"""Stops a DistributedDataParallel module from averaging gradients and copying buffers, because attach() does it.
 
 DDP decides in its forward pass whether the next backward pass averages gradients. It also communicates in the forward pass. So
 its flags are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
@@ -15,24 +15,22 @@ from commlayer.errors import InvalidInput
 
 
 class QuietDDP:
-    def __init__(self, ddp: DistributedDataParallel, *, syncing: bool = True, first: bool = True) -> None:
-        """Adds hooks around the module's forward pass. `first`: they run before existing hooks. `syncing`: value of the
-        attribute before the first forward pass."""
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        """Adds hooks around the module's forward pass, which run before existing hooks."""
         self._ddp, self._said = ddp, (True, True)
-        self.syncing = syncing
+        self.syncing = True
         """Whether the script wants the current backward pass to be synchronized, which means that it is not inside
         `ddp.no_sync()`."""
-        self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=first),
+        self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=True),
                          ddp.register_forward_hook(self._restore, always_call=True)]
 
     def _silence(self, ddp: Any, _args: Any) -> None:
         if not self._handles:
             return  # a hook before this one has removed it
         if ddp._join_config.enable:
-            raise InvalidInput("E-DDP-LOCAL-STEPS",
-                               "DistributedDataParallel's join() is not supported with local steps or with homes that "
-                               "might leave: all ranks must exchange equally often; give all ranks the same number of "
-                               "batches")
+            raise InvalidInput("E-DDP-UNSUPPORTED",
+                               "DistributedDataParallel's join() does not work with an attached module, whose gradients "
+                               "DistributedDataParallel does not average: use `with session.join():`")
         if torch.is_grad_enabled():
             self.syncing = ddp.require_backward_grad_sync
         # With a static graph, the first pass ends with a reduction of all gradients, even in no_sync().
@@ -51,27 +49,17 @@ class QuietDDP:
         self._ddp.require_forward_param_sync = True
 
 
-def check_silenceable(ddp: DistributedDataParallel, own: object = None) -> None:
-    """Raises ValueError for a module that would train differently without DDP's averaging. `own`: the state of commlayer's own
-    hook on the module; None: it has none."""
+def check_silenceable(ddp: DistributedDataParallel) -> None:
+    """Raises ValueError for a module that would train differently without DDP's averaging."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
-        raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           f"DistributedDataParallel ignores the parameter {ignored[0]}, but local steps would average it: "
-                           "attach without every and codes, or freeze the parameter")
+        raise InvalidInput("E-DDP-UNSUPPORTED",
+                           f"DistributedDataParallel ignores the parameter {ignored[0]}, but attach() would average it: freeze "
+                           "the parameter, or register commlayer.comm_hook instead")
     if ddp.mixed_precision is not None:
-        raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "DistributedDataParallel(mixed_precision=...) is not supported with local steps, because it "
-                           "replaces weights around averaging that local steps do not run: use torch.autocast")
-    if any(state is not own or own is None for _, state in ddp._comm_hooks):
-        raise InvalidInput("E-DDP-LOCAL-STEPS",
-                           "the DistributedDataParallel module has a communication hook, but local steps average no "
-                           "gradients: create the module without the hook")
-
-
-def silenceable(ddp: DistributedDataParallel) -> bool:
-    """Whether `check_silenceable` accepts the module."""
-    try:
-        check_silenceable(ddp)
-    except ValueError:
-        return False
-    return True
+        raise InvalidInput("E-DDP-UNSUPPORTED",
+                           "attach() does not support DistributedDataParallel(mixed_precision=...), which replaces weights "
+                           "around its own averaging: use torch.autocast, or register commlayer.comm_hook instead")
+    if ddp._comm_hooks:
+        raise InvalidInput("E-DDP-UNSUPPORTED",
+                           "the DistributedDataParallel module has a communication hook, but attach() averages gradients "
+                           "without it: create the module without the hook")

@@ -16,9 +16,9 @@ A joining worker only reports that it is ready. It receives its state (replica.p
 its first backward pass is in that very step. Sums might arrive before messages do, step after step. So the first member of the
 epoch withholds its part of one step (step_loop.py, local_steps.py): all members meet in that step.
 
-Joining is paused (`lets_in`) while local steps are exchanged early, as for a save or a change of plans; then a joining worker
-waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat work in which it has
-no part. They turn the joining worker away, and then switch to the epoch without it.
+Joining is paused (`closed_door`) while local steps are exchanged early, as for a save or a change of plans; then a joining
+worker waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat work in which
+it has no part. They turn the joining worker away, and then switch to the epoch without it.
 
 If another member dies during all this, the coordinator defines another epoch, and all members restart with it. Nothing is final
 before all members of an epoch have reported that they are ready for it. No step completes without all of them. agreement.py
@@ -31,13 +31,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from commlayer import records
 from commlayer.cluster import process_groups, site_process_group
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
 from commlayer.cluster.messages import ANY
 from commlayer.cluster.site_client import KvClient
@@ -46,7 +46,7 @@ from commlayer.cluster.uplink import Uplink
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine import agreement
 from commlayer.engine.agreement import AWAY, AgreementOutcome, Claims, Vote, VoterState, new_in
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, MemberChanges
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import Forbids
 from commlayer.engine.worker import Worker
@@ -242,26 +242,43 @@ class StateRelay:
         return time.monotonic() + self._deadline_s
 
 
-class MembershipChange:
+class StateGiver(Protocol):
+    """Interface of the object that creates the state for joining ranks; `replica.py` implements it."""
+
+    def given(self, context: DistributedJob, plan: Plan) -> bytes: ...
+
+
+class MembershipChange(MemberChanges):
     """One rank's part in changes of members. The heartbeat thread calls `offer`; the thread that waits for a step calls
     everything else."""
 
-    def __init__(self, context: JobContext, config: Config, home: str) -> None:
-        self._made, self._config, self._home = context, config, home
-        assert context.uplink is not None
+    elastic = True
+
+    def __init__(self, context: DistributedJob, config: Config, home: str, replica: StateGiver) -> None:
+        """`replica` creates the state which a joining rank receives from this rank."""
+        super().__init__()
+        self._context, self._config, self._home, self._replica = context, config, home, replica
         self._words = EpochMessages(context.uplink.view, context.waits.notice_s, reconnect_window_s(config))
         self._stands = VoterState()
         self._agreed: tuple[View, list[Vote]] | None = None
+        self._admits = True
+        """Whether new members can join during the current operation."""
         context.uplink.subscribe_epochs(self.offer)
+
+    @contextlib.contextmanager
+    def closed_door(self) -> Iterator[None]:
+        self._admits, before = False, self._admits
+        try:
+            yield
+        finally:
+            self._admits = before
 
     def offer(self, view: View) -> None:
         self._words.newest = view
-        if self._made.worker is not None:
-            self._made.worker.now.wake()
+        self._context.worker.now.wake()
 
     def pending(self, wait_s: float) -> bool:
-        until, worker = time.monotonic() + wait_s, self._made.worker
-        assert worker is not None
+        until, worker = time.monotonic() + wait_s, self._context.worker
         while not self._gone() and time.monotonic() < until and worker.error is None:
             time.sleep(0.05)
         return bool(self._gone())
@@ -278,35 +295,32 @@ class MembershipChange:
         return unfit(plan)
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
-        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._made.lets_in):
+        if agreement.calls(self._stands, worker.step, self._view, self._newest, self._finished(), lets_in=self._admits):
             # results of collectives are not kept for members that lack them
             served = all(bucket.served for bucket in worker.plan.buckets)
             self._agree(worker, complete if served else never)
 
     def invites(self) -> bool:
-        return self._made.lets_in and bool(self._new()) and self._newest.members[0].rank == self._made.id
+        return self._admits and bool(self._new()) and self._newest.members[0].rank == self._context.id
 
     def between(self, plan: Plan | None = None) -> None:
-        old = self._made.worker
-        assert old is not None
         if self.pending(0.0):
-            old.roll_back()
-            with self._made.closed_door():
+            self._context.worker.roll_back()
+            with self.closed_door():
                 self.go(plan)
-                for act in self._made.after_between:
-                    act()
+                for listener in self._context.listeners:
+                    listener.after_between()
 
     def go(self, plan: Plan | None = None) -> None:
-        connection = self._made
-        old = connection.worker
-        assert old is not None
+        old = self._context.worker
         try:
             while True:
                 try:
-                    if self._agreed is None:
+                    agreed, self._agreed = self._agreed, None
+                    if agreed is None:
                         self._agree(old)
                         raise CommError("other members have completed the step that this rank abandoned", step=old.step)
-                    self._go_over(old, plan or old.plan)
+                    self._go_over(old, plan or old.plan, agreed)
                     return
                 except (NewerEpoch, EpochChanged):
                     continue
@@ -318,8 +332,7 @@ class MembershipChange:
 
     @property
     def _view(self) -> View:
-        assert self._made.uplink is not None
-        return self._made.uplink.view
+        return self._context.uplink.view
 
     @property
     def _newest(self) -> View:
@@ -333,9 +346,7 @@ class MembershipChange:
 
     def _finished(self) -> Iterator[int]:
         """For each lost member, the number of exchanges that it completed; -1 if it did not leave in order."""
-        link = self._made.uplink
-        assert link is not None
-        return (link.finished(member) for member in self._gone())
+        return (self._context.uplink.finished(member) for member in self._gone())
 
     def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
         """Finds the step to repeat. Raises EpochChanged if no member has completed the step in which all members are.
@@ -359,7 +370,7 @@ class MembershipChange:
             self._stands, outcome = agreement.outcome(self._stands, view, worker.step, words, confirmed, self._finished())
             if outcome is AgreementOutcome.WHOLE:
                 return
-            if outcome is AgreementOutcome.TOGETHER and not self._made.lets_in and new_in(view, self._view):
+            if outcome is AgreementOutcome.TOGETHER and not self._admits and new_in(view, self._view):
                 self._send_away(view)
             elif outcome is AgreementOutcome.TOGETHER:
                 self._agreed = view, words
@@ -383,19 +394,16 @@ class MembershipChange:
         """Sends a vote and returns those of the members `among`. `local_steps`: steps per exchange; the others might need as
         long as an outer step to reach this point."""
         limit_s = self._config.deadline_s * local_steps
-        return self._words.tell(view, says.what, self._made.id, says.word, until, among=among,
+        return self._words.tell(view, says.what, self._context.id, says.word, until, among=among,
                                 complete=complete if says.ends else never, limit_s=limit_s)
 
     def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
-        return self._words.tell(view, what, self._made.id, word, until, limit_s=self._config.deadline_s)
+        return self._words.tell(view, what, self._context.id, word, until, limit_s=self._config.deadline_s)
 
     # ---- to the new view
 
-    def _go_over(self, old: Worker, under: Plan) -> None:
-        job_context, agreed = self._made, self._agreed
-        assert job_context.uplink is not None
-        assert agreed is not None
-        (view, words), self._agreed = agreed, None
+    def _go_over(self, old: Worker, under: Plan, agreed: tuple[View, list[Vote]]) -> None:
+        job_context, (view, words) = self._context, agreed
         if old.intact is False:
             raise CommError("a codec was still encoding in the step that other members abandoned, so its residual is "
                             "unknown and this rank cannot continue",
@@ -413,13 +421,13 @@ class MembershipChange:
         if new:
             relay = StateRelay(self._words, view, job_context.id, mine, self._config.deadline_s, judged_s(self._config))
             if relay.giver == job_context.id:
-                relay.give(job_context.given(plan))
+                relay.give(self._replica.given(job_context, plan))
             else:
                 relay.watch()
         # From here on no other process is involved, so nothing can fail.
-        job_context.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
-        new_world(job_context, self._config, self._home, view)
-        job_context.plan, job_context.terms.basis, job_context.terms.price = plan, None, None
+        self.parted |= {rank: job_context.carried for rank in old_places if rank not in ids}
+        job_context.groups = new_world(job_context.groups, job_context.rows, self._config, self._home, view, job_context.id)
+        job_context.terms.basis = job_context.terms.price = None
         new_worker = job_context.worker_for(plan, old.job, old.device, generation)
         job_context.hand_on(old, new_worker)
         new_worker.units.regroup(sum(word.weight for word in words))
@@ -429,8 +437,8 @@ class MembershipChange:
         old.forget_states()
         job_context.uplink.transport.end(generation)
         self._stands = self._stands.gone_over()
-        for act in job_context.after_regroup:
-            act()
+        for listener in job_context.listeners:
+            listener.after_regroup()
         self._say(former, view, time.monotonic() - begin)
 
     def _send(self, uplink: Uplink, server: int, change: EpochChange, generation: int) -> None:
@@ -444,8 +452,7 @@ class MembershipChange:
             raise NewerEpoch from None
 
     def _say(self, former: View, view: View, took_s: float) -> None:
-        job_context, current = self._made, {m.rank for m in view.members}
-        assert job_context.uplink is not None
+        job_context, current = self._context, {m.rank for m in view.members}
         gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
         joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
         parts = [f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
@@ -457,18 +464,15 @@ class MembershipChange:
             f"had reached this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
 
 
-def new_world(context: JobContext, config: Config, home: str, view: View) -> None:
-    """Creates the process group of torch.distributed for the members of the epoch `view`."""
+def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view: View, own: int) -> Groups:
+    """Creates the process groups of torch.distributed for the members of the epoch `view`, of which this one is `own`."""
     ids = [m.rank for m in view.members]
-    former = context.groups
-    assert former is not None
     former.close()
-    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(context.id), view.generation)
+    site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), view.generation)
     process_groups.reset_counts()
-    context.groups = Groups(1, config.deadline_s, former.device)
-    context.rank, context.world = context.groups.rank, context.groups.world
-    if context.rows is not None:
-        context.rows.regroup(context.groups.members)
+    groups = Groups(1, config.deadline_s, former.device)
+    rows.regroup(groups.members)
+    return groups
 
 
 def unfit(plan: Plan) -> str:

@@ -25,12 +25,13 @@ from commlayer.cluster import messages
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.epoch_change import wire_generation
 from commlayer.cluster.process_groups import Members
-from commlayer.cluster.uplink import Uplink
+from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.config import Config, judged_s, reconnect_window_s
 from commlayer.engine.agreement import AWAY, Vote
 from commlayer.engine.buckets import agreed
-from commlayer.engine.connection import JobContext, JoinedState
-from commlayer.engine.optimizers import buffers_of, parameters_of
+from commlayer.engine.connection import DistributedJob, JobContext, JoinedState, WaitsFor
+from commlayer.engine.optimizers import OptimizerMemory, buffers_of, parameters_of
+from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.regroup import EpochMessages, MembershipChange, NewerEpoch, StateRelay, new_world
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost
 from commlayer.records import MALFORMED, Job, Plan, Record, View
@@ -52,13 +53,13 @@ class GivenState(Record, frozen=True):
     step: int = 0
     """Number of the current step in messages (Worker.step)."""
     counted: int = 0
-    """Number of complete exchanges (JobContext.exchanges)."""
+    """Number of complete exchanges (DistributedJob.exchanges)."""
     passes: int = 0
     """Number of training steps (JobContext.passes)."""
     carried: int = 0
-    """Number of training steps whose changes all ranks have (JobContext.carried)."""
+    """Number of training steps whose changes all ranks have (DistributedJob.carried)."""
     matched: bool = False
-    """Whether ranks exchange the norms of their weight changes (OuterSteps.tells)."""
+    """Whether all ranks use norm-matched averaging (DistributedJob.matched)."""
     automatic: bool = False
     """Whether commlayer chooses the plan."""
     optimizer: str = ""
@@ -93,7 +94,7 @@ class Replica:
 
     # ---- sender
 
-    def given(self, context: JobContext, plan: Plan) -> bytes:
+    def given(self, context: DistributedJob, plan: Plan) -> bytes:
         """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
         try:
             tensors = self.state(context, plan)
@@ -107,21 +108,22 @@ class Replica:
         """This rank's state as named tensors, of which one has all values that are not tensors. `model`: includes model,
         optimizer and GradScaler. `plan`: None if the job has one worker. `extra`: further objects, by name."""
         tensors: dict[str, torch.Tensor] = {}
-        worker, local = context.worker, context.local
+        job = context if isinstance(context, DistributedJob) else None
+        local = None if job is None else job.local
         optimizer, scaler = (self._optimizer, self._scaler) if model else (None, None)
         head = GivenState(
-            plan=b"" if plan is None else records.encode(plan), step=0 if worker is None else worker.step,
-            counted=context.exchanges, passes=context.passes, carried=context.carried,
-            matched=local is not None and local.tells, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
+            plan=b"" if plan is None else records.encode(plan), step=0 if job is None else job.worker.step,
+            counted=0 if job is None else job.exchanges, passes=context.passes, carried=context.carried,
+            matched=job is not None and job.matched, automatic=context.terms.auto, optimizer=type(optimizer).__name__,
             state=None if optimizer is None else _plain(optimizer.state_dict(), tensors),
             scaler=_plain(scaler.state_dict(), tensors) if scaler is not None else {},
             followed={name: say() for name, say in context.followers.items()},
             extra=_states_of(extra, tensors), model=model)
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
-            if worker is not None:
+            if job is not None:
                 # The current buffers are one forward pass further, different on each rank.
-                agreed(worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
+                agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
             starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
             for name, p in self._model.named_parameters():
@@ -131,8 +133,7 @@ class Replica:
     @contextlib.contextmanager
     def averaged(self, context: JobContext) -> Iterator[None]:
         """See Session.averaged."""
-        local, worker = context.local, context.worker
-        if local is None or worker is None:
+        if not isinstance(context, DistributedJob) or (local := context.local) is None:
             yield
             return
         buffers = dict(self._model.named_buffers())
@@ -142,7 +143,7 @@ class Replica:
         try:
             for p, start in zip(self._trained, local.starts, strict=True):
                 p.data.copy_(start)
-            agreed(worker.shared_buffers, [*[None] * len(self._trained), *shared])
+            agreed(context.worker.shared_buffers, [*[None] * len(self._trained), *shared])
             yield
         finally:
             for tensor, value in zip(tensors, own, strict=True):
@@ -321,29 +322,61 @@ log = logging.getLogger("commlayer")
 
 
 def enter(
-    context: JobContext, job: Job, device: torch.device, replica: Replica, request: messages.Join, config: Config, home: str,
-    check: Callable[..., None],
-) -> None:
+    terms: PlanTerms, job: Job, device: torch.device, replica: Replica, memory: OptimizerMemory, request: messages.Join,
+    config: Config, home: str, waits: WaitsFor, check: Callable[..., None], *, logs: bool,
+) -> DistributedJob:
     """Joins a running job, and returns when this rank is a member, in the step in which all other members are. `check` raises
     ValueError for a plan that cannot run with a given number of `workers`."""
-    context.groups = Groups(1, config.deadline_s, device, Members())
-    context.rows = RowChannel(context.groups.members, config.deadline_s)
-    context.on_close.append(context.rows.close)
-    context.uplink = link = Uplink(config, config.join, request)
-    words = EpochMessages(link.view, context.waits.notice_s, reconnect_window_s(config))
+    begin, own = time.monotonic(), request.rank
+    with contextlib.ExitStack() as undo:
+        groups = Groups(1, config.deadline_s, device, Members())
+        undo.callback(lambda: groups.close())
+        rows = RowChannel(groups.members, config.deadline_s)
+        undo.callback(rows.close)
+        link = Uplink(config, config.join, request)
+        undo.callback(leave_job, link, (), "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s)
+        log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", own)
+        view, ready, taken = _receive(replica, link, own, config, waits, check, begin)
+        given = taken.told
+        if given.matched and not memory.matched:
+            raise InvalidInput("E-RANKS-DIFFER",
+                               "sync: the job that this home joins uses norm-matched averaging (OuterSGD(matched=True)), but "
+                               "this home does not; set it alike on all ranks")
+        link.switch_view(view)
+        groups = new_world(groups, rows, config, home, view, own)
+        terms.auto = given.automatic
+        context = DistributedJob(
+            terms, own, groups, rows, link, memory, taken.plan, job, generation=wire_generation(view), logs=logs, waits=waits,
+            matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried))
+        undo.pop_all()
+    context.passes = given.passes - int(taken.plan.steps_locally)  # local steps count at the end of their backward pass
+    worker = context.worker
+    worker.now.number, worker.counters.exchanges = given.step, given.counted
+    worker.units.regroup(sum(word.weight for word in ready))
+    context.members = MembershipChange(context, config, home, replica)
+    context.say(f"joined the running job as worker {own} with the weights, buffers and optimizer state of its workers, after "
+                f"{time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step {context.passes}")
+    return context
+
+
+def _receive(
+    replica: Replica, link: Uplink, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
+) -> tuple[View, list[Vote], TakenState]:
+    """Waits until the others reach a step in which this rank can join, and installs their state. Returns the epoch with this
+    rank, the votes of its members, and the state."""
+    words = EpochMessages(link.view, waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
         words.newest = view
 
     link.subscribe_epochs(offer)
-    log.warning("joining a running job as worker %d: waiting for the other workers to reach the end of a step", context.id)
-    begin, dialled = time.monotonic(), False
+    dialled = False
     while True:
         view = words.newest
         try:
-            _check_givers(view, context.id, link)
+            _check_givers(view, own, link)
             try:
-                ready = words.tell(view, "ready", context.id, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
+                ready = words.tell(view, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
                 # Their plan defines how long an exchange takes; the coordinator reports members that have died.
                 log.warning("still waiting for the other workers after %.0f s: under local steps "
@@ -357,27 +390,11 @@ def enter(
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
+            relay = StateRelay(words, view, own, Vote(-1, 1.0), config.deadline_s, judged_s(config))
             fits = functools.partial(check, workers=len(view.members))
-            relay = StateRelay(words, view, context.id, Vote(-1, 1.0), config.deadline_s, judged_s(config))
-            given, plan, local, restore = relay.take(
-                functools.partial(replica.take, check=fits))
-            break
+            return view, ready, relay.take(functools.partial(replica.take, check=fits))
         except NewerEpoch:
             continue
-    context.uplink.switch_view(view)
-    new_world(context, config, home, view)
-    context.plan, context.terms.auto, context.matched = plan, given.automatic, given.matched
-    context.joined, context.fresh = JoinedState(local, restore, dict(given.followed)), True
-    context.passes = given.passes - int(plan.steps_locally)  # local steps count at the end of their backward pass
-    context.entered = given.carried
-    worker = context.worker_for(plan, job, device, wire_generation(view))
-    worker.now.number, worker.counters.exchanges = given.step, given.counted
-    worker.units.regroup(sum(word.weight for word in ready))
-    context.members = MembershipChange(context, config, home)
-    context.follow(worker)
-    context.say(f"joined the running job as worker {context.id} with the weights, buffers and optimizer state of its workers, "
-                f"after {time.monotonic() - begin:.1f} s; this is rank {context.rank} of {context.world}, at step "
-                f"{context.passes}")
 
 
 def _check_givers(view: View, mine: int, link: Uplink) -> None:

@@ -35,6 +35,7 @@ from commlayer.cluster import messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.collectives import Groups, RowChannel
 from commlayer.cluster.process_groups import Members, exchange
+from commlayer.cluster.uplink import Uplink, leave_job
 from commlayer.compressors import kernels
 from commlayer.config import (
     Config,
@@ -52,9 +53,10 @@ from commlayer.config import (
     verdict_s,
 )
 from commlayer.engine import optimizers, plan_choice
-from commlayer.engine.connection import JobContext, WaitsFor
+from commlayer.engine.connection import DistributedJob, JobContext, WaitsFor
 from commlayer.engine.interrupted import print_one_line
-from commlayer.engine.plan_choice import agreed_plan, check_plan, from_rank_0
+from commlayer.engine.optimizers import OptimizerMemory
+from commlayer.engine.plan_choice import PlanTerms, agreed_plan, check_plan, from_rank_0
 from commlayer.engine.regroup import MembershipChange, forbidding, unfit
 from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
@@ -68,98 +70,108 @@ from commlayer.transport.key_folder import Keys
 
 
 def connect(
-    job: Job, device: torch.device, start: Start, *, plan: Plan | Path | str, config: Config,
+    job: Job, device: torch.device, start: Start, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
     align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
-    full_job: Job | None = None, must: Mapping[str, str] | None = None,
-    settings: Mapping[str, str] | None = None, optimizer: str = "", replica: Replica | None = None,
+    full_job: Job | None = None, must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None,
+    replica: Replica | None = None,
 ) -> JobContext:
-    """Connects this rank to the job that the environment names. All ranks call it together, inside `start`.
+    """Connects this rank to the job that the environment names. All ranks call it together, inside `start`. Returns a
+    DistributedJob if there are other ranks.
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
-    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `optimizer`: name of the
-    optimizer's family. `replica`: the state that this rank sends to workers that join later, or receives if it joins.
-    `full_job`: this job with buffers that are not averaged here; a plan can be for either job.
+    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: the state that this
+    rank sends to workers that join later, or receives if it joins; None: workers cannot leave or join. `full_job`: this job
+    with buffers that are not averaged here; a plan can be for either job.
     """
     kernels.choose(config.backend)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
-    met = start.meet(config, model=job.digest(), must=must, settings=settings or {})
+    met = start.meet(config, model=job.digest(), must=must, settings=settings or {}, matched=memory.matched)
     # Server child processes get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
     kernels.threads(config.codec_threads)
-    job_context = JobContext()
-    job_context.logs = met.logs
-    job_context.terms.requested, job_context.terms.forbids = requested, forbids
-    job_context.terms.auto = plan == "auto" and not requested.updates
-    job_context.terms.optimizer, job_context.terms.max_loss = optimizer, config.max_loss
-    job_context.terms.loss, job_context.terms.learning = config.loss, config.learning
-    silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
-    job_context.waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
-    elastic = False
-    if met.members is not None:
-        job_context.rank = job_context.id = met.members.rank
-        job_context.world = met.members.world
-        elastic = bool(met.launch.home) and config.min_workers > 0 and job_context.world == met.launch.world
-    job_context.replica = replica if elastic else None
-    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
-    if elastic:
-        job_context.terms.forbids = forbids = forbidding(forbids)
-    how: dict[str, Any] = {"requested": requested, "optimizer": optimizer}
-    if met.members is None and not config.join:
-        settled = with_modes(_of(plan_choice.settle(plan, job, config, 1, 1, **how), full_job), requested)
+    terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
+                      max_loss=config.max_loss, loss=config.loss, learning=config.learning)
+
+    def plan_for(world: int, per_node: int) -> Plan:
+        return plan_choice.settle(plan, job, config, world, per_node, requested=requested, optimizer=memory.family)
+
+    if met.members is None:
+        if config.join:
+            raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
+                                                  "script with torchrun or `commlayer join`, or leave join out")
+        settled = with_modes(_of(plan_for(1, 1), full_job), requested)
         # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
-        if not isinstance(plan, Plan) or not settled.servers:
-            return job_context
-    try:
-        if met.launch.joins >= 0:
-            _enter(job_context, job, device, met, config, forbids, replica, compared(must, config))
-            atexit.register(job_context.at_exit)
-            return job_context
-        if met.members is not None:
-            with met.members.all_there(config.deadline_s):
-                job_context.groups = Groups(per_node, config.deadline_s, device, met.members)
-                job_context.rows = RowChannel(met.members, config.deadline_s)
-            job_context.on_close.append(job_context.rows.close)
-            align_tensors(align, job_context.groups, config.deadline_s)
-        job_context.terms.basis = plan_choice.basis(plan, job_context.say) if job_context.rank == 0 else None
-        if met.note and job_context.rank == 0:
-            job_context.say(met.note)
-        if met.differs:
-            job_context.say(f'{met.differs}; training continues, since drift="warn"')
-        if config.min_workers and not elastic and job_context.rank == 0:
-            job_context.say(
-                f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
-                "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
-        nodes = job_context.world // per_node
-        job_context.plan = agreed_plan(lambda: with_modes(_of(plan_choice.with_server_nodes(
-            plan_choice.settle(plan, job, config, job_context.world, per_node, **how),
-            job_context.terms.basis, nodes, job_context.say,
-        ), full_job), requested), job_context.groups)
-        if job_context.rank == 0 and (requested.fragments or 1) > job_context.plan.fragments:
-            job_context.say(
-                f"{requested}: fragments={requested.fragments} becomes fragments={job_context.plan.fragments}: a plan cannot "
-                f"have more fragments than buckets ({len(job_context.plan.buckets)})")
-        if elastic and (why := unfit(job_context.plan)):
+        return JobContext(terms, logs=met.logs)
+    silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
+    waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
+    if met.launch.joins >= 0:
+        context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
+    else:
+        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, plan_for, align, full_job,
+                         compared(must, config))
+        print_one_line(context.rank)
+    atexit.register(context.at_exit)
+    return context
+
+
+def _begin(
+    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
+    replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
+    plan_for: Callable[[int, int], Plan], align: Sequence[torch.Tensor], full_job: Job | None, must_match: Mapping[str, str],
+) -> DistributedJob:
+    """Starts a job together with all other ranks."""
+    elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
+    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
+    nodes, first = members.world // per_node, members.rank == 0
+    if elastic:
+        terms.forbids = forbidding(terms.forbids)
+    notes = [met.note] if met.note and first else []
+    if met.differs:
+        notes.append(f'{met.differs}; training continues, since drift="warn"')
+    if config.min_workers and not elastic and first:
+        notes.append(f"min_workers={config.min_workers} is ignored, and all ranks must stay: the setting applies to homes "
+                     "(commlayer join) whose workers all train together; other process groups cannot lose a rank")
+    servers: list[EmbeddedServer] = []
+    link: Uplink | None = None
+    with contextlib.ExitStack() as undo:
+        with members.all_there(config.deadline_s):
+            groups = Groups(per_node, config.deadline_s, device, members)
+            undo.callback(groups.close)
+            rows = RowChannel(members, config.deadline_s)
+            undo.callback(rows.close)
+        undo.callback(lambda: leave_job(link, servers, "failed to start", -1, stay_s=waits.stay_s, notice_s=waits.notice_s))
+        align_tensors(align, groups, config.deadline_s)
+        terms.basis = plan_choice.basis(plan, notes.append) if first else None
+
+        def settle() -> Plan:
+            return with_modes(_of(plan_choice.with_server_nodes(plan_for(members.world, per_node), terms.basis, nodes,
+                                                                notes.append), full_job), terms.requested)
+
+        agreed = agreed_plan(settle, groups)
+        if first and (terms.requested.fragments or 1) > agreed.fragments:
+            notes.append(f"{terms.requested}: fragments={terms.requested.fragments} becomes fragments={agreed.fragments}: a "
+                         f"plan cannot have more fragments than buckets ({len(agreed.buckets)})")
+        if elastic and (why := unfit(agreed)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
-        check_plan(job_context.plan, job, nodes, per_node, device, forbids, reachable=met.reachable)
-        if job_context.rank == 0 and (note := float64.doubles_notice(job, nodes)):
-            job_context.say(note)
+        check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
+        if first and (note := float64.doubles_notice(job, nodes)):
+            notes.append(note)
         # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
-        _join(job_context, job, _placed(config, met.address, job_context), per_node, outbound_only=not met.reachable,
-              elastic=elastic, must_match=compared(must, config) if elastic else {})
-        if elastic:
-            job_context.members = MembershipChange(job_context, config, met.launch.home)
-        job_context.follow(job_context.worker_for(job_context.plan, job, device))
-        job_context.log(f"begins with plan {records.digest(job_context.plan)}: {summary_of(job_context.plan)}")
-    except BaseException:
-        job_context.close("failed to start")
-        raise
-    if job_context.groups is not None:
-        print_one_line(job_context.rank)
-    atexit.register(job_context.at_exit)
-    return job_context
+        config = _placed(config, met.address, notes.append if first else _not_told)
+        link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
+                     must_match=must_match if elastic else {})
+        context = DistributedJob(terms, groups.rank, groups, rows, link, memory, agreed, job, logs=met.logs, waits=waits,
+                                 embedded=servers, matched=met.matched)
+        undo.pop_all()
+    for line in notes:
+        context.say(line)
+    if elastic and replica is not None:
+        context.members = MembershipChange(context, config, met.launch.home, replica)
+    context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}")
+    return context
 
 
 def _of(plan: Plan, full_job: Job | None) -> Plan:
@@ -168,69 +180,66 @@ def _of(plan: Plan, full_job: Job | None) -> Plan:
 
 
 def _enter(
-    context: JobContext, job: Job, device: torch.device, met: Rendezvous, config: Config, forbids: Forbids,
-    replica: Replica | None,
-    must_match: Mapping[str, str],
-) -> None:
+    terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
+    memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str],
+) -> DistributedJob:
     """Registers this worker with a job that is already running, and receives the state of its workers."""
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
                            "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
-                           "(commlayer join), with a server that was started with --min-workers. Not supported are a "
-                           "communication hook that the script registers, and a DistributedDataParallel module that "
-                           "ignores parameters or has mixed_precision")
-    context.id = met.launch.joins
+                           "(commlayer join), with a server that was started with --min-workers. Not supported is a "
+                           "communication hook that the script registers")
+    own = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:
-        check_plan(plan, job, workers, 1, device, forbids, reachable=False)
+        check_plan(plan, job, workers, 1, device, terms.forbids, reachable=False)
 
-    enter(context, job, device, replica, messages.worker_request(
-        job.digest(), context.id, 0, node=context.id, outbound_only=True, elastic=True, must_match=must_match,
-        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, check)
+    return enter(terms, job, device, replica, memory, messages.worker_request(
+        job.digest(), own, 0, node=own, outbound_only=True, elastic=True, must_match=must_match,
+        gradients=sum(not tensor.buffer for tensor in job.tensors)), config, met.launch.home, waits, check, logs=met.logs)
 
 
 def _join(
-    context: JobContext, job: Job, config: Config, per_node: int, *, outbound_only: bool, elastic: bool,
+    job: Job, plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config, *, outbound_only: bool, elastic: bool,
     must_match: Mapping[str, str],
-) -> None:
+) -> Uplink:
     """Starts this node's servers unless the setting `join` names a coordinator, then registers with the coordinator and
     connects."""
-    assert context.plan is not None
-    node, local = divmod(context.rank, per_node)
     address = config.join
     if not address:
-        address, token = _start_embedded(context, config, per_node, node, local)
+        address, token = _start_embedded(plan, groups, servers, config)
         config = msgspec.structs.replace(config, token=token)
-    context.uplink = uplink.connect(address, messages.worker_request(
-        job.digest(), context.rank, context.world, node=node, plan=records.encode(context.plan) if context.rank == 0 else b"",
-        plan_digest=records.digest(context.plan), outbound_only=outbound_only, elastic=elastic,
+    return uplink.connect(address, messages.worker_request(
+        job.digest(), groups.rank, groups.world, node=groups.node, plan=records.encode(plan) if groups.rank == 0 else b"",
+        plan_digest=records.digest(plan), outbound_only=outbound_only, elastic=elastic,
         gradients=sum(not tensor.buffer for tensor in job.tensors), must_match=must_match,
     ), config)
 
 
-def _placed(config: Config, address: str, context: JobContext) -> Config:
+def _not_told(_line: str) -> None:
+    """Rank 0 logs the line for all."""
+
+
+def _placed(config: Config, address: str, tell: Callable[[str], None]) -> Config:
     """Returns settings with `address` as the address on which this node's servers listen, if ranks run on several machines.
     Servers on loopback serve one machine only."""
     if not address or config.join or config.advertise or not is_loopback(config.bind):
         return config
-    if context.rank == 0:
-        context.say(f"the servers of this node listen on {address}, the address of this machine on the route to "
-                    "MASTER_ADDR; the setting bind overrides it")
+    tell(f"the servers of this node listen on {address}, the address of this machine on the route to MASTER_ADDR; the setting "
+         "bind overrides it")
     return msgspec.structs.replace(config, bind=address)
 
 
-def _start_embedded(context: JobContext, config: Config, per_node: int, node: int, local: int) -> tuple[str, str]:
-    """Starts this node's `commlayer serve` processes. The plan decides on which nodes servers run, otherwise the setting
-    `servers`.
+def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], config: Config) -> tuple[str, str]:
+    """Starts this node's `commlayer serve` processes and adds them to `servers`. The plan decides on which nodes servers run,
+    otherwise the setting `servers`.
 
     Returns the coordinator's address and the job's secret, which rank 0 creates and sends to the other ranks.
     """
-    plan = context.plan
-    assert plan is not None
-    nodes = context.world // per_node
-    config = msgspec.structs.replace(config, node=node)
+    nodes = groups.world // groups.ranks_per_node
+    config = msgspec.structs.replace(config, node=groups.node)
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
-    mine = [number for number, host in enumerate(hosts) if host == node] if local == 0 else []
+    mine = [number for number, host in enumerate(hosts) if host == groups.node] if groups.local == 0 else []
 
     # Servers load codecs, a coordinator does not. So if several start, the coordinator starts first and alone, and they start
     # in parallel. A configured port is for the coordinator, and for a server in its process.
@@ -239,19 +248,19 @@ def _start_embedded(context: JobContext, config: Config, per_node: int, node: in
     def first() -> bytes:
         number = mine.pop(0) if mine and not alone else None
         guarded = msgspec.structs.replace(config, token=config.token or secret.new_secret())
-        child = EmbeddedServer.start(guarded, workers=context.world, servers=plan.servers, number=number)
-        context.embedded.append(child)
+        child = EmbeddedServer.start(guarded, workers=groups.world, servers=plan.servers, number=number)
+        servers.append(child)
         # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
         return f"{child.control} {'' if config.keys else guarded.token}".encode()
 
     # The child has join_deadline_s itself, and then reports why it did not start.
-    reply = from_rank_0(first, context.groups, config.join_deadline_s + HEARD_S).decode()
+    reply = from_rank_0(first, groups, config.join_deadline_s + HEARD_S).decode()
     address, _, token = reply.partition(" ")
     token = token or config.token
     config = msgspec.structs.replace(config, token=token)
 
     def start(number: int) -> None:
-        context.embedded.append(EmbeddedServer.start(config, join=address, number=number))
+        servers.append(EmbeddedServer.start(config, join=address, number=number))
 
     if mine:
         with ThreadPoolExecutor(len(mine), "commlayer-start") as starting:
@@ -444,6 +453,8 @@ class RankRow(NamedTuple):
     settings: Mapping[str, str] = {}
     """Settings of the optimizer, which must be the same on all ranks unless drift="warn"."""
     model: str = ""
+    matched: bool = False
+    """Whether averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
     error: str = ""
 
 
@@ -465,6 +476,8 @@ class Rendezvous(NamedTuple):
     """Text that describes how optimizers differ between ranks, if the settings allow it; empty if they are equal."""
     logs: bool = True
     """Whether this rank logs for its node or home, because it is the first rank there."""
+    matched: bool = False
+    """Whether all ranks use norm-matched averaging."""
 
 
 class Start:
@@ -486,7 +499,9 @@ class Start:
                 self._tell(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
 
-    def meet(self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str]) -> Rendezvous:
+    def meet(
+        self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
+    ) -> Rendezvous:
         """Exchanges one row per rank; all ranks call it together. Raises the same ValueError on all ranks if they were not
         started alike. With drift="warn", the optimizers' `settings` can differ."""
         launch = read_launch()
@@ -498,8 +513,8 @@ class Start:
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _own_row(name, agent=launch.agent, address=address,
-                     insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
-                     settings=settings)
+                        insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
+                        settings=settings, matched=matched)
         rows = self._tell(members, config, mine)
         if problem := problem_of(rows, members.ranks, own_servers=not config.join):
             _stay(members)
@@ -518,7 +533,7 @@ class Start:
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
         return Rendezvous(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
-                   logs=rows[members.rank] is mates[0])
+                          rows[members.rank] is mates[0], all(row.matched for row in rows))
 
     def _members(self, launch: Launch, config: Config) -> Members | None:
         begin_group(launch, self._device, config)
@@ -529,7 +544,7 @@ class Start:
                                    "init_process_group first")
             return None
         members = Members(self._group)
-        return members if members.world > 1 else None
+        return members if members.world > 1 or launch.home else None
 
     def _tell(self, members: Members | None, config: Config, mine: RankRow) -> list[RankRow]:
         self._told = True
@@ -558,7 +573,7 @@ def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
 
 def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
     """Creates the default process group under a launcher, if the script has not created one."""
-    if dist.is_initialized() or launch.world == 1:
+    if dist.is_initialized() or (launch.world == 1 and not launch.home):
         return
     if launch.home:
         begin_world(launch, "nccl" if device.type == "cuda" else "gloo")

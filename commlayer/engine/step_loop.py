@@ -23,12 +23,12 @@ from torch import nn
 from commlayer.autotune.start import controller_of, observe
 from commlayer.config import Config
 from commlayer.engine.averages import AverageUse, hand_out
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, EpochListener, ListenerOrder
 from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.finite_steps import FiniteSteps
 from commlayer.engine.guards import StepGuard
 from commlayer.engine.observers import Observer, ObserverOrder, Observers, watch_of
-from commlayer.engine.optimizers import HeldParameters, learning_rate, loss_scale
+from commlayer.engine.optimizers import learning_rate, loss_scale
 from commlayer.engine.parameter_drift import drift_of
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.trace import trace_once
@@ -37,42 +37,34 @@ from commlayer.engine.worker import Worker
 from commlayer.errors import StepAbandoned
 
 
-class StepLoop:
-    """Runs the training steps of one attached model. Without other workers, callers use only `flush`, `weigh`, `log_loss` and
-    `detach`."""
+class StepLoop(EpochListener):
+    """Runs the training steps of one attached model in a job of several workers."""
+
+    order = ListenerOrder.LOOP
 
     def __init__(
-        self, connection: JobContext, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
-        optimizer: Any, scaler: Any, config: Config, observers: Observers, schedule: ExchangeSchedule | None = None,
-        guard: StepGuard | None = None, uneven: UnevenInputs | None = None,
+        self, connection: DistributedJob, parameters: Sequence[nn.Parameter], compared: Sequence[tuple[str, torch.Tensor]], *,
+        optimizer: Any, scaler: Any, config: Config, observers: Observers, guard: StepGuard, finite: FiniteSteps,
+        schedule: ExchangeSchedule | None = None, uneven: UnevenInputs | None = None,
     ) -> None:
         """`parameters`: the averaged parameters, in the order of their numbers. `compared`: tensors that must be equal on all
         ranks, with their names.
 
-        `schedule`: decides when local steps are exchanged; None if plans must not have local steps.
+        `schedule`: decides when local steps are exchanged; None if plans must not have local steps. `uneven`: None if ranks
+        have equal numbers of batches.
         """
         self.connection, self.observers = connection, observers
-        self._optimizer, self._scaler, self._schedule, self._step_guard = optimizer, scaler, schedule, guard
-        self._compared, self._uneven = compared, uneven
-        self._batch, self.deadline_s = config.batch, config.deadline_s
-        self._use: AverageUse | None = None
-        self._finite: FiniteSteps | None = None
-        held = HeldParameters(parameters)
-        if connection.worker is not None:
-            if connection.rows is not None:
-                self._finite = FiniteSteps(connection, parameters, held)  # its hooks must run first
-                if schedule is not None:
-                    schedule.merged = self._finite.exchanged
-            self._use = AverageUse(parameters, optimizer, lambda number: self.worker.mark_discarded(number),
-                                   lambda numbers: self.worker.mark_applied(numbers),
-                                   lambda number: self.worker.any_nonzero(number), held)
-            connection.average_use = self._use
-            connection.on_close.append(self._use.detach)
-            connection.after_regroup.append(self._look_again)
-        self._config = config
+        self._optimizer, self._scaler, self._schedule, self._guard = optimizer, scaler, schedule, guard
+        self._compared, self._uneven, self._finite = compared, uneven, finite
+        self._config, self.deadline_s = config, config.deadline_s
+        self._use = AverageUse(parameters, optimizer, lambda number: self.worker.mark_discarded(number),
+                               lambda numbers: self.worker.mark_applied(numbers),
+                               lambda number: self.worker.any_nonzero(number), finite.held)
+        connection.on_close.append(self._use.detach)
+        connection.listen(self)
         self._decide()
         trace_once(connection, observers, config.trace, planning=connection.terms.auto and self._controller is not None)
-        if (drift := drift_of(connection, compared, optimizer, config, held)) is not None:
+        if (drift := drift_of(connection, compared, optimizer, config, finite.held)) is not None:
             observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
@@ -86,12 +78,19 @@ class StepLoop:
 
     @property
     def worker(self) -> Worker:
-        return self.connection.active_worker
+        return self.connection.worker
 
     @property
     def local(self) -> bool:
         """Whether the current plan has local steps, so that gradients are not averaged."""
-        return self._schedule is not None and self._schedule.local is not None
+        return self.connection.local is not None
+
+    def settle(self) -> None:
+        self._use.settle()
+
+    def shares_moved(self, part: float) -> None:
+        if self._controller is not None:
+            self._controller.shares_moved(part)
 
     # ---- a step
 
@@ -112,8 +111,8 @@ class StepLoop:
     def ready(self, number: int, gradient: torch.Tensor) -> None:
         """Receives a parameter's gradient, which is final for this step. Called once per parameter and step, so it must be
         fast."""
-        if self._schedule is None or self.connection.local is None:
-            worker = self.connection.active_worker
+        if self.connection.local is None:
+            worker = self.connection.worker
             if not worker.begun:
                 self._open(worker)
             worker.ready(number, gradient)
@@ -123,14 +122,13 @@ class StepLoop:
     def has_gradient(self, number: int) -> bool:
         """Whether this backward pass has added to the parameter's gradient, according to the hooks; True if there are no hooks.
         """
-        return self._use is None or not self._use.watching or number in self._use.touched
+        return not self._use.watching or number in self._use.touched
 
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns whether it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
-        if self._finite is not None:
-            self._finite.counted()
+        self._finite.counted()
         with contextlib.suppress(EpochChanged):
             for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
                 drift.start()
@@ -138,13 +136,13 @@ class StepLoop:
 
     def join_round(self) -> None:
         """Joins the current outer step, if this rank has joined a running job with local steps."""
-        if self._schedule is not None and self.local and self.connection.joined is not None:
+        if self._schedule is not None and self.connection.joined is not None:
             self._schedule.join_round(self.connection.joined.local)
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
         """Adapts the checks to a plan that has taken effect. `starts`: tensors to compare instead of weights that differ by
         design, by name."""
-        if self._use is not None and self.local:
+        if self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
         for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.compare([starts.get(name, tensor) for name, tensor in self._compared])
@@ -159,21 +157,20 @@ class StepLoop:
         lost or misses the deadline; then nothing has been written.
         """
         self.begin()
-        if self._use is not None:
-            self._use.end()
+        self._use.end()
         try:
             self._through(lambda: self._finish(leftovers))
         finally:
             self._passed()
-            if self.connection.fresh:
-                self.connection.begun()
+            if (joined := self.connection.joined) is not None and joined.fresh:
+                joined.begun()
         with contextlib.suppress(EpochChanged):  # the step is complete; the remaining members run the next one
             for observer in self.observers if self._all_active() else ():
                 observer.before_commit()
         into = targets()
         worker = self.worker
         worker.commit(into)
-        self._exchanged()
+        self._guard.exchanged()
         self.judged(worker)
         return into
 
@@ -188,8 +185,7 @@ class StepLoop:
     def discard(self) -> None:
         """Marks averages of the last step that no optimizer has applied as discarded, because this rank has run out of batches.
         """
-        if self._use is not None:
-            self._use.discard()
+        self._use.discard()
 
     def take_part(self, buffers: Sequence[torch.Tensor]) -> None:
         """Takes part, with weight 0, in a step of the ranks that still have batches. This rank's gradients do not change."""
@@ -199,15 +195,10 @@ class StepLoop:
             self.average(tensors, lambda: tensors)
             self.observe()
 
-    def _exchanged(self) -> None:
-        if self._step_guard is not None:
-            self._step_guard.exchanged()
-
     def judged(self, worker: Worker, *, dropped: bool = False) -> None:
         """Reports to the check for finite values that a step has ended. `dropped`: values that were not finite have not been
         applied."""
-        if self._finite is not None:
-            (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
+        (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
     def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Sends the rest of the gradients and waits for all sums.
@@ -215,8 +206,7 @@ class StepLoop:
         If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
         rank's last part, so the new workers join in this step.
         """
-        members = self.connection.members
-        if members is not None and members.invites():
+        if self.connection.members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
             self.worker.check_interrupts()
         self.worker.finish(leftovers, self.deadline_s)
@@ -228,10 +218,10 @@ class StepLoop:
                 end()
                 return
             except EpochChanged:
-                self.connection.change_epoch()
+                self.connection.members.go()
                 self._units(self.worker)
 
-    def _look_again(self) -> None:
+    def after_regroup(self) -> None:
         """Restarts observers that measure, or that exchange messages with other ranks, after the members have changed."""
         for place in (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.STALE_PLAN):
             for observer in self.observers.at(place):
@@ -245,12 +235,10 @@ class StepLoop:
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Ends a backward pass instead of `average`, if results are applied bucket by bucket after it (forward_overlap.py)."""
         self.begin()
-        if self._use is not None:
-            self._use.end()
+        self._use.end()
         self.worker.complete(leftovers)
-        if self._finite is not None:
-            self._finite.begun()
-        self._exchanged()
+        self._finite.begun()
+        self._guard.exchanged()
         self.connection.passed()
         self.worker.stopwatch.start()
 
@@ -262,10 +250,8 @@ class StepLoop:
     def written(self, known: Collection[int] = ()) -> None:
         """Starts to observe how the script uses the averages in `.grad`. `known`: parameters whose averages have already been
         reported as applied or discarded."""
-        if self._finite is not None:
-            self._finite.written()
-        if self._use is not None:
-            self._use.wrote(keeps=self.worker.keeps, known=known)
+        self._finite.written()
+        self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
         """Runs the observers after the commit; one of them might switch to another plan. `between`: no forward pass has run
@@ -285,8 +271,7 @@ class StepLoop:
         """Drops the step on all ranks, after an exception has ended the last backward pass and the script has continued."""
         if not self.local:
             self.begin()
-            if self._use is not None:
-                self._use.end()
+            self._use.end()
             try:
                 self._through(lambda: self.worker.abort(self.deadline_s))
             finally:
@@ -296,10 +281,9 @@ class StepLoop:
 
     def weigh(self, n: float, total: float | None) -> None:
         """Sets this worker's weight, as Session.weight describes."""
-        worker, local = self.connection.worker, self.connection.local
-        if worker is not None:
-            weights = worker.units if local is None else local.weights
-            weights.weigh(n / self._batch, None if total is None else total / self._batch)
+        local, batch = self.connection.local, self._config.batch
+        weights = self.worker.units if local is None else local.weights
+        weights.weigh(n / batch, None if total is None else total / batch)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Passes a loss to the controller, as Session.log_loss describes."""
@@ -308,18 +292,15 @@ class StepLoop:
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Completes late exchanges, as Session.flush describes. `parameters` are in the order of their numbers."""
-        if self._schedule is not None and self.connection.worker is not None:
+        if self._schedule is not None:
             self._schedule.drain()
-        worker = self.connection.worker  # read after the exchange, which replaces the worker if a member died in it
-        if worker is None:
-            return False
+        worker = self.worker  # read after the exchange, which replaces the worker if a member died in it
         self._units(worker)
         if has_late := hand_out(worker, parameters):
-            self._exchanged()
+            self._guard.exchanged()
         return has_late
 
     def detach(self) -> None:
-        if self._use is not None:
-            self._use.detach()
+        self._use.detach()
         if self._schedule is not None:
             self._schedule.detach()

@@ -9,9 +9,8 @@ from msgspec import structs
 
 from commlayer import records
 from commlayer.cluster.collectives import Groups, all_or_none, gather
-from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import trim
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.plan_choice import OfferedPlan, bytes_of, check_plan, plan_in
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.sync_modes import with_modes
@@ -32,7 +31,7 @@ class _Entered(EpochChanged):
     """Members have left, and the remaining members have switched to the new plan."""
 
 
-def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
+def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
     """Switches to another plan between two steps. All ranks call it together; rank 0's plan is used, and other ranks can pass
     None.
 
@@ -47,8 +46,6 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, r
 
     `by_itself`: the script did not request this very plan, so parts of the plan that cannot follow local steps are left out.
     """
-    if context.worker is None or context.groups is None or context.uplink is None:
-        raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
     again = False
     while True:
         before = context.uplink.view.members
@@ -62,35 +59,29 @@ def switch(context: JobContext, plan: Plan | None, *, by_itself: bool = False, r
         except EpochChanged:
             if not requested:
                 raise
-            assert context.members is not None
             context.members.between()
             plan, again = _of_those_left(plan, before, context.uplink.view.members), True
 
 
-def _all_go_over(context: JobContext, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
+def _all_go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
     """Makes one attempt to switch. `again`: it is a repetition, in which rank 0 might be another worker than before, and have
     no plan."""
-    assert context.groups is not None
-    assert context.uplink is not None
     try:
-        for act in context.catch_up:
-            act()
-        assert context.worker is not None
+        context.catch_up()
         if again and not gather(context.groups, [plan is not None])[0][0]:
             context.say("the new plan is lost, because only the former rank 0 had it: the job keeps the current plan")
             return
-        _go_over(context, context.worker, context.groups, context.uplink, plan, by_itself=by_itself)
-        for hook in context.after_switch:
-            hook()
+        _go_over(context, plan, by_itself=by_itself)
+        for listener in context.listeners:
+            listener.after_switch()
         trim()
     except _Told as broken:
         try:
             context.broke(broken.error)
         except EpochChanged:
-            assert context.members is not None
             context.members.between(broken.plan)
-            for hook in context.after_switch:
-                hook()
+            for listener in context.listeners:
+                listener.after_switch()
             raise _Entered from broken.error
     except CommError as error:
         context.broke(error)
@@ -103,9 +94,8 @@ def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Me
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
 
 
-def _go_over(
-    context: JobContext, old: Worker, groups: Groups, link: Uplink, plan: Plan | None, *, by_itself: bool,
-) -> None:
+def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> None:
+    old, groups, link = context.worker, context.groups, context.uplink
     offer = OfferedPlan(lambda: bytes_of(with_modes(_given(plan), context.terms.requested)), context.rank)
     stands = _stand_alike(context, old, groups, len(offer.data))
     agreed = plan_in(offer.taken(groups.share_bytes(offer.data, stands[0].plan_nbytes)))
@@ -120,13 +110,13 @@ def _go_over(
             raise InvalidInput("E-PLAN-SWITCH",
                                "plan: it has local steps, but a LoadBalancer adjusts shares based on the times of averaged "
                                "steps; only a plan that the script requests can have local steps")
-        if context.members is not None and (why := context.members.unfit(agreed)):
+        if why := context.members.unfit(agreed):
             raise InvalidInput("E-PLAN-SWITCH", f"plan: {why}")
         per_node = groups.ranks_per_node
         check_plan(agreed, old.job, groups.world // per_node, per_node, old.device, context.terms.forbids,
                    reachable=groups.members.reachable)
-    for act in context.before_switch:
-        act()
+    for listener in context.listeners:
+        listener.before_switch()
     if context.worker is not old:
         raise EpochChanged  # members were lost in an exchange of these callbacks
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
@@ -142,12 +132,12 @@ def _go_over(
                     link.send_plan(server, records.encode(agreed), new.now.generation, mine)
     except Exception as error:
         new.close()
-        if sent and context.members is not None and isinstance(broken := error.__cause__ or error, CommError):
+        if sent and context.elastic and isinstance(broken := error.__cause__ or error, CommError):
             raise _Told(broken, agreed) from error
         if sent and not isinstance(error, CommError):
             raise CommError(f"the switch to another plan failed: {error}") from error
         raise
-    context.plan, context.terms.basis = agreed, None
+    context.terms.basis = None
     context.hand_on(old, new)
     context.follow(new)
     old.close()
@@ -166,13 +156,12 @@ class _Stand(NamedTuple):
     plan_nbytes: int
     memory: int
     """Digest of the optimizer's state. Ranks with equal digests stay equal under equal gradients."""
-    matched: int
 
 
-def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
+def _stand_alike(context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server on its way.
     Returns their states."""
-    local, stepped = context.local, context.stepped
+    local = context.local
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
         if old.begun and (local is None or not local.under_way):
@@ -181,10 +170,8 @@ def _stand_alike(context: JobContext, old: Worker, groups: Groups, plan_nbytes: 
                                "before the next backward()")
         old.drain()
         exchange.mine = [*_Stand(old.step, 0 if local is None else local.taken, plan_nbytes,
-                             stepped.digest() if stepped is not None and local is not None else 0,
-                             int(stepped is not None and stepped.matched))]
+                                 0 if local is None else context.memory.digest())]
     stands = [_Stand(*row) for row in exchange.rows]
-    context.matched = all(stand.matched for stand in stands)
     if len({(stand.step, stand.taken) for stand in stands}) > 1:
         steps = sorted(stand.step for stand in stands)
         what = f"steps {steps[0]} to {steps[-1]}" if steps[0] != steps[-1] else \

@@ -19,7 +19,6 @@ from msgspec import structs
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commlayer.engine.quiet_ddp import check_silenceable
 from commlayer.engine.sparse_averages import sparse_weights, stepped_lazily
 from commlayer.errors import InvalidInput
 from commlayer.optim import OuterSGD
@@ -168,9 +167,9 @@ def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbid
     return useless
 
 
-def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, hook: object = None) -> Forbids:
-    """Returns a function from a mode to the reason why model, optimizer or wrapper exclude it; "" if they allow it. It checks
-    at each call, because the optimizer can change. `hook`: commlayer's hook state on DDP; None: there is none."""
+def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
+    """Returns a function from a mode to the reason why model or optimizer exclude it; "" if they allow it. It checks at each
+    call, because the optimizer can change."""
 
     def forbids(mode: str) -> str:
         try:
@@ -178,8 +177,6 @@ def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer:
                 check_forward(model, named, optimizer)
             else:
                 check_local(optimizer)
-                if isinstance(model, DistributedDataParallel):
-                    check_silenceable(model, hook)
         except ValueError as error:
             return str(error)
         return ""

@@ -19,7 +19,7 @@ import torch
 from msgspec import structs
 
 from commlayer.cluster.collectives import gather_bytes
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob, JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidInput
@@ -54,7 +54,7 @@ APART = 1.05
 """Distance between two steps in the drawing, relative to the longest step, predicted or measured."""
 
 
-def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
+def trace_once(connection: DistributedJob, observers: Observers, file: str, *, planning: bool) -> None:
     """Starts a trace when the plan is final, if `file` is not empty. `planning`: commlayer is still searching for a plan."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
@@ -65,16 +65,17 @@ def trace_once(connection: JobContext, observers: Observers, file: str, *, plann
 def trace(connection: JobContext, observers: Observers, path: Path, steps: int) -> None:
     if steps < 1:
         raise InvalidInput("E-TRACE", f"steps: got {steps}, but it must be 1 or more")
-    if why := _untraceable(connection):
+    why = _untraceable(connection)
+    if why or not isinstance(connection, DistributedJob):
         raise InvalidInput("E-TRACE", f"there is nothing to trace: {why}")
     Tracer(connection, observers, path, steps, planning=False, warm=0)
 
 
 def _untraceable(connection: JobContext) -> str:
     """The reason why a trace would record nothing in this job; "" if it would record steps."""
-    if connection.worker is None:
+    if not isinstance(connection, DistributedJob):
         return "this process trains alone"
-    if connection.local is not None or (connection.plan is not None and connection.plan.local_steps > 1):
+    if connection.local is not None or connection.plan.local_steps > 1:
         return "the plan has local steps, in which no step sends its own gradients"
     return ""
 
@@ -83,7 +84,7 @@ class Tracer:
     """Records one trace, from its construction until the file is written."""
 
     def __init__(
-        self, connection: JobContext, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
+        self, connection: DistributedJob, observers: Observers, path: Path, steps: int, *, planning: bool, warm: int,
     ) -> None:
         self._connection, self._observers, self._path, self._wanted = connection, observers, path, steps
         self._before, self._planning, self._ask = connection.exchanges, planning, WARM_STEPS
@@ -104,8 +105,6 @@ class Tracer:
         return self._connection.exchanges - self._before
 
     def _after_step(self) -> None:
-        worker = self._connection.worker
-        assert worker is not None
         try:
             self._look()
         except CommError as error:
@@ -138,7 +137,6 @@ class Tracer:
 
     def _begin(self) -> None:
         self._recording, self._plan = self._connection.worker, self._connection.plan
-        assert self._recording is not None
         self._recording.recorder.follow(self._take)
 
     def _take(self, step: RecordedStep) -> None:
@@ -152,7 +150,6 @@ class Tracer:
             return False
         self._ask = self._done + min(self._done, MOST_GAP)
         groups = self._connection.groups
-        assert groups is not None
         word = torch.tensor([self._connection.terms.basis is not None], dtype=torch.int64, device=groups.device)
         groups.broadcast_all(word).wait(time.monotonic() + groups.timeout_s)
         return bool(word) or self._done >= LATEST_STEP
@@ -172,14 +169,13 @@ class Tracer:
         log.info("traced %d steps to %s%s", len(steps), self._path, f"; {comparison.note}" if comparison.note else "")
 
 
-def gather_steps(connection: JobContext, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
+def gather_steps(connection: DistributedJob, steps: Sequence[RecordedStep]) -> list[list[RecordedStep]]:
     rows = gather_bytes(connection.groups, zlib.compress(msgspec.msgpack.encode(steps)))
     return [msgspec.msgpack.decode(zlib.decompress(row), type=list[RecordedStep]) for row in rows]
 
 
-def write(connection: JobContext, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
+def write(connection: DistributedJob, path: Path, ranks: Sequence[Sequence[RecordedStep]], first_step: int) -> Comparison:
     plan = connection.plan
-    assert plan is not None
     nodes = connection.world // plan.ranks_per_node
     prediction, note = _predicted(connection, nodes)
     origin = origins(connection.terms.basis.plan) if prediction and connection.terms.basis else [b.id for b in plan.buckets]
@@ -192,13 +188,13 @@ def write(connection: JobContext, path: Path, ranks: Sequence[Sequence[RecordedS
     return comparison
 
 
-def _name(connection: JobContext, plan: Plan) -> str:
+def _name(connection: DistributedJob, plan: Plan) -> str:
     """Digest of the plan as users know it: that of the file from `plan create`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
 
-def _predicted(connection: JobContext, nodes: int) -> tuple[Prediction | None, str]:
+def _predicted(connection: DistributedJob, nodes: int) -> tuple[Prediction | None, str]:
     if connection.terms.basis is None:
         return None, "no prediction: the inputs of the plan are not known"
     try:

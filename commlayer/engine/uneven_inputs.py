@@ -19,8 +19,7 @@ import msgspec
 import torch
 from torch import nn
 
-from commlayer.cluster.collectives import Rows
-from commlayer.engine.connection import JobContext
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.observers import ObserverOrder, Observers
 from commlayer.engine.parameter_drift import SHARDED
 from commlayer.engine.replica import align, share_optimizer
@@ -29,6 +28,7 @@ from commlayer.observe.step_trace import Recorder
 
 log = logging.getLogger("commlayer")
 
+TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
 BITS = 48
 """Number of bits that one number of a row contains; numbers are float64."""
 
@@ -37,11 +37,14 @@ class UnevenInputs:
     """Runs session.join() for one attached plain module. Outside session.join() it sends nothing."""
 
     def __init__(
-        self, model: nn.Module, connection: JobContext, optimizer: Any, scaler: Any, observers: Observers, deadline_s: float,
+        self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, observers: Observers,
+        deadline_s: float,
     ) -> None:
         self._model, self._connection, self._optimizer, self._scaler = model, connection, optimizer, scaler
         self._observers, self._deadline_s = observers, deadline_s
-        self._rows: Rows | None = None
+        self._rows = connection.rows.rows("which ranks still have batches")
+        self.inside = False
+        """Whether this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
         """Whether this rank has sent its row for the current step."""
         self._active: list[bool] = []
@@ -52,21 +55,15 @@ class UnevenInputs:
     def enter(self) -> None:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
         job."""
-        connection = self._connection
-        if connection.in_join:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join() must not be called inside session.join(): call it once, around the loop "
-                               "over batches")
-        if connection.worker is not None:
-            self._check()
-            assert connection.rows is not None
-            self._rows = self._rows or connection.rows.rows("which ranks still have batches")
-        connection.in_join, self._sent, self._active, self._last = True, False, [], []
+        self._check()
+        self.inside, self._sent, self._active, self._last = True, False, [], []
 
     def _check(self) -> None:
         connection = self._connection
         terms, plan = connection.terms, connection.plan
-        if plan is not None and plan.steps_locally:
+        if self.inside:
+            raise InvalidInput("E-UNEVEN-INPUTS", TWICE)
+        if plan.steps_locally:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                f"session.join() is not supported with a plan of local steps (every={plan.local_steps}), "
                                "because all ranks must make the same number of them; use a plan that averages gradients in "
@@ -75,18 +72,14 @@ class UnevenInputs:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported with sync='auto', because the automatic plan might use "
                                "local steps, of which all ranks must make the same number; use sync='step'")
-        if connection.members is not None:
+        if connection.elastic:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() is not supported if workers of this job can leave (min_workers), because "
                                "all ranks then need the same number of batches; use commlayer.balance.Sampler")
-        if connection.worker is not None and connection.worker.units.weight_known:
+        if connection.worker.units.weight_known:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): weight(total=...) was given, and that sum changes when a rank runs out of "
                                "batches; leave total out")
-        if connection.rows is None:
-            raise InvalidInput("E-UNEVEN-INPUTS",
-                               "session.join(): the ranks have no torch.distributed process group; remedy: start them with "
-                               "torchrun")
         if self._optimizer is None:
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join() copies the optimizer's state to ranks that run out of batches, but attach() "
@@ -118,29 +111,27 @@ class UnevenInputs:
 
     def all_active(self) -> bool:
         """Whether all ranks had a batch in the step whose sums have arrived, or else in the last one."""
-        if not self._connection.in_join or self._rows is None:
+        if not self.inside:
             return True
-        self._read(self._rows)
+        self._read()
         return all(self._active)
 
     def _send(self, *, active: bool) -> None:
-        worker = self._connection.worker
-        if self._connection.in_join and self._rows is not None and worker is not None and not self._sent:
-            self._read(self._rows)  # rows of a step that was broken off
+        if self.inside and not self._sent:
+            self._read()  # rows of a step that was broken off
             self._sent = True
-            bits, slices = worker.discarded()
+            bits, slices = self._connection.worker.discarded()
             try:
                 self._rows.start(float(active), *(float(bits >> at & (1 << BITS) - 1) for at in range(0, slices, BITS)))
             except CommError as error:
                 self._connection.broke(error)
 
-    def _read(self, rows: Rows) -> None:
+    def _read(self) -> None:
         worker = self._connection.worker
-        if not rows.under_way or worker is None:
+        if not self._rows.under_way:
             return
-        assert self._connection.groups is not None
         try:
-            flags = rows.read(self._deadline_s, worker.now.failed)
+            flags = self._rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             self._connection.broke(error)
             return
@@ -156,24 +147,23 @@ class UnevenInputs:
     def leave(self, step: Callable[[], None]) -> None:
         """Called when session.join() ends. `step` takes part in one step of the other ranks; it is called until no rank has a
         batch. Then all ranks copy the state of a rank that had the last batch."""
-        worker, rows = self._connection.worker, self._rows
-        if worker is not None and rows is not None:
-            log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
-            units, recorder = worker.units, worker.recorder
-            weight, total, given = units.weight, units.total, units.weight_known
-            units.weigh(0.0, None)
-            worker.now.recorder = Recorder()  # discards the record of the unfinished step
-            while self._any_active(rows):
-                step()
-            worker.now.recorder = recorder
-            recorder.restart()
-            units.weigh(weight, total if given else None)
-            if self._last and not all(self._last):
-                self._copy(self._last.index(True))
+        worker = self._connection.worker
+        log.info("this rank has run out of batches and takes part in the other ranks' steps with weight 0")
+        units, recorder = worker.units, worker.recorder
+        weight, total, given = units.weight, units.total, units.weight_known
+        units.weigh(0.0, None)
+        worker.now.recorder = Recorder()  # discards the record of the unfinished step
+        while self._any_active():
+            step()
+        worker.now.recorder = recorder
+        recorder.restart()
+        units.weigh(weight, total if given else None)
+        if self._last and not all(self._last):
+            self._copy(self._last.index(True))
 
-    def _any_active(self, rows: Rows) -> bool:
+    def _any_active(self) -> bool:
         self._send(active=False)
-        self._read(rows)
+        self._read()
         if not any(self._active):
             self._sent = False
         return any(self._active)
@@ -182,7 +172,6 @@ class UnevenInputs:
         """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
         The cost is a broadcast of all of them, once per session.join(): with AdamW, three times the size of the model."""
         groups = self._connection.groups
-        assert groups is not None
         state = {} if self._scaler is None else self._scaler.state_dict()
         try:
             tensors: list[torch.Tensor] = [*(p.data for p in self._model.parameters()), *self._model.buffers()]

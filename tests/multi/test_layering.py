@@ -67,7 +67,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"checkpoint", "inspection"},
         {"step_loop"},
         # where gradients come from and averages go
-        {"ddp_modes", "forward_overlap", "module_driver"},
+        {"forward_overlap", "module_driver"},
     ],
 }
 """Folders and modules inside a part, from the bottom up: each imports those before it and those beside it."""

@@ -238,7 +238,7 @@ RANKS: dict[str, Row] = {
     "stale and updates": row(lambda _, a: served(a, plan=many(bucket={"stale": True}), sync=LocalSteps(1)), "E-SYNC-MODE"),
     "every": row(lambda rank, a: served(a, compression="int4", sync=LocalSteps(2 + rank)), "E-RANKS-DIFFER", "every=2",
                  "rank 0"),
-    "hooked": row(lambda _, __: attach(hooked(), sgd, sync=LocalSteps(4)), "E-DDP-LOCAL-STEPS", "communication hook"),
+    "hooked": row(lambda _, __: attach(hooked(), sgd, sync=LocalSteps(4)), "E-DDP-UNSUPPORTED", "communication hook"),
     "forward, DDP": row(lambda _, a: attach(DistributedDataParallel(mlp()), sgd, plan=many(), sync="forward",
                                             config=quick(join=a)), "E-SYNC-FORWARD", "DistributedDataParallel"),
     "forward, local steps": row(lambda _, a: served(a, plan=many(local_steps=4), sync="forward"), "E-SYNC-PLAN",

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from commlayer.autotune.shares.driver import LoadBalancer
 from commlayer.balance import Decision, LinearTime, Note, Outcome, Sampler, shares, solve
 from commlayer.engine import spacing
+from commlayer.engine.connection import EpochListener
 from commlayer.engine.step import StepTiming
 from commlayer.errors import CommError, InvalidInput
 
@@ -78,7 +79,9 @@ def script(
     follow, result = sampler.follow, dict[str, Any]()
     if not run.alone:
         connection, moved = run.sessions[0].inspect.connection, list[tuple[int, float]]()
-        connection.on_shares.append(lambda part: moved.append((sampler.step, part)))
+        listener = EpochListener()
+        listener.shares_moved = lambda part: moved.append((sampler.step, part))  # type: ignore[method-assign]
+        connection.listen(listener)
         connection.terms.price = price if rank == 0 else None
         fields |= {"line": LINES[rank]} if known else {}
         controller = LoadBalancer(run.sessions[0], sampler, measure=seconds, **fields)

@@ -454,7 +454,7 @@ def main(site: int, script: Script) -> None:
                 model.parts[0].register_hook(lambda _: faults.hang())
             elif action:
                 model.parts[0].register_hook(lambda _, how=action, at=connection: faults.break_protocol(at, how))
-            inviting, world = connection.members is not None and connection.members.invites(), connection.world
+            inviting, world = connection.members.invites(), connection.world
             try:
                 train(step)
             except (ArithmeticError, StepAbandoned):

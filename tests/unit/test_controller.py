@@ -65,11 +65,11 @@ class Job:
     """One rank's connection, its rows, and its actions."""
 
     def __init__(self, world: World, rank: int, **options: Any) -> None:
-        self.world, self.rank, self.plan, self.local, self.worker = world, rank, START, None, None
+        self.world, self.rank, self.plan, self.local = world, rank, START, None
+        self.worker = SimpleNamespace(step=0, plan=START)
         self.terms, self.exchanges, self.passed_s = PlanTerms(), 0, 0.0
         self.terms.auto = True
         self.on_close: list[Any] = []
-        self.on_shares: list[Any] = []
         self.events: list[StalePlan] = []
         self.lines: list[str] = []
         self.paced: list[tuple[Link, ...]] = []
@@ -270,8 +270,7 @@ def test_moved_shares_are_measured_again_once_they_matter() -> None:
         warm(job)
         for part, phase in ((0.05, Phase.WATCHING), (0.5, Phase.MEASURING)):
             job.controller.settle(5.0)
-            for hear in job.on_shares:
-                hear(part)
+            job.controller.shares_moved(part)
             job.step(times=3)
             assert job.controller.phase is phase
 
@@ -412,8 +411,8 @@ def test_ranks_that_read_equal_rows_act_together(
     def script(job: Job) -> None:
         for seconds, slow, bps, part in steps:
             job.bps, job.share = bps, 0.9
-            for hear in job.on_shares if part else ():
-                hear(part)
+            if part:
+                job.controller.shares_moved(part)
             job.step(2.0 if slow else seconds[job.rank], 1.5 if slow else 0.1)
 
     jobs = together(world, script)

@@ -23,6 +23,7 @@ from commlayer.autotune.start import reporting
 from commlayer.balance import Decision, LinearTime, Outcome, Sampler, SharePolicy
 from commlayer.balance.balancer import Event, describe
 from commlayer.balance.profile import LIMIT_S, WorkerProfile
+from commlayer.engine.connection import DistributedJob
 from commlayer.errors import CommError, InvalidInput
 from commlayer.session import Session
 
@@ -133,10 +134,18 @@ class LoadBalancer:
                 if last:
                     self._step_over(step)
 
+    @property
+    def _job(self) -> DistributedJob:
+        job = self.session.inspect.connection
+        if not isinstance(job, DistributedJob):
+            raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the session has no other ranks, although torch.distributed "
+                                                    "has: attach() after the process group has been created")
+        return job
+
     # ---- after each step
 
     def _step_over(self, step: int) -> None:
-        if self._state is None:  # not earlier: with DDP the first backward pass creates the connection
+        if self._state is None:
             self._state = self._begin(step)
         for lap in self.session.inspect.laps():
             if lap.step in self._samples:
@@ -149,8 +158,8 @@ class LoadBalancer:
         self._decide(step + 1)
         self._state, parts = policy.step_begins(self._state, step + 1)
         for part in parts:
-            for moved in self.session.inspect.connection.on_shares:
-                moved(part)
+            for listener in self._job.listeners:
+                listener.shares_moved(part)
 
     def _row(self) -> WorkerTime:
         """This rank's part of the next report row."""
@@ -185,19 +194,17 @@ class LoadBalancer:
         try:
             yield
         except CommError as error:
-            raise self.session.inspect.connection.explain(error) from None
+            raise self._job.explain(error) from None
 
     # ---- at the start
 
     def _begin(self, step: int) -> SharesState:
         """All ranks exchange their initial data. `step` is the one that has ended."""
-        sampler, connection = self.sampler, self.session.inspect.connection
-        connection.terms.balanced = True  # with DDP this is a newer connection than the constructor's
-        if connection.members is not None:
+        sampler, connection = self.sampler, self._job
+        if connection.elastic:
             raise InvalidInput("E-SHARES-ARGUMENT",
                                "LoadBalancer: workers may leave this job (min_workers), and shares follow measured times of "
                                "all; allowed: sampler.follow(loader, session), or a job in which all stay")
-        assert connection.rows is not None
         exchange = connection.rows.rows("samplers")
         from_step, shares = sampler.announced
         line = self._line or LinearTime(1.0)

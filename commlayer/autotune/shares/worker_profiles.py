@@ -61,7 +61,6 @@ def together(
 
 
 def _members(session: Session) -> Members:
-    """With DDP there may be no connection yet."""
     groups = session.inspect.connection.groups
     return Members() if groups is None else groups.members
 

@@ -1,0 +1,24 @@
+"""A job of several workers without other processes, for tests of what reads or changes its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlayer.engine.connection import DistributedJob, JobContext, MemberChanges, WaitsFor
+from commlayer.engine.optimizers import OptimizerMemory
+from commlayer.optim import OuterSGD
+
+
+class FakeJob(DistributedJob):
+    """Its parts are what the test gives."""
+
+    def __init__(self, worker: Any = None, plan: Any = None, **parts: Any) -> None:
+        JobContext.__init__(self)
+        self.worker, self.plan = worker, plan if plan is not None or worker is None else worker.plan
+        self.members, self.listeners, self.local, self.waits = MemberChanges(), [], None, WaitsFor()
+        self.memory = OptimizerMemory([], None, OuterSGD())
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    rank = 0  # type: ignore[assignment]
+    world = 1  # type: ignore[assignment]
