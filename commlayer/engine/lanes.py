@@ -108,8 +108,6 @@ class Staging:
                 source.record_stream(stream)
         with torch.cuda.stream(stream):
             self.catch_up(bucket)
-            if bucket.late:
-                stream.wait_stream(self._backs[True])  # its last result has not been read yet
             yield
 
     def to_host(self, bucket: EncodedBucket) -> None:

@@ -1,8 +1,9 @@
 """Results that are used one step late (staleness 1), from their arrival until the step that uses them.
 
-The plan marks such a bucket `stale`. Its exchange of step t continues after that step. The result stays in the bucket's receive
-buffer until the bucket is sent again. It then moves to a LateResult and is written with the averages of step t + 1. So a bucket
-has one running exchange at a time, codecs see their steps in order, and every rank uses the same result in the same step.
+The plan marks such a bucket `stale`. Its exchange begins when its step ends, and runs during the next step (paths/path.py).
+When that step ends, the result moves from the bucket's receive buffer to a LateResult, is written with the averages of the
+step, and the next exchange begins. So a bucket has one running exchange at a time, codecs see their steps in order, and every
+rank uses the same result in the same step.
 
 A result that was written but not applied (skipped optimizer step, cleared gradients) is kept and added to the next one. What
 such a step itself encoded is rolled back, as for other buckets. A late result that is not finite is rolled back, too. The step
@@ -11,31 +12,22 @@ that would have used it must then be skipped, unless the result's own step was s
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from commlayer.compressors.codec import ranges
 from commlayer.compressors.feedback import ResidualSlice, ranges_of, split_by_tensor
-from commlayer.engine.buckets import BucketExchange, WorkerBucket
-
-if TYPE_CHECKING:
-    from commlayer.engine.step import Step
+from commlayer.engine.buckets import WorkerBucket
 
 NAN = float("nan")
-LOOK_S = 0.1
-"""Seconds between two checks for an error while a thread waits for a result."""
 
 Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
 """Function from a bucket and its total weight to the factor that turns its sum into an average."""
 
 
 class LateResult:
-    """The late result of one bucket. Different threads call `push` and `arrived`; all other methods are called by the thread
-    that currently runs the bucket's exchange."""
+    """The late result of one bucket."""
 
     def __init__(self, bucket: WorkerBucket) -> None:
         self._bucket = bucket
@@ -51,66 +43,10 @@ class LateResult:
         self._sums = torch.empty(0)
         """The sum of each slice's gradients that were sent last: the gradients themselves have changed when the result arrives.
         """
-        self._unread = False
-        """Whether the bucket's receive buffer contains a result that `take` has not moved yet."""
-        self._lock = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._running = 0
-        self._next: Callable[[], None] | None = None
 
-    # ---- the exchange
-
-    def push(self, start: Callable[[], None]) -> None:
-        """Calls `start`, which starts the bucket's next exchange: now, or when the running exchange has ended."""
-        if self.begin() > 1:
-            with self._lock:
-                if self._running > 1:
-                    self._next = start
-                    return
-        start()
-
-    def begin(self) -> int:
-        """Counts one more exchange, running or queued, and returns their number. Called directly by paths that keep the order
-        themselves."""
-        with self._lock:
-            self._running += 1
-            self._idle.clear()
-            return self._running
-
-    def arrived(self) -> None:
-        """Records that the bucket's receive buffer contains a result, and starts the queued exchange, if there is one."""
-        with self._lock:
-            self._unread = True
-            self._running -= 1
-            start, self._next = self._next, None
-            if not self._running:
-                self._idle.set()
-        if start is not None:
-            start()
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the exchange of a step is queued because the result of the previous step has not arrived."""
-        return self._next is not None
-
-    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> bool:
-        """Waits until no exchange is running. Returns False if the deadline passes or an error occurs first."""
-        while not self._idle.wait(LOOK_S):
-            if failed() is not None or time.monotonic() > deadline:
-                return False
-        return True
-
-    def refill(self, step: Step) -> float:
-        """Moves the last result into this object and copies the next gradients into the send buffer. Returns the time at which
-        the copy began. Called by the thread that runs the bucket's exchange."""
-        self.take()
-        bucket = self._bucket
-        bucket.exchange = BucketExchange(step.number)
-        begin = time.perf_counter()
-        step.units.gather(bucket)
-        self._sums = torch.stack([view.sum() for view in bucket.memory.views])  # on a GPU nothing waits for these
-        return begin
+    def sent(self) -> None:
+        """Records that the bucket's send buffer contains the gradients of its next exchange."""
+        self._sums = torch.stack([view.sum() for view in self._bucket.memory.views])  # on a GPU nothing waits for these
 
     def take(self) -> None:
         """Moves the result from the bucket's receive buffer into this object, after the step to which the result belongs."""
@@ -118,9 +54,9 @@ class LateResult:
         dropped, ledger.discarded = ledger.discarded, 0
         self._slices |= dropped & self._written
         self._written &= ~dropped
-        if not self._unread:
+        if not bucket.exchange.done:
             return
-        self._unread = False
+        bucket.exchange.done = False  # the result is read once
         if not bucket.exchange.finite:
             self._spoilt = self._spoilt or not self._skipped
             bad = [s.tensor for s, finite in zip(bucket.slices, self._sums.isfinite().tolist(), strict=True) if not finite]
@@ -256,10 +192,6 @@ class LateResults:
     def residuals(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
         """The kept results of all buckets, as residuals of one of `members` workers."""
         return [(bucket, each) for bucket in self._buckets for each in self.of[bucket.id].residuals(members)]
-
-    def wait(self, deadline: float, failed: Callable[[], BaseException | None]) -> WorkerBucket | None:
-        """Waits until no exchange is running. Returns the first bucket whose exchange still is at the deadline, or None."""
-        return next((b for b in self._buckets if not self.of[b.id].wait(deadline, failed)), None)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """State for a checkpoint; call it when no exchange is running."""

@@ -498,8 +498,8 @@ class Worker:
         self.late.take()
 
     def _quiet(self) -> None:
-        if (bucket := self.late.wait(time.monotonic() + self.now.deadline_s, self.now.failed)) is not None:
-            raise self._paths.of[bucket.id].overdue(bucket)
+        for path in self._paths.all:
+            path.quiet(time.monotonic() + self.now.deadline_s)
 
     def rest(self) -> None:
         """Before closing, waits for late exchanges in which other ranks of this node or the servers still need this rank."""

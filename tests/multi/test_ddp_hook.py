@@ -372,8 +372,8 @@ def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, code: str,
 
 def sparse(rank: int) -> list[str]:
     ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)))
-    with commlayer.attach(ddp, config=quick()):
-        return [outcome(lambda: ddp(torch.tensor([3, 4])).sum().backward()) for _ in range(2)]
+    ddp.register_comm_hook(commlayer.HookState(config=quick()), commlayer.comm_hook)
+    return [outcome(lambda: ddp(torch.tensor([3, 4])).sum().backward()) for _ in range(2)]
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:

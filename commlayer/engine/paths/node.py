@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -18,8 +18,7 @@ from commlayer.cluster.collectives import Channel, Groups
 from commlayer.cluster.process_groups import PendingCollective
 from commlayer.engine.buckets import EncodedBucket, ServedBucket, WorkerBucket
 from commlayer.engine.lanes import Lane, Staging
-from commlayer.engine.late_results import LateResult
-from commlayer.engine.paths.path import Path
+from commlayer.engine.paths.path import OneStepLate, Path
 from commlayer.engine.paths.server import FOREVER_S, ServerExchange
 from commlayer.engine.step import Step
 from commlayer.errors import CommError, DeadlineExceeded
@@ -125,7 +124,7 @@ class NodeReduce(Path[ServedBucket]):
         self, buckets: Sequence[ServedBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane, *, late: bool = False,
     ) -> None:
-        """`lane` distributes results, after a notice to all ranks of the node. Paths with equal `late` must share it."""
+        """`lane` distributes results, after a notice to all ranks of the node. Paths with equal `late` share it."""
         super().__init__(buckets, step, staging)
         inside = groups.inside
         self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if late else
@@ -170,24 +169,17 @@ class NodeReduce(Path[ServedBucket]):
         return begin
 
     def _hand_on(self, node_sum: NodeSum) -> None:
-        """Distributes the results of one exchange inside the node. Runs on the lane."""
-        if self._distribute(node_sum):
-            for bucket in node_sum.buckets:
-                self._arrived(bucket)
-
-    def _distribute(self, node_sum: NodeSum) -> bool:
-        """Waits for the servers' answers and distributes the results inside the node. Runs on the lane. Returns False if the
-        step failed before."""
+        """Waits for the servers' answers and distributes the results inside the node. Runs on the lane."""
         mine, failed, forever = node_sum.mine, self._step.failed, time.monotonic() + FOREVER_S
         if failed() is not None:
-            return False
+            return
         with self._staging.way_back(node_sum.buckets[0]):
             if mine is None:
                 node_sum.reduced(forever, failed)
             else:
                 self._answers.wait_for(lambda: mine.exchange.answered, forever)
                 if failed() is not None:
-                    return False
+                    return
                 mine.write_tail(mine.memory.tail_y)
             if self._ready is not None:  # on the hosts, without the GPUs
                 self._ready.allreduce(torch.zeros(1)).wait(forever, failed)
@@ -197,13 +189,12 @@ class NodeReduce(Path[ServedBucket]):
                 if bucket is not mine:
                     bucket.read_result()
                 self._step.recorder.add("node.broadcast", bucket.id, begin)
-        return True
+        for bucket in node_sum.buckets:
+            self._arrived(bucket)
 
     def overdue(self, bucket: WorkerBucket) -> CommError:
-        return self._missing([node_sum for node_sum in self._sums if not node_sum.buckets[0].exchange.done] or self._sums)
-
-    def _missing(self, sums: Sequence[NodeSum]) -> CommError:
         """Creates the deadline error for the first missing result. It names the peer that caused the delay."""
+        sums = [node_sum for node_sum in self._sums if not node_sum.buckets[0].exchange.done] or self._sums
         mine = next((each.mine for each in sums if each.mine is not None and not each.mine.exchange.answered), None)
         if mine is not None:
             return self._exchange.overdue(mine)
@@ -219,59 +210,9 @@ class NodeReduce(Path[ServedBucket]):
         self._begun.clear()
 
 
-class LateNodeReduce(NodeReduce):
-    """The same for buckets whose results the next step applies. The lane does all work inside the node, in one order on all
-    ranks: a step's gradients of all these buckets, then its results. So a bucket's gradients are copied after its previous
-    result has been distributed."""
+class LateNodeReduce(OneStepLate[ServedBucket], NodeReduce):
+    """The same for buckets whose results the next step applies. It sums a step's gradients after all results of the previous
+    step have been distributed, so the calls inside the node have one order on all ranks."""
 
-    def __init__(
-        self, buckets: Sequence[ServedBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
-        results: Mapping[int, LateResult],
-    ) -> None:
-        """`results` maps a bucket's id to its late result."""
-        super().__init__(buckets, step, staging, exchange, groups, Lane("late", step.latch), late=True)
-        self._results, self._left = results, len(buckets)
-        self._waits: NodeSum | None = None
-        """The exchange for whose result the lane waits; None if it waits for none."""
-
-    def begin(self, bucket: ServedBucket) -> None:
-        self._results[bucket.id].begin()
-        self._lane.put(partial(self._copy, bucket))
-        self._left -= 1
-        if not self._left:
-            for node_sum in self._sums:
-                self._lane.put(partial(self._hand_on, node_sum))
-
-    def _copy(self, bucket: ServedBucket) -> None:
-        """Copies a bucket's gradients into its send buffer, on the lane, after the previous result has been distributed."""
-        if self._step.error is not None:
-            return
-        with self._staging.lane(bucket):
-            self._results[bucket.id].refill(self._step)
-            bucket.write_tail(bucket.memory.tail)
-            node_sum = self._sum_of[bucket.id]
-            if bucket is node_sum.buckets[-1]:
-                self._send(node_sum)
-            self._staging.settle()
-        self._arrivals.arrived()
-
-    def _hand_on(self, node_sum: NodeSum) -> None:
-        self._waits = node_sum
-        if self._distribute(node_sum):
-            self._waits = None
-            for bucket in node_sum.buckets:
-                self._results[bucket.id].arrived()
-
-    def overdue(self, bucket: WorkerBucket) -> CommError:
-        return self._missing([self._waits] if self._waits is not None else [self._sum_of[bucket.id]])
-
-    def reset(self) -> None:
-        """Starts to count copied buckets for the next step. Running exchanges continue."""
-        self._left = len(self.buckets)
-        self._arrivals.expect(len(self.buckets))
-
-    def drain(self, timeout_s: float) -> bool:
-        return self._lane.drain(timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        self._lane.close(timeout_s)
+    def start(self, bucket: ServedBucket) -> None:
+        NodeReduce.begin(self, bucket)

@@ -9,12 +9,13 @@ thread at a time. A path can have threads of its own. It reports their errors, c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from commlayer.cluster.process_groups import ANY_PEER
 from commlayer.engine.buckets import BucketExchange, WorkerBucket
 from commlayer.engine.lanes import Staging
+from commlayer.engine.late_results import LateResult
 from commlayer.engine.step import Step
 from commlayer.errors import CommError, DeadlineExceeded
 
@@ -64,6 +65,9 @@ class Path(ABC, Generic[B]):
             self._staging.join()
         return bucket.exchange.done
 
+    def quiet(self, deadline: float) -> None:
+        """Waits until no exchange is running after the end of its step."""
+
     def reset(self) -> None:
         """Prepares the path for the next step. Called after the commit of the last one."""
         self._arrivals.expect(len(self.buckets))
@@ -89,3 +93,34 @@ class Path(ABC, Generic[B]):
         self._staging.catch_up(bucket)
         self._step.units.gather(bucket)
         bucket.write_tail(bucket.memory.tail)
+
+
+class OneStepLate(Path[B]):
+    """Base class of paths whose results the next step applies: a step's exchanges begin when the step ends, after the results
+    of the previous step have arrived and been taken."""
+
+    results: Mapping[int, LateResult]
+    """By bucket id."""
+
+    @abstractmethod
+    def start(self, bucket: B) -> None:
+        """Copies a bucket's gradients into its send buffer, and starts its exchange."""
+
+    def begin(self, bucket: B) -> None:
+        """Does nothing before the step ends: the previous result might not have arrived."""
+
+    def quiet(self, deadline: float) -> None:
+        super().finish(deadline)
+
+    def finish(self, deadline: float) -> None:
+        self.quiet(deadline)
+        if self._step.error is None:
+            for bucket in self.buckets:
+                self.results[bucket.id].take()
+            super().reset()
+            for bucket in self.buckets:
+                self.start(bucket)
+                self.results[bucket.id].sent()
+
+    def reset(self) -> None:
+        """Does nothing: exchanges continue during the next step."""

@@ -1,8 +1,6 @@
 """Path for buckets that a worker, the only one on its node, exchanges with servers, and the exchange itself.
 
-A bucket's exchange has four parts on two lanes: encode, send, receive, decode. With results that are one step late, the
-exchange continues after its step. The step then waits only until its gradients are copied, and the copy waits for the bucket's
-result of the previous step.
+A bucket's exchange has four parts on two lanes: encode, send, receive, decode.
 """
 
 from __future__ import annotations
@@ -10,14 +8,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from commlayer.engine.buckets import EncodedBucket, WorkerBucket
 from commlayer.engine.lanes import Lane, Staging, Urgency
-from commlayer.engine.late_results import LateResult
-from commlayer.engine.paths.path import Path
+from commlayer.engine.paths.path import OneStepLate, Path
 from commlayer.engine.step import BROKEN, Step
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded
 from commlayer.observe.step_trace import EXCHANGE
@@ -46,38 +43,14 @@ class ServerPath(Path[EncodedBucket]):
         return self._exchange.overdue(bucket)
 
 
-class LateServerPath(Path[EncodedBucket]):
+class LateServerPath(OneStepLate[EncodedBucket], ServerPath):
     """Exchanges buckets whose results the next step applies."""
 
-    def __init__(
-        self, buckets: Sequence[EncodedBucket], step: Step, staging: Staging, exchange: ServerExchange,
-        results: Mapping[int, LateResult],
-    ) -> None:
-        """`results` maps a bucket's id to its late result."""
-        super().__init__(buckets, step, staging)
-        self._exchange, self._results = exchange, results
-
-    def begin(self, bucket: EncodedBucket) -> None:
-        result = self._results[bucket.id]
-        result.push(lambda: self._exchange.put(bucket, self._copy, lambda _: result.arrived()))
-
-    def _copy(self, bucket: EncodedBucket) -> float:
-        """Copies a bucket's gradients into its send buffer, on the encode lane, after the previous result has arrived. Returns
-        the start time."""
-        begin = self._results[bucket.id].refill(self._step)
-        self._staging.settle()
-        self._arrivals.arrived()
-        return begin
-
-    def overdue(self, bucket: WorkerBucket) -> CommError:
-        """Names first the peers of an exchange whose result a queued exchange needs."""
-        waiting = [b for b in self.buckets if not b.exchange.answered]
-        blocked = next((b for b in waiting if self._results[b.id].blocked), None)
-        return self._exchange.overdue(blocked or next(iter(waiting), bucket))
-
-    def reset(self) -> None:
-        """Starts to count copied buckets for the next step. Running exchanges continue."""
-        self._arrivals.expect(len(self.buckets))
+    def start(self, bucket: EncodedBucket) -> None:
+        self._fill(bucket)
+        bucket.marks.append(self._staging.mark())
+        bucket.exchange.step = self._step.number
+        self._exchange.put(bucket, lambda _: time.perf_counter(), self._arrived)
 
 
 # ---- A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes

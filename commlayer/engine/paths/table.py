@@ -13,7 +13,7 @@ from commlayer.engine.late_results import LateResult
 from commlayer.engine.paths.allreduce import AllReducePath
 from commlayer.engine.paths.collectives import CollectivesPath
 from commlayer.engine.paths.node import LateNodeReduce, NodeReduce
-from commlayer.engine.paths.path import Path
+from commlayer.engine.paths.path import OneStepLate, Path
 from commlayer.engine.paths.server import LateServerPath, ServerExchange, ServerPath
 from commlayer.engine.step import Step
 from commlayer.records import Plan
@@ -31,8 +31,8 @@ class PathTable(NamedTuple):
     workers."""
     exchange: ServerExchange | None
     """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
-    distribution: Lane | None
-    """Thread that distributes results inside the node, shared by several paths; None if nodes have one rank."""
+    lanes: Sequence[Lane]
+    """Threads that distribute results inside the node, shared by several paths; empty if nodes have one rank."""
 
     @property
     def all(self) -> list[AnyPath]:
@@ -49,11 +49,11 @@ class PathTable(NamedTuple):
 
     def drain(self, timeout_s: float) -> bool:
         """Whether all threads finished their work, each within `timeout_s` seconds."""
-        drained = [each.drain(timeout_s) for each in (self.exchange, self.distribution, *self.all) if each is not None]
+        drained = [each.drain(timeout_s) for each in (self.exchange, *self.lanes, *self.all) if each is not None]
         return all(drained)
 
     def close(self, timeout_s: float) -> None:
-        for each in (self.exchange, self.distribution, *self.all):
+        for each in (self.exchange, *self.lanes, *self.all):
             if each is not None:
                 each.close(timeout_s)
 
@@ -66,21 +66,24 @@ def make_paths(
     """Creates the paths. `fragments`: lists of buckets that are exchanged together, in the order of waiting."""
     of: dict[int, AnyPath] = {}
     exchange: ServerExchange | None = None
-    distribution: Lane | None = None
+    lanes: dict[bool, Lane] = {}
 
     def over_server(buckets: list[ServedBucket], late: bool) -> AnyPath | None:
-        nonlocal exchange, distribution
+        nonlocal exchange
         if not buckets or transport is None:
             return None
         exchange = exchange or ServerExchange(step, transport, recycle, staging)
+        path: AnyPath
         if plan.ranks_per_node == 1 or groups is None:
             encoded = [bucket for bucket in buckets if isinstance(bucket, EncodedBucket)]
-            return (LateServerPath(encoded, step, staging, exchange, late_results) if late else
-                    ServerPath(encoded, step, staging, exchange))
-        if late:
-            return LateNodeReduce(buckets, step, staging, exchange, groups, late_results)
-        distribution = distribution or Lane("distribution", step.latch)
-        return NodeReduce(buckets, step, staging, exchange, groups, distribution)
+            path = (LateServerPath if late else ServerPath)(encoded, step, staging, exchange)
+        else:
+            if late not in lanes:
+                lanes[late] = Lane("late" if late else "distribution", step.latch)
+            path = (LateNodeReduce if late else NodeReduce)(buckets, step, staging, exchange, groups, lanes[late], late=late)
+        if isinstance(path, OneStepLate):
+            path.results = late_results
+        return path
 
     def paths_of(buckets: Sequence[WorkerBucket]) -> tuple[AnyPath, ...]:
         served = [bucket for bucket in buckets if isinstance(bucket, ServedBucket)]
@@ -97,4 +100,4 @@ def make_paths(
         return tuple(path for path, _ in pairs if path is not None)
 
     made = tuple(paths_of(buckets) for buckets in fragments)
-    return PathTable(of, made, exchange, distribution)
+    return PathTable(of, made, exchange, [*lanes.values()])
