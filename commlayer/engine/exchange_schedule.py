@@ -13,9 +13,9 @@ from torch import nn
 
 from commlayer.engine.connection import DistributedJob, EpochListener, ListenerOrder
 from commlayer.engine.guards import StepGuard
-from commlayer.engine.hooks import Around, OptimizerHooks
 from commlayer.engine.local_steps import OuterSteps, StepWeights
 from commlayer.engine.observers import Observers
+from commlayer.engine.optimizers import watch
 from commlayer.engine.plan_handover import owe
 from commlayer.engine.replica import align
 from commlayer.engine.step import EpochChanged
@@ -39,11 +39,11 @@ class ExchangeSchedule(EpochListener):
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], buffers: Callable[[], list[torch.Tensor]], *,
-        hooks: OptimizerHooks, outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float,
-        guard: StepGuard, optimizer: Any, merged: Callable[..., None],
+        outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float, guard: StepGuard,
+        optimizer: Any, merged: Callable[..., None],
     ) -> None:
         """`model`: the module before whose forward passes an exchange can run. `merged`: see OuterSteps.__init__."""
-        self._model, self._parameters, self._buffers, self._hooks = model, parameters, buffers, hooks
+        self._model, self._parameters, self._buffers = model, parameters, buffers
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
         self._guard, self._optimizer, self._merged = guard, optimizer, merged
@@ -53,7 +53,7 @@ class ExchangeSchedule(EpochListener):
         """Number of gradients after the last backward pass, and the sum of their tensor versions."""
         guard.local_step = self._local_step
         self._lengths = UpdateNorms(connection, deadline_s)
-        self._around = Around(last=lambda *_: self.catch_up())
+        connection.on_close.append(watch(after=self._after_step))
         connection.listen(self)
         self.after_switch()
 
@@ -116,6 +116,10 @@ class ExchangeSchedule(EpochListener):
         largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
 
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if optimizer is self._optimizer:
+            self.catch_up()
+
     def _before_forward(self, model: nn.Module) -> None:
         if not model.training or self.local is None or self._guard.inside:
             return
@@ -156,7 +160,6 @@ class ExchangeSchedule(EpochListener):
         self._unhook()
 
     def _unhook(self) -> None:
-        self._hooks.leave(self._around)
         if self._forward is not None:
             self._forward.remove()
             self._forward = None
@@ -183,7 +186,6 @@ class ExchangeSchedule(EpochListener):
                                           hold=connection.members.invites, merged=self._merged)
             connection.local.owe(connection.worker.unpaid)
             self._counted = False
-            self._hooks.join(self._around)
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 

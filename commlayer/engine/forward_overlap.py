@@ -28,8 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.averages import PartialStep
 from commlayer.engine.gradient_mark import GradientMark, Marks
-from commlayer.engine.hooks import Around, ModuleHook, OptimizerHooks, gradient_held, hooked_behind_adding, weight_held
-from commlayer.engine.optimizers import closure_of
+from commlayer.engine.hooks import ModuleHook, gradient_held, hooked_behind_adding, hooked_by_script, weight_held
+from commlayer.engine.optimizers import closure_of, watch
 from commlayer.engine.step_loop import StepLoop
 from commlayer.errors import CommError, InvalidInput, StepAbandoned
 from commlayer.optim.pieces import Group, step_piece, values_of
@@ -42,12 +42,10 @@ class ForwardOverlap:
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
-        hooks: OptimizerHooks, loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *,
-        clips: bool,
+        loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
     ) -> None:
         """`named`: the parameters with their names, in the order of their numbers. `clips`: the optimizer's step begins with
         clipping by the norm of all gradients."""
-        self._around, self._steps = Around(before=self._before_step, first=self._after_step), hooks
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
         self._waits = loop.connection.terms.requested.overlap != "forward"
@@ -86,7 +84,7 @@ class ForwardOverlap:
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         # Compiled code calls no module hooks, so its tensors are waited for before it runs.
         model_hook = ModuleHook(torch.compiler.disable(partial(self._before_model, set(numbers.values()))), compiled=True)
-        self._steps.join(self._around)
+        self._end_watch = watch(self._before_step, self._after_step)
         self._handles += [
             model.register_forward_pre_hook(model_hook, prepend=True),
             *(p.register_hook(partial(self._before_adding, p)) for p in self._parameters),
@@ -136,7 +134,9 @@ class ForwardOverlap:
 
     # ---- the optimizer's step
 
-    def _before_step(self, _optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if optimizer is not self._optimizer:
+            return
         with self._lock:
             self._stepping, self._held = True, []
             try:
@@ -151,7 +151,7 @@ class ForwardOverlap:
         if (out := self._out) is None:
             return
         closure = closure_of(args, kwargs)
-        if self._later or self._clips or closure is not None or self._steps.others:
+        if self._later or self._clips or closure is not None or hooked_by_script(self._optimizer):
             self._take(out, out.wait_all)
             self._keep_from_step(out)
             return
@@ -169,6 +169,8 @@ class ForwardOverlap:
                 p.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer is not self._optimizer:
+            return
         with self._lock:
             self._stepping = False
             if self._out is None:
@@ -409,7 +411,7 @@ class ForwardOverlap:
 
     def detach(self) -> None:
         """Removes the hooks. The running step can still be completed."""
-        self._steps.leave(self._around)
+        self._end_watch()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -82,12 +82,11 @@ def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, d
     if groups.ranks_per_node > 1 and of.bucket.served:
         mine = mine.clone()
         groups.inside.out.reduce(mine, of.bucket.planned.owner).wait(time.monotonic() + deadline_s)
-    if of.owing is None:
+    residual = _kept(of.bucket)
+    if of.owing is None or residual is None:
         return Dots()
     if of.bucket.ledger.sent is not None:
         return NOTHING_SAID
-    residual = _kept(of.bucket)
-    assert residual is not None
     after = residual[of.start : of.stop].to(mine.device)
     return dots(mine, mine + of.owing.to(mine.device) - after, after)
 

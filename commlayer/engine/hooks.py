@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -268,88 +268,6 @@ class ForwardOrder:
         return self._places
 
 
-# ---- calls members before and after each step of one optimizer, through torch's hooks
-#
-# Members may join and leave inside a step, as when a sync mode changes after an exchange; torch's own hooks may not. Without
-# members there are no hooks.
-
-Call = Callable[[Any, Sequence[Any], dict[str, Any]], None]
-
-
-def _no_call(_optimizer: Any, _args: Sequence[Any], _kwargs: dict[str, Any]) -> None:
-    """Does nothing: the default of each call in `Around`."""
-
-
-class Around(NamedTuple):
-    """Functions that one member of OptimizerHooks wants to be called before and after each step of an optimizer."""
-
-    before: Call = _no_call
-    """Called before the step, before the script's own hooks and before clipping."""
-    first: Call = _no_call
-    """Called after the step, before the script's own hooks."""
-    last: Call = _no_call
-    """Called after the step, after all hooks that were registered before this member joined."""
-
-
-class OptimizerHooks:
-    """Calls members before and after each step of one optimizer. It does not access the optimizer before a member joins."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._members: list[Around] = []
-        self._handles: list[Any] = []
-        self._stepping = False
-
-    @property
-    def others(self) -> bool:
-        """Whether hooks other than commlayer's run before the optimizer's steps; such hooks might read gradients."""
-        called = (self._optimizer._optimizer_step_pre_hooks, torch_optimizer._global_optimizer_pre_hooks)
-        return not all(ours(hook) for hooks in called for hook in hooks.values())
-
-    def join(self, around: Around) -> None:
-        self._members.append(around)
-        if self._handles:
-            return
-        optimizer = self._optimizer
-        before, first = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._first)
-        for hooks, handle in ((optimizer._optimizer_step_pre_hooks, before), (optimizer._optimizer_step_post_hooks, first)):
-            hooks.move_to_end(handle.id, last=False)
-        self._handles += [before, first, optimizer.register_step_post_hook(self._last)]
-
-    def leave(self, around: Around) -> None:
-        self._members = [each for each in self._members if each is not around]
-        if not self._members and not self._stepping:
-            self._remove()
-
-    def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _before(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self._stepping = True
-        try:
-            for each in tuple(self._members):
-                each.before(optimizer, args, kwargs)
-        except BaseException:
-            self._stepping = False  # there will be no step
-            raise
-
-    def _first(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        for each in tuple(self._members):
-            each.first(optimizer, args, kwargs)
-
-    def _last(self, optimizer: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        try:
-            for each in tuple(self._members):
-                each.last(optimizer, args, kwargs)
-        finally:
-            self._stepping = False
-            # torch iterates over the hooks while it calls them, so they may be removed only in the last one.
-            if not self._members and self._handles[-1].id == next(reversed(self._optimizer._optimizer_step_post_hooks)):
-                self._remove()
-
-
 # ---- A hook before a module's forward pass that is left out of copies and saved files of the module
 
 class ModuleHook:
@@ -377,7 +295,7 @@ class ModuleHook:
 
 def gradient_held(p: torch.Tensor) -> bool:
     """Whether the script has another reference to `p.grad`, or to its memory, between two backward passes."""
-    return p.grad is not None and _names_of_gradient(p) > _alone()[0]
+    return p.grad is not None and _names_of_gradient(p.grad) > _alone()[0]
 
 
 def weight_held(p: torch.Tensor) -> bool:
@@ -392,15 +310,20 @@ def hooked_behind_adding(p: torch.Tensor) -> bool:
     return bool(hooks) and not all(ours(hook) for hook in hooks.values())
 
 
+def hooked_by_script(optimizer: Any) -> bool:
+    """Whether hooks other than commlayer's run around the optimizer's steps; such hooks might read gradients or weights."""
+    called = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+              torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return not all(ours(hook) for hooks in called for hook in hooks.values())
+
+
 def ours(hook: Any) -> bool:
     """Whether the hook is commlayer's own. Such hooks keep no reference to a gradient."""
     function = getattr(hook, "func", hook)  # of a partial
     return str(getattr(function, "__module__", "")).startswith("commlayer.")
 
 
-def _names_of_gradient(p: torch.Tensor) -> int:
-    grad = p.grad
-    assert grad is not None
+def _names_of_gradient(grad: torch.Tensor) -> int:
     if grad.is_sparse:
         return 0  # refused elsewhere
     return sys.getrefcount(grad) + _in_memory(grad)
@@ -417,4 +340,4 @@ def _alone() -> tuple[int, int]:
     torch."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.zeros(2)
-    return _names_of_gradient(p), _in_memory(p)
+    return _names_of_gradient(p.grad), _in_memory(p)

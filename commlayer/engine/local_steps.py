@@ -241,9 +241,9 @@ class OuterSteps:
             self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
-        self._begin(worker, buffers)
-        if self._sent is not None and not self._overlap:
-            self._merge(worker, buffers, self._sent, deadline_s)
+        sent = self._begin(worker, buffers)
+        if not self._overlap:
+            self._merge(worker, buffers, sent, deadline_s)
         # A rank whose scaler skipped the due step exchanges later and may have counted further steps: keep them.
         self.taken = max(0, self.taken - self.every // self._fragments)
         self.apart = self.shifted
@@ -284,11 +284,9 @@ class OuterSteps:
         return was_apart
 
     def _at_once(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> Worker:
-        self._begin(worker, buffers)
-        assert self._sent is not None
-        return self._merge(worker, buffers, self._sent, deadline_s)
+        return self._merge(worker, buffers, self._begin(worker, buffers), deadline_s)
 
-    def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> None:
+    def _begin(self, worker: Worker, buffers: Sequence[torch.Tensor]) -> _Sent:
         if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
             worker.units.weigh(*self.weights.take())
@@ -320,6 +318,7 @@ class OuterSteps:
             if not sent.held:
                 self._send(worker, sent, len(tensors))
             self._tell(worker, sent)  # also if withheld: all ranks send in one order
+        return sent
 
     @contextlib.contextmanager
     def _whole(self, sent: _Sent) -> Iterator[None]:

@@ -21,7 +21,7 @@ from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.finite_steps import FiniteSteps
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
-from commlayer.engine.hooks import ForwardOrder, Hooks, OptimizerHooks
+from commlayer.engine.hooks import ForwardOrder, Hooks
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import HeldParameters, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
@@ -113,19 +113,18 @@ class ModuleDriver(EpochListener):
         """Identities of the gradients that the last step has written, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
-        steps = OptimizerHooks(optimizer)
         self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
         connection.on_close.append(self._guard.remove)
         finite = FiniteSteps(connection, self._parameters, HeldParameters(self._parameters))
-        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, hooks=steps, outer=outer,
-                                    connection=connection, observers=self.observers, deadline_s=config.deadline_s,
-                                    guard=self._guard, optimizer=optimizer, merged=finite.exchanged)
+        schedule = ExchangeSchedule(model, self._parameters, self._buffers_now, outer=outer, connection=connection,
+                                    observers=self.observers, deadline_s=config.deadline_s, guard=self._guard,
+                                    optimizer=optimizer, merged=finite.exchanged)
         self._uneven = UnevenInputs(model, connection, optimizer, scaler, self.observers, config.deadline_s)
         self._loop = StepLoop(connection, self._parameters, [*model.named_parameters()], optimizer=optimizer, scaler=scaler,
                               config=config, observers=self.observers, guard=self._guard, finite=finite, schedule=schedule,
                               uneven=self._uneven)
         self._overlapped: Callable[[], ForwardOverlap] = lambda: ForwardOverlap(
-            model, parameters_of(model), optimizer, scaler, steps, self._loop, self._buffers_now, self._note, clips=clips)
+            model, parameters_of(model), optimizer, scaler, self._loop, self._buffers_now, self._note, clips=clips)
         connection.terms.useless = useless_of(scaler, clips=clips, apart=connection.stepped_apart)
         connection.on_close.append(self._drop)
         connection.listen(self)

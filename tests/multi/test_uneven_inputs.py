@@ -11,7 +11,6 @@ import torch
 from support.attached import assert_refused, data, mlp, outcome
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.errors import StepAbandoned
@@ -277,7 +276,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "auto": (lambda: entered(sync="auto"), "sync='auto'"),
     "no optimizer": (lambda: entered(optimizer=None), "attach(model, optimizer)"),
     "a part": (lambda: entered(optimizer="a part"), "2.weight"),
-    "ddp": (lambda: entered(model=DistributedDataParallel(mlp())), "with ddp_model.join()"),
     "a scaler that attach() was not given": (with_a_scaler, ""),
     "twice": (lambda: entered(again), "once"),
     "weight": (lambda: entered(lambda session: session.weight(8, 16)), "leave total out"),
