@@ -262,9 +262,8 @@ WRONG = [
     Wrong(sets_one_gradient, "module, ddp", "E-GRADIENT-LOCAL", ("2.weight",)),
     Wrong(sets_own_gradients_in_a_closure, "module", *LOCAL_GRADIENT),
     Wrong(sets_own_gradients_of_a_part, "module, ddp", "E-GRADIENT-LOCAL", ("2.bias", "2 others")),
-    Wrong(sets_functional_gradients, "module, ddp, local ddp", *LOCAL_GRADIENT),  # DDP connects in its first pass
+    Wrong(sets_functional_gradients, "module, ddp", *LOCAL_GRADIENT),
     Wrong(stays_in_no_sync, "module, ddp", *LOCAL_GRADIENT),
-    Wrong(converts_to_double, "ddp", *changed("parameter 0.weight", "float32", "float64")),
     Wrong(compiles_autograd, "module, local module", "E-COMPILED", ()),
     Wrong(configures_compiled_autograd, "module, local module", "E-COMPILED", ()),
     Wrong(compiles_autograd, "ddp", "", ("Compiled autograd is not compatible with C++ DDP Reducer",)),
@@ -470,7 +469,7 @@ RIGHT: list[tuple[Script, str]] = [
     (steps_with_a_closure, "module, ddp, local module, local ddp"), (steps_before_any_gradient, "module, ddp, local module"),
     (averages_weights, "module, ddp, local module"), (steps_parts_at_other_frequencies, "module, ddp"),
     (synchronizes_own_gradients, "module, local module"), (steps_with_lbfgs, "module, ddp"),
-    (converts_to_double, "module, local module, local ddp"), (freezes_one, "module, local module"),
+    (converts_to_double, "module, ddp, local module, local ddp"), (freezes_one, "module, local module"),
     (replaces_the_head_by_a_frozen_one, "module"),
 ]
 
