@@ -302,6 +302,16 @@ def attach(
 
     >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """
+    return attach_module(model, optimizer, compression=compression, sync=sync, plan=plan, grad_scaler=grad_scaler,
+                         clip_grad_norm=clip_grad_norm, process_group=process_group, config=config)
+
+
+def attach_module(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, compression: Any, plan: str | Path | Plan | None,
+    grad_scaler: Any, process_group: Any, config: Config | dict[str, Any] | None, sync: str | LocalSteps | None = None,
+    clip_grad_norm: float | None = None, hook: object = None,
+) -> Session:
+    """Does what attach() describes. `hook`: commlayer's HookState on a DDP module."""
     ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
     if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",
@@ -321,7 +331,7 @@ def attach(
             check_forward(model, named, optimizer)
         forbids = forbids_of(model, named, optimizer)
         if ddp is not None:
-            check_silenceable(ddp)
+            check_silenceable(ddp, hook)
             model = ddp.module
             named = parameters_of(model)
         tensors = [*(p.data for p in model.parameters()), *model.buffers()]
@@ -330,8 +340,7 @@ def attach(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
-        must = {"wrapper": "none", "trained parameters": str(len(named)),
-                "optimizer": "not given" if optimizer is None else "given"}
+        must = {"trained parameters": str(len(named)), "optimizer": "not given" if optimizer is None else "given"}
         try:
             connection = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                                  config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,

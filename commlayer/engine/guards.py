@@ -7,12 +7,11 @@ parameter that is frozen or removed later counts as unused.
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,10 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.gradient_mark import GradientMark
-from commlayer.engine.optimizers import HeldParameters, closure_of, job_of, parameters_of, watch
+from commlayer.engine.optimizers import HeldParameters, closure_of, watch
 from commlayer.errors import InvalidInput, InvalidState
-from commlayer.planner.plan_rules import gradients_of
-from commlayer.records import Job, TensorInfo
+from commlayer.records import Job
 
 log = logging.getLogger("commlayer")
 
@@ -47,11 +45,10 @@ class AttachedModel:
     comparisons that take microseconds."""
 
     def __init__(
-        self, model: nn.Module | None, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any = None,
-        ignored: Collection[str] = (),
+        self, model: nn.Module, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any,
     ) -> None:
-        """`named`: the averaged parameters. `ignored`: names of parameters that each rank trains separately on purpose."""
-        self._model, self._optimizer, self._ignored = model, optimizer, ignored
+        """`named`: the averaged parameters."""
+        self._model, self._optimizer = model, optimizer
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # keeps their ids from being reused
         _averaged.update((p, None) for p in self._kept)
@@ -63,8 +60,8 @@ class AttachedModel:
 
     def _look(self) -> None:
         """Records the current parameters, modules and optimizer groups, for later comparison."""
-        modules = [*self._model.modules()] if self._model is not None else []
-        self._within: list[dict[str, Any]] = [table for module in modules for table in (module._parameters, module._modules)]
+        self._within: list[dict[str, Any]] = [table for module in self._model.modules()
+                                              for table in (module._parameters, module._modules)]
         self._seen = self._marks()
         self._frozen = [p for _, p in self._others()]
         self._grouped = [[*map(id, group)] for group in self._groups()]
@@ -120,8 +117,8 @@ class AttachedModel:
         return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, p in self._model.named_parameters() if self._model is not None else ():
-            if id(p) not in self._named and name not in self._ignored:
+        for name, p in self._model.named_parameters():
+            if id(p) not in self._named:
                 yield name, p
 
     def _groups(self) -> list[list[Any]]:
@@ -133,9 +130,9 @@ class AttachedModel:
         if self._asked:
             return
         self._asked = True
-        model = {id(p) for p in self._model.parameters()} if self._model is not None else set()
+        model = {id(p) for p in self._model.parameters()}
         others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
-        if others and self._model is not None:
+        if others:
             names = self._names_in_groups()
             listed = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
             log.warning("the optimizer also updates %d parameters that belong to no attached model: "
@@ -261,73 +258,6 @@ def refuse_ddp_around(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(look)
 
 
-# ---- finds the DDP module around a communication hook, which DDP does not pass to its hook, and the tensors to average
-#
-# Runs once, in the first backward pass, and when an error has to name a parameter.
-
-def wrapper_of(state: object) -> DistributedDataParallel | None:
-    """The DDP module with which this HookState is registered; None if there is none. Raises ValueError if there are several."""
-    modules = wrappers_of(state)
-    if len(modules) > 1:
-        raise InvalidInput("E-DDP-HOOK",
-                           f"this HookState is registered with {len(modules)} DistributedDataParallel modules: make one "
-                           "HookState for each module")
-    return modules[0] if modules else None
-
-
-def wrappers_of(state: object) -> list[DistributedDataParallel]:
-    kinds = tuple(_kinds(DistributedDataParallel))
-    wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]
-    return [ddp for ddp in wrapped if any(theirs is state for _, theirs in getattr(ddp, "_comm_hooks", ()))]
-
-
-def _kinds(kind: type[object]) -> Iterator[type[object]]:
-    """The class and all of its subclasses. Comparing the exact types of some hundred thousand objects is fast, but issubclass
-    of an abstract class is slow."""
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _kinds(below)
-
-
-def name_of(parameter: torch.Tensor, module: nn.Module | None) -> str:
-    named = parameters_of(module) if module is not None else []
-    return next((name for name, p in named if p is parameter), "a parameter")
-
-
-class HookedTensors(NamedTuple):
-    """The tensors that a DDP communication hook averages."""
-
-    named: list[tuple[str, torch.Tensor]]
-    """Pairs of name and parameter, in the order of their numbers."""
-    job: Job
-    """Describes the parameters' gradients. It has no buffers, because DDP handles them."""
-    full_job: Job
-    """Describes gradients and buffers. A plan can be for this job or for the one without buffers."""
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for _, p in self.named if isinstance(p, nn.Parameter)]
-
-
-def found_in(seen: Sequence[torch.Tensor], module: nn.Module | None) -> HookedTensors:
-    """Describes the tensors to average. `seen`: all parameters in DDP's order, which is the same on all ranks. Raises
-    ValueError if some parameter cannot be averaged."""
-    # DDP's order is ready order; a Job is in registration order, which is about the reverse.
-    parameters = [*seen][::-1]
-    full_job = Job(tuple(
-        TensorInfo(f"p{i}", tuple(p.shape), str(p.dtype).removeprefix("torch.")) for i, p in enumerate(parameters)
-    ))
-    known: list[torch.Tensor] = [p for _, p in parameters_of(module)] if module is not None else []
-    if module is not None and {id(p) for p in known} == {id(p) for p in parameters}:
-        parameters, full_job = known, job_of(module)
-    job = gradients_of(full_job)
-    named = list(zip((info.name for info in job.tensors), parameters, strict=True))
-    for name, p in named:
-        check_parameter(name, p)
-    check_dtypes(job)
-    return HookedTensors(named, job, full_job)
-
-
 # ---- checks before every optimizer step that the gradients it applies were averaged
 #
 # Each session has one guard.
@@ -342,9 +272,7 @@ WITNESSES = 8
 Gradient = tuple[int, int, int]
 """Identity of a gradient: its parameter's number, the id of its tensor, and the tensor's version."""
 
-WITH_HOOKS = "call backward() outside session.no_sync(), or session.synchronize() before the optimizer's step"
-WITH_DDP = ("call backward() on what the DistributedDataParallel module returns, outside no_sync(); for gradients of "
-            "torch.autograd.grad attach the module inside it, and call session.synchronize()")
+REMEDY_LOCAL = "call backward() outside no_sync(), or session.synchronize() before the optimizer's step"
 
 
 class StepGuard:
@@ -353,11 +281,9 @@ class StepGuard:
 
     def __init__(
         self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
-        remedy: str = WITH_HOOKS,
     ) -> None:
-        """`latch` stores an error, so that no later step of this rank succeeds, and reports it to the other ranks. `remedy`
-        ends the error text about gradients that were not averaged."""
-        self._attached, self._latch, self._remedy = attached, latch, remedy
+        """`latch` stores an error, so that no later step of this rank succeeds, and reports it to the other ranks."""
+        self._attached, self._latch = attached, latch
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
         self._held = HeldParameters(self._parameters)
@@ -449,7 +375,7 @@ class StepGuard:
             more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
             error = InvalidInput("E-GRADIENT-LOCAL",
                                  f"the gradient of {name} was not averaged since the last step of its optimizer{more}, so "
-                                 f"each rank would apply its own gradient; {self._remedy}")
+                                 f"each rank would apply its own gradient; {REMEDY_LOCAL}")
         self._latch(error)
         raise error
 

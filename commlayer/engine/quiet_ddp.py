@@ -49,17 +49,18 @@ class QuietDDP:
         self._ddp.require_forward_param_sync = True
 
 
-def check_silenceable(ddp: DistributedDataParallel) -> None:
-    """Raises ValueError for a module that would train differently without DDP's averaging."""
+def check_silenceable(ddp: DistributedDataParallel, hook: object = None) -> None:
+    """Raises ValueError for a module that would train differently without DDP's averaging. `hook`: commlayer's HookState on the
+    module."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            f"DistributedDataParallel ignores the parameter {ignored[0]}, but attach() would average it: freeze "
-                           "the parameter, or register commlayer.comm_hook instead")
+                           "the parameter")
     if ddp.mixed_precision is not None:
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "attach() does not support DistributedDataParallel(mixed_precision=...), which replaces weights "
-                           "around its own averaging: use torch.autocast, or register commlayer.comm_hook instead")
-    if ddp._comm_hooks:
+                           "around its own averaging: use torch.autocast")
+    if any(state is not hook for _, state in ddp._comm_hooks):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "the DistributedDataParallel module has a communication hook, but attach() averages gradients "
                            "without it: create the module without the hook")

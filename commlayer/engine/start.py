@@ -63,7 +63,7 @@ from commlayer.engine.replica import align as align_tensors
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
-from commlayer.planner.plan_rules import summary_of, without_buffers
+from commlayer.planner.plan_rules import summary_of
 from commlayer.records import Job, Plan
 from commlayer.transport import own_address, secret
 from commlayer.transport.key_folder import Keys
@@ -72,16 +72,14 @@ from commlayer.transport.key_folder import Keys
 def connect(
     job: Job, device: torch.device, start: Start, memory: OptimizerMemory, *, plan: Plan | Path | str, config: Config,
     align: Sequence[torch.Tensor] = (), forbids: Forbids = lambda _: "", requested: RequestedModes = RequestedModes(),
-    full_job: Job | None = None, must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None,
-    replica: Replica | None = None,
+    must: Mapping[str, str] | None = None, settings: Mapping[str, str] | None = None, replica: Replica | None = None,
 ) -> JobContext:
     """Connects this rank to the job that the environment names. All ranks call it together, inside `start`. Returns a
     DistributedJob if there are other ranks.
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
     ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: the state that this
-    rank sends to workers that join later, or receives if it joins; None: workers cannot leave or join. `full_job`: this job
-    with buffers that are not averaged here; a plan can be for either job.
+    rank sends to workers that join later, or receives if it joins; None: workers cannot leave or join.
     """
     kernels.choose(config.backend)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
@@ -100,7 +98,7 @@ def connect(
         if config.join:
             raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
                                                   "script with torchrun or `commlayer join`, or leave join out")
-        settled = with_modes(_of(plan_for(1, 1), full_job), requested)
+        settled = with_modes(plan_for(1, 1), requested)
         # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -110,7 +108,7 @@ def connect(
     if met.launch.joins >= 0:
         context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
     else:
-        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, plan_for, align, full_job,
+        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, plan_for, align,
                          compared(must, config))
         print_one_line(context.rank)
     atexit.register(context.at_exit)
@@ -120,7 +118,7 @@ def connect(
 def _begin(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
     replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
-    plan_for: Callable[[int, int], Plan], align: Sequence[torch.Tensor], full_job: Job | None, must_match: Mapping[str, str],
+    plan_for: Callable[[int, int], Plan], align: Sequence[torch.Tensor], must_match: Mapping[str, str],
 ) -> DistributedJob:
     """Starts a job together with all other ranks."""
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
@@ -147,8 +145,8 @@ def _begin(
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
         def settle() -> Plan:
-            return with_modes(_of(plan_choice.with_server_nodes(plan_for(members.world, per_node), terms.basis, nodes,
-                                                                notes.append), full_job), terms.requested)
+            return with_modes(plan_choice.with_server_nodes(plan_for(members.world, per_node), terms.basis, nodes,
+                                                            notes.append), terms.requested)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:
@@ -172,11 +170,6 @@ def _begin(
         context.members = MembershipChange(context, config, met.launch.home, replica)
     context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}")
     return context
-
-
-def _of(plan: Plan, full_job: Job | None) -> Plan:
-    """Removes buffers from a plan that was made for `full_job`; None: the plan is for this job already."""
-    return plan if full_job is None else without_buffers(plan, full_job)
 
 
 def _enter(

@@ -1,4 +1,4 @@
-"""DDP's communication hook: averages as by torch's hooks, DDP's options and buffers, saved states, refusals. Real ranks."""
+"""DDP's communication hook: averages as by torch's hooks, DDP's options, saved states, refusals. Real ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.attached import Branches, assert_refused, coordinators, data, mlp, outcome, plan_of, same
-from support.rank_pool import Servers, pool, quick, ranks_first
+from support.rank_pool import pool, quick, ranks_first
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -212,73 +212,6 @@ def test_powersgd_applies_residuals_as_torchs_does_where_they_are_not() -> None:
     assert errors[1] < 1.2 * errors[0]
 
 
-# ---- buffers, and uneven inputs, as with DDP alone
-
-class Counting(nn.Module):
-    """Has a buffer that is no float, and one that is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(12)
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
-        self.register_buffer("nothing", torch.zeros(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += x.sum().long()
-        self.flag = self.flag ^ (x.sum() > 0)  # another tensor
-        return self.norm(x)
-
-
-def buffers(rank: int, wrap: Wrap) -> tuple[dict[str, torch.Tensor], bool]:
-    """The state after some steps, one of them with a pass in no_sync(). And whether a copy of the module works alone."""
-    model = nn.Sequential(Counting(), *mlp())
-    ddp, optimizer = wrap(model), torch.optim.SGD(model.parameters(), lr=0.05)
-    for number in range(5):
-        optimizer.zero_grad()
-        if number == 3:
-            with ddp.no_sync():
-                nn.functional.mse_loss(ddp(data(rank, 10)[0]), data(rank, 10)[1]).backward()
-        nn.functional.mse_loss(ddp(data(rank, number)[0]), data(rank, number)[1]).backward()
-        optimizer.step()
-    works = bool(copy.deepcopy(ddp).module(data(rank, 0)[0]).isfinite().all())
-    return {name: t.clone() for name, t in model.state_dict().items()}, works
-
-
-def uneven(rank: int, wrap: Wrap) -> tuple[dict[str, torch.Tensor], bool]:
-    """Rank 1 has one batch less. The gradients of the last step on rank 0."""
-    model = mlp()
-    ddp = wrap(model)
-    with ddp.join():
-        for number in range(3 - 2 * rank):
-            model.zero_grad()
-            ddp(data(rank, number)[0]).sum().backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, True
-
-
-def with_our_hook(rank: int, script: Callable[..., Any], address: str) -> Any:
-    hook = ours("identity()", address)
-    try:
-        return script(rank, hook)
-    finally:
-        hook.state.connection.close()
-
-
-def with_ddp(rank: int, script: Callable[..., Any]) -> Any:
-    return script(rank, partial(DistributedDataParallel, bucket_cap_mb=0.002))
-
-
-@pytest.mark.parametrize("script", [buffers, uneven], ids=lambda s: s.__name__)
-def test_buffers_and_uneven_inputs_are_as_with_ddp_alone(script: Callable[..., Any]) -> None:
-    with Servers(WORLD, 1) as servers:
-        results = pool(WORLD).call(with_our_hook, script, servers.address)
-    for (got, works), (expected, _) in zip(results, pool(WORLD).call(with_ddp, script), strict=True):
-        assert works
-        assert got.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(got[name], value, msg=name)
-
-
 # ---- the end of a session, and saved states
 
 def closed(rank: int, address: str) -> tuple[bool, list[bool], list[str], float]:
@@ -370,16 +303,15 @@ def test_a_mistake_shows_in_the_first_backward(plan: str, dtype: str, code: str,
         assert second
 
 
-def sparse(rank: int) -> list[str]:
-    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(40, 8, sparse=True), nn.Linear(8, 3)))
-    ddp.register_comm_hook(commlayer.HookState(config=quick()), commlayer.comm_hook)
-    return [outcome(lambda: ddp(torch.tensor([3, 4])).sum().backward()) for _ in range(2)]
+def unsupported(rank: int) -> list[str]:
+    ddp = DistributedDataParallel(mlp())
+    with commlayer.attach(ddp, config=quick()), ddp.join():
+        return [outcome(lambda: ddp(data(rank, 0)[0]))]
 
 
-def test_sparse_gradients_are_refused_by_name() -> None:
-    for first, second in pool(WORLD).call(sparse):
-        assert_refused(first, "E-GRADIENT-LAYOUT", "gradient of 0.weight", "torch.sparse_coo")
-        assert second
+def test_ddps_own_join_is_refused() -> None:
+    for (line,) in pool(WORLD).call(unsupported):
+        assert_refused(line, "E-DDP-UNSUPPORTED", "session.join()")
 
 
 def shared(rank: int, later: bool) -> str:

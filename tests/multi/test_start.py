@@ -51,15 +51,6 @@ def optimizer_on_some(rank: int) -> Any:
     return commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1) if rank else None, config=quick())
 
 
-def hook_on_one(rank: int) -> Any:
-    """The others wait in attach() while this rank comes to its first backward pass."""
-    ddp = DistributedDataParallel(mlp())
-    if rank:
-        return commlayer.attach(ddp, config=quick())
-    ddp.register_comm_hook(commlayer.HookState(config=quick()), commlayer.comm_hook)
-    return ddp(data(0, 0)[0]).sum().backward()
-
-
 def other_version(rank: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "PROTOCOL", messages.PROTOCOL + (rank == 1))
@@ -85,7 +76,6 @@ ROWS: dict[str, tuple[Callable[[int], Any], str, tuple[str, ...]]] = {
     "plan": (lambda rank: attach(rank, compression=None if rank else "fp16"), "E-RANKS-DIFFER",
              ("plan: fp16 on rank 0 (", "auto on rank 1-2 (")),
     "optimizer": (optimizer_on_some, "E-RANKS-DIFFER", ("optimizer: not given on rank 0 (", "given on rank 1-2")),
-    "wrapper": (hook_on_one, "E-RANKS-DIFFER", ("wrapper: communication hook on rank 0 (", "none on rank 1-2")),
     "sync": (lambda rank: attach(rank, sync="never" if rank == 2 else "step"), "E-SYNC-MODE", ("sync: got 'never'",)),
     "Python": (other_python, "E-RANKS-DIFFER", ("version of Python: 3.", "on rank 0, 2 (", "3.99 on rank 1")),
     "protocol": (other_version, "E-RANKS-DIFFER", ("protocol of commlayer: ", "on rank 0, 2 (", "on rank 1")),
