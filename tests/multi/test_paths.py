@@ -20,8 +20,11 @@ from commlayer.codec_spec import parse_spec
 from commlayer.compressors import codec_of, error_feedback, int8, parse, topk, two_way
 from commlayer.compressors.plan_codecs import ReducedAccumulator
 from commlayer.config import read_config
+from commlayer.engine.connection import DistributedJob
+from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.start import Start, connect
 from commlayer.engine.worker import Worker
+from commlayer.optim import OuterSGD
 from commlayer.planner import lower, tree
 from commlayer.planner import tables as machines
 from commlayer.planner.model import Cluster
@@ -176,9 +179,10 @@ def attached(rank: int, address: str, per_node: int) -> dict[str, Any]:
     plan = lower(Plan(job(SHAPES).digest(), buckets, servers=SERVERS, ranks_per_node=per_node))
     config = read_config(quick(join=address, ranks_per_node=per_node), environ={}, cwd="/nonexistent")
     with Start(None, torch.device("cpu")) as start:
-        connection = connect(job(SHAPES), torch.device("cpu"), start, plan=plan, config=config)
+        connection = connect(job(SHAPES), torch.device("cpu"), start, OptimizerMemory([], None, OuterSGD()), plan=plan,
+                             config=config)
+    assert isinstance(connection, DistributedJob)
     try:
-        assert connection.worker is not None
         return account(connection.worker, SHAPES, rank, STEPS)
     finally:
         connection.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,13 +13,13 @@ import torch
 from msgspec import structs
 from support import rank_pool
 from support.attached import assert_refused, data, mlp, outcome, plan_of, sync_of
+from support.jobs import FakeJob
 from support.rank_pool import Servers, pool, quick
 from torch import nn
 
 import commlayer
 from commlayer import plan_file, records
 from commlayer.engine import observers
-from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import unsuited, with_server_nodes
 from commlayer.engine.sync_modes import LocalSteps, modes_of, requested_modes, with_modes
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
@@ -264,8 +265,7 @@ def test_another_plan_begins_anew() -> None:
 @pytest.mark.parametrize(("predicted_s", "level"), [(SHORTEST_S, logging.WARNING), (LONGEST_S, logging.INFO)])
 def test_a_stale_plan_is_an_event_and_a_line(predicted_s: float, level: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "commlayer")
-    context = JobContext()
-    context.plan = planned(predicted_s)
+    context = FakeJob(SimpleNamespace(step=0), planned(predicted_s))
     watch = observers.StalePlanWatch(context)
     for _ in range(PATIENCE + 1):
         assert (context.events, context.decisions) == ([], [])

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,13 +28,13 @@ from support.attached import (
     sync_of,
     train_step,
 )
+from support.jobs import FakeJob
 from support.rank_pool import Servers, pool, quick, ranks_first
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
 from commlayer.engine import trace
-from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
@@ -339,9 +340,10 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     file = str(tmp_path / "t.json")
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
-    connection = JobContext()
+    connection = FakeJob(SimpleNamespace(plan=None, counters=SimpleNamespace(exchanges=0)))
     trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
-    connection.close()
+    for end in connection.on_close:
+        end()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]
 
 

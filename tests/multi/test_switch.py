@@ -631,7 +631,7 @@ def test_nobody_goes_unless_all_can() -> None:
     for text in (first, second):
         assert re.search("2 local steps, and fragments=3.*E-PLAN-REFUSED", text["contradiction"])
         assert re.search(r"local steps 0 to 1\b.*E-PLAN-SWITCH", text["uneven"])
-        assert re.search("2 local steps: .*hook.*E-PLAN-REFUSED", text["hook"])
+        assert re.search("2 local steps: .*optimizer.*E-PLAN-REFUSED", text["hook"])
 
 
 class Wrapping(torch.optim.Optimizer):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.attached import Run, Setting, coordinators, mlp, plan_of, play
 from support.fidelity import measure
+from support.jobs import FakeJob
 from support.rank_pool import pool
 from torch import nn
 
@@ -22,7 +23,6 @@ from commlayer.balance import loss_model
 from commlayer.balance.loss_model import LossModel, LossPoint
 from commlayer.compressors import parse, wrap
 from commlayer.engine import gradient_comparison, plan_choice
-from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import unsuited
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Policy
@@ -258,7 +258,7 @@ def test_both_directions_and_all_nodes_are_made_finer() -> None:
 
 
 def test_the_planner_keeps_above_the_floor_and_within_the_budget(tmp_path: Path) -> None:
-    connection, cluster = JobContext(), cluster_from_line("2xrtx3060@100/20Mb")
+    connection, cluster = FakeJob(), cluster_from_line("2xrtx3060@100/20Mb")
     profile, policy = profile_from_tables(cluster), Policy(devices=("cpu",))
     assert plan_limits.codecs(connection) == list(DEFAULT_CODECS)
     assert plan_limits.bounded(connection, profile, policy) == (profile, policy)

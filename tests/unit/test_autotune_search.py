@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 from support.autotuning import JOB, plan_of
+from support.jobs import FakeJob
 from support.planner import PROFILE as PROFILE_PRICE
 from support.planner import flat, home
 
@@ -26,7 +27,6 @@ from commlayer.autotune.search import MOST_FACTOR, NEARLY, SearchOrder, dearer, 
 from commlayer.autotune.search import search as process_search
 from commlayer.balance import Communication
 from commlayer.codec_spec import parse_spec
-from commlayer.engine.connection import JobContext
 from commlayer.engine.plan_choice import unsuited
 from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import InvalidInput, InvalidState
@@ -134,7 +134,7 @@ def test_a_plan_that_is_not_exact_is_refused(fields: dict[str, Any], what: str) 
 
 
 def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
-    connection = JobContext()
+    connection = FakeJob()
     connection.terms.optimizer = "adam"
     policy, suggests, young = plan_limits.limits_of(connection)
     assert (policy.optimizer, policy.exact, policy.forward) == ("adam", True, True)
@@ -173,7 +173,7 @@ def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_ha
 ])
 def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_late(sync: Any, may: bool) -> None:
     """A script that reads `.grad` waits for the results of this step; results one step late would change what it reads."""
-    connection = JobContext()
+    connection = FakeJob()
     connection.terms.requested = requested_modes(sync)
     policy = plan_limits.limits_of(connection).policy
     assert policy.forward is may
@@ -185,14 +185,14 @@ def test_results_may_come_in_during_the_next_forward_pass_and_are_never_a_step_l
 @pytest.mark.parametrize(("own", "others"), [(False, False), (True, False), (False, True)])
 def test_where_batches_are_shared_out_steps_stay_on_averaged_gradients(own: bool, others: bool) -> None:
     """Controllers refuse local steps: a plan that came by itself must not end a script."""
-    connection = JobContext()
+    connection = FakeJob()
     connection.terms.balanced, connection.terms.requested = own, requested_modes("auto")
     rows = [RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01), RankMeasurement(0.1, 0.2, 1e8, 1e8, 0.01, others)]
     assert plan_limits.limits_of(connection, rows).policy.exact is (own or others)
 
 
 def test_a_budget_reaches_the_planner_without_a_loss_model() -> None:
-    result, connection = inputs("100/100Mb"), JobContext()
+    result, connection = inputs("100/100Mb"), FakeJob()
     assert result.profile is not None
     assert result.policy is not None
     assert plan_limits.bounded(connection, result.profile, result.policy)[1].max_loss == result.policy.max_loss

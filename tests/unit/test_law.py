@@ -15,13 +15,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support import workers as kit
+from support.jobs import FakeJob
 
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.engine import checkpoint
-from commlayer.engine.connection import JobContext
 from commlayer.engine.optimizers import learning_rate
-from commlayer.engine.worker import Worker
 from commlayer.errors import StepAbandoned
 from commlayer.planner import default_plan
 
@@ -154,7 +153,7 @@ def save(r: kit.Rig) -> tuple[list[Any], list[dict[int, bytes]]]:
         servers.append({bucket: cell.ops.snapshot() for bucket, cell in core.cells.items()})
     for worker in r.workers:
         worker.acknowledge_rollbacks()
-    return [copy.deepcopy(checkpoint.worker_state(connected(worker))) for worker in r.workers], servers
+    return [copy.deepcopy(checkpoint.worker_state(FakeJob(worker))) for worker in r.workers], servers
 
 
 def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
@@ -165,13 +164,7 @@ def load(r: kit.Rig, kept: tuple[list[Any], list[dict[int, bytes]]]) -> None:
             cell.forget_results()
             cell.idle(states[0]["step"])
     for worker, state in zip(r.workers, states, strict=True):
-        checkpoint.restore_worker(connected(worker), state)
-
-
-def connected(worker: Worker) -> JobContext:
-    job_context = JobContext()
-    job_context.worker = worker
-    return job_context
+        checkpoint.restore_worker(FakeJob(worker), state)
 
 
 def go(r: kit.Rig, codec: str, event: Event, first: int, steps: range, accounts: list[Account]) -> None:
