@@ -242,14 +242,14 @@ def test_what_is_found_for_a_model_on_gpus_runs_there(bps: float, cuda: bool) ->
 def test_servers_of_homes_are_counted_behind_the_homes_that_there_are(world: int) -> None:
     """Three met, so servers got the numbers behind theirs; since then one is gone, or another has come in its place."""
     view = View(5, (), (ServerInfo(0, "a", 3), ServerInfo(1, "b", 4), ServerInfo(2, "b", 4)))
-    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), members=SimpleNamespace(), world=world)
+    simple_namespace: Any = SimpleNamespace(uplink=SimpleNamespace(view=view), elastic=True, world=world)
     nodes = server_nodes_of(simple_namespace)
     assert nodes == [world, world + 1, world + 1]
     cluster = cluster_of(LINKS[:world], ROWS_REPLAN[:world], INSIDE, nodes)
     assert [node.server for node in cluster.nodes] == [False] * world + [True] * 2
     plan = planner.plan(JOB_REPLAN, cluster, costs(), Policy(devices=("cpu",)))
     assert on_servers(plan, nodes).servers == (3 if plan.servers else 0)
-    simple_namespace.members = None
+    simple_namespace.elastic = False
     assert server_nodes_of(simple_namespace) == [3, 4, 4], "all must stay, so nodes are those of the beginning"
 
 
