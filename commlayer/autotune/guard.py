@@ -39,11 +39,12 @@ def guard_of(connection: DistributedJob, config: Config) -> QualityGuard | None:
 
 class QualityGuard:
     def __init__(
-        self, connection: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *, by_budget: bool = True,
+        self, connection: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
+        by_budget: bool = True,
     ) -> None:
         """With `by_budget` bounds follow from the budget; otherwise from what is usual under the active codecs."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
-            self._groups = connection.groups
+        self._groups = connection.groups
         self._begin_s = time.perf_counter()
         self._exposed_s = 0.0
         """Total wait for communication at the end of the last step."""

@@ -32,7 +32,7 @@ from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_o
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
-from commlayer.cluster.collectives import Groups, gather
+from commlayer.cluster.collectives import gather
 from commlayer.compressors import build
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.switch import switch

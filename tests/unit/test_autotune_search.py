@@ -161,7 +161,7 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
 
 
 def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_has_not_chosen() -> None:
-    connection = JobContext()
+    connection = FakeJob()
     members: Any = object()
     for sync, present, allowed in ((None, None, True), (LocalSteps(4, fragments=2), None, False), (None, members, False)):
         connection.terms.requested, connection.members = requested_modes(sync), present
