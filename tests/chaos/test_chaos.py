@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from msgspec import msgpack
-from support.chaos import SETTING, evidence
 
 from bench.__main__ import main
 from bench.chaos import cluster, oracle, strikes, verdict
@@ -41,6 +40,24 @@ from commlayer.transport.crc import crc32c
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import Header, Kind
 
+# ---- evidence of a run that went on after a fault, to be changed by tests of the verdict
+
+SETTING = Setting("identity()")
+
+
+def evidence(**changes: Any) -> Evidence:
+    """Of a run that went on: two workers with 1 and 4 of the samples of each step."""
+    def samples(rank: int, step: int) -> tuple[int, ...]:
+        first = 5 * (step % verdict.STEPS_PER_EPOCH)
+        return (first,) if rank == 0 else tuple(range(first + 1, first + 5))
+
+    stepped = [[Stepped(n + 1, f"digest {n}", samples(rank, n), float(n)) for n in range(STEPS)] for rank in range(2)]
+    ended: list[Ended | None] = [Ended(STEPS, STEPS), Ended(STEPS, STEPS)]
+    result = Evidence(stepped, ended, 1, 5.5, 42.0, (), 400, 0, (), (), 1e-7, "a line")
+    return result._replace(**changes)
+
+
+# ---- the tests
 
 def test_a_seed_says_everything_and_alone_the_same_as_among_others() -> None:
     assert STRIKES.keys() == FAULTS.keys()

@@ -29,7 +29,7 @@ from commlayer.planner import default_plan
 from commlayer.records import Job, ServerInfo, TensorInfo
 from commlayer.transport import grpc_stream
 from commlayer.transport.endpoint import Settings, StreamTransport
-from commlayer.transport.handshake import MAX_PENDING, Hello
+from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
 
 JOB = Job((TensorInfo("weight", (100,)),))
@@ -277,21 +277,6 @@ def test_only_a_socket_tells_a_cut_from_a_death(carrier: str, missed: tuple[str,
     one._sock.close() if carrier == "grpc" else one._sock.shutdown(socket.SHUT_RDWR)
     assert broken.wait(WAIT_S)
     assert end.missed() == missed
-
-
-def test_a_flood_of_silent_streams_holds_nobody_up(opened: contextlib.ExitStack) -> None:
-    """They have as many places as silent sockets have, and must make room as those must."""
-    end = WIRES["grpc"].end(Hello("test", SERVER_BASE))
-    opened.callback(end.close)
-    address = end.listen()
-    for _ in range(MAX_PENDING):
-        opened.callback(WIRES["grpc"].raw(address).close)
-    before = threading.active_count()
-    worker = WIRES["grpc"].end(Hello("test", 0))
-    opened.callback(worker.close)
-    worker.dial(SERVER_BASE, address, soon())
-    assert exchange_pair(worker, end)
-    assert threading.active_count() - before < 10
 
 
 def test_a_stream_that_is_closed_is_gone_with_its_connection() -> None:

@@ -153,11 +153,6 @@ def test_who_does_not_greet_is_dropped_and_takes_no_rank(wire: Wire, server: Str
     dialler(wire, Hello("test", 0), server)
 
 
-def test_a_body_above_the_cap_is_our_bug(server: StreamTransport) -> None:
-    line = outcome(lambda: server.send(1, data(SERVER_BASE), bytes((1 << 20) + 1)))
-    assert_refused(line, "E-TRANSPORT-USE", "worker 1: ", "1048577 ", "1048576")
-
-
 # ---- ends and slow readers
 
 
@@ -297,15 +292,3 @@ def test_the_kernel_is_told_how_long_data_may_be_unacknowledged() -> None:
     assert [one._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in results] == [7500, 7500]
     for end in ends:
         end.close()
-
-
-def test_received_bodies_lie_in_the_pool(pair: tuple[StreamTransport, StreamTransport]) -> None:
-    a, b = pair
-    seen = set()
-    for i in range(4):
-        a.send(1, data(0, bucket=i), bytes([i]) * 200_000)
-        body = b.wait(b.recv(0), soon()).body
-        assert bytes(body) == bytes([i]) * 200_000
-        seen.add(id(body.obj))
-        b.pool.give(body)
-    assert len(seen) == 1
