@@ -21,7 +21,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from support import codecs as kit
@@ -42,7 +41,7 @@ from commlayer.cluster import client, messages, uplink
 from commlayer.cluster.child_processes import EmbeddedServer
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.epoch_change import EpochChange, change_problem, wire_generation
-from commlayer.cluster.server_codecs import CodecOps, ops_of
+from commlayer.cluster.server_codecs import CodecOps
 from commlayer.cluster.server_journal import ServerIdentity, ServerJournal
 from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.compressors import fallback, kernels
@@ -197,42 +196,6 @@ def test_a_restored_server_goes_on_to_the_bit_and_residuals_are_handed_over(fiel
     after.take_over(ops.debts())
     assert [(d.tensor, d.start, d.values.tobytes()) for d in after.debts()] == [
         (d.tensor, d.start, d.values.tobytes()) for d in ops.debts()]
-
-
-def coded(x: torch.Tensor) -> bytes:
-    out = memoryview(bytearray(16 + 4 * x.numel()))
-    return bytes(out[: codec_of(VECTOR).start(x, {}, out)])
-
-
-def mean(ops: CodecOps, payloads: list[bytes], weights: list[float]) -> bytes:
-    for i, (payload, weight) in enumerate(zip(payloads, weights, strict=True)):
-        ops.weigh(memoryview(payload), weight, i == 0)
-    out = memoryview(bytearray(ops.bound))
-    return bytes(out[: ops.emit(0, ops.zeros(0), out)])
-
-
-@needs_native
-def test_a_mean_of_equal_values_is_these_to_the_bit() -> None:
-    """Whatever they weigh. A mean with what is not finite is flagged, and the next one is not."""
-    ops = CodecOps(codec_of(VECTOR), VECTOR, "job")
-    equal, weights = kit.noise(VECTOR.numel, 3) * 1e-3, [float(np.float32(w)) for w in (0.1, 1 / 3, 7.7, 0.0, 1e-6)]
-    assert mean(ops, [coded(equal)] * 5, weights) == coded(equal)
-    bad = equal.clone()
-    bad[3] = float("nan")
-    got = torch.empty(VECTOR.numel)
-    assert not codec_of(VECTOR).decode(mean(ops, [coded(equal), coded(bad)], [1.0, 1.0]), {}, got)
-    assert codec_of(VECTOR).decode(mean(ops, [coded(equal), coded(3 * equal)], [3.0, 1.0]), {}, got)
-    torch.testing.assert_close(got, 1.5 * equal, rtol=1e-7, atol=0)
-
-
-@needs_native
-def test_which_buckets_are_means_follows_from_the_plan_and_the_number_of_gradients() -> None:
-    coded = {"identity()": True, "fp16()": False, "error_feedback(int8())": False}
-    buckets = [Bucket(0, (Slice(0, 0, 8),), "service")]
-    buckets += [Bucket(1 + i, (Slice(1, 0, 8),), "service", codec=text) for i, text in enumerate(coded)]
-    plan = Plan("job", tuple(buckets), servers=1)
-    assert [ops.means for ops in ops_of(plan, 0, gradients=1).values()] == [False, *coded.values()]
-    assert not any(ops.means for gradients in (2, -1) for ops in ops_of(plan, 0, gradients=gradients).values())
 
 
 @needs_native
