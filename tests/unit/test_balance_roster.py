@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.balance import Noted
-from torch.utils.data import DataLoader
 
 from commlayer.balance import Sampler
-from commlayer.balance.schedule import CHANGE_DELAY_STEPS, SamplerMembership, with_joined
+from commlayer.balance.schedule import CHANGE_DELAY_STEPS, with_joined
 
 LENGTH, BATCH, EPOCHS, UNEVEN = 700, 6, 3, (3, 1, 2)
 
@@ -214,48 +212,6 @@ def test_whoever_comes_is_let_in_by_the_end_of_an_epoch_however_long_rounds_are(
     trained(job, {})
 
 
-def test_who_comes_has_its_part_from_the_step_on_in_which_the_others_have_less() -> None:
-    job = Job(lead=5)
-    for step in range(10):
-        job.step({2: "dies", 9: "comes"}.get(step, ""), 1)
-    shares = []
-    for _ in range(CHANGE_DELAY_STEPS + 2):
-        shares.append([len(home.batch or []) for home in job.homes])
-        job.step("", 0)
-    assert shares[0] == [2, 2, 0], "the others have not taken over yet what the dead had"
-    assert shares[CHANGE_DELAY_STEPS - 7] == [3, 3, 0]
-    assert shares[CHANGE_DELAY_STEPS - 1] == [3, 3, 0]
-    assert shares[CHANGE_DELAY_STEPS] == [2, 2, 2]
-    assert [home.sampler.rank for home in job.homes] == [0, 2, 3]
-
-
-def test_epochs_that_the_others_are_through_with_have_no_batches_where_a_home_joins() -> None:
-    job = Job(lead=0)
-    while job.homes[0].sampler.epoch < 2:
-        job.step("", 0)
-    name, say = next(iter(job.homes[0].followers.items()))
-    new = Home(job, 3, (0, 1, 2, 3), {name: say()})
-    assert (new.sampler.epoch, new.sampler.step) == (2, job.homes[0].sampler.step)
-    session = Noted()
-    session.given = {name: say()}
-    assert Sampler(LENGTH, BATCH, rank=0, world=1).epoch_of(session) == 2
-    ahead = Sampler(LENGTH, BATCH, rank=0, world=1)
-    ahead.set_epoch(3)
-    with pytest.raises(ValueError, match=r"epoch 3\b.*epoch 2\b.*E-SAMPLER-FOLLOW"):
-        next(ahead.follow(Ahead(ahead, 0), session))
-
-
-def test_a_state_of_workers_who_have_come_and_gone_is_dealt_to_those_who_load_it() -> None:
-    job = Job(lead=0)
-    for step in range(80):
-        job.step({2: "dies", 3: "comes"}.get(step, ""), 1)
-    state = job.homes[0].sampler.state_dict()
-    results = [Sampler(LENGTH, BATCH, rank=rank, world=3) for rank in range(3)]
-    for sampler in results:
-        sampler.load_state_dict(state)
-    assert [sampler.share(sampler.step) for sampler in results] == [2, 2, 2]
-
-
 @pytest.mark.parametrize(("shares", "come", "least", "then"), [
     ({0: 8, 1: 4}, [2], 1, {0: 5, 1: 3, 2: 4}),
     ({0: 10, 1: 2}, [2], 2, {0: 4, 1: 4, 2: 4}),  # in proportion one would have 1
@@ -266,32 +222,3 @@ def test_a_state_of_workers_who_have_come_and_gone_is_dealt_to_those_who_load_it
 ])
 def test_who_comes_gets_an_even_part(shares: dict[int, int], come: list[int], least: int, then: dict[int, int]) -> None:
     assert with_joined(shares, come, 12, least) == then
-
-
-def test_two_losses_that_are_heard_of_behind_one_step_are_one_announcement() -> None:
-    """One between epochs, the other in the first step."""
-    session, sampler = Noted(), Sampler(LENGTH, BATCH, rank=0, world=3)
-    session.members, session.may_leave = (0, 1, 2), True
-    loader: Any = DataLoader(range(LENGTH), batch_sampler=sampler)  # type: ignore[arg-type]
-    for step, _ in enumerate(sampler.follow(loader, session)):
-        if step == 3:
-            break
-    session.members = (0, 1)
-    for step, _ in enumerate(sampler.follow(loader, session)):
-        if step == 0:
-            session.members = (0,)
-        if step == 1:
-            break
-    assert sampler.announced == (5 + CHANGE_DELAY_STEPS, {0: BATCH})
-
-
-def test_numbers_are_given_in_the_order_of_the_sessions_and_never_twice() -> None:
-    membership, lost_from = SamplerMembership(), {1: 2}.__getitem__
-    membership.set_members((0, 1))
-    assert membership.update(4, (0, 1), {0: 3, 1: 3}, 6, 1, lost_from) is None
-    change = membership.update(4, (0, 7, 5), {0: 3, 1: 3}, 6, 1, lost_from)
-    assert change is not None
-    assert (change.step, change.shares, change.lost) == (5 + CHANGE_DELAY_STEPS, {0: 2, 2: 2, 3: 2}, {1: 2})
-    assert (membership.numbers, set(membership.departed)) == ((0, 1, 7, 5), {1})
-
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -161,38 +160,6 @@ def test_small_batches_repeat_their_samples_evenly_and_weigh_what_they_are() -> 
     assert [(len(own), session.n) for own in idle.follow(idle, session)] == [(3, 3.0), (2, 0.0)]
 
 
-def test_micro_batches_weigh_one_together() -> None:
-    sampler = Sampler(23, 10, shares=[7, 3], rank=0, cap=3, shuffle=False)
-    seen = [(own, round(sampler.fraction, 3), sampler.last) for own in sampler.follow(sampler)]
-    assert seen[:3] == [([0, 1, 2], 0.429, False), ([3, 4], 0.286, False), ([5, 6], 0.286, True)]
-    assert len(sampler) == 0
-    sampler.set_epoch(1)
-    assert len(sampler) == len(list(sampler.follow(sampler)))
-
-
-def test_token_weights_come_from_the_batch() -> None:
-    class Accumulating(Noted):
-        def no_sync(self) -> Any:
-            import contextlib
-
-            return contextlib.nullcontext()
-
-    sampler = Sampler(8, 8, shares=[8], rank=0, cap=4, shuffle=False)
-    session = Accumulating()
-    seen = [(sampler.fraction, session.n) for _ in sampler.follow(sampler, session, weigh=lambda own: 1.0 + max(own))]
-    assert seen == [(4 / 12, 12.0), (8 / 12, 12.0)]
-
-
-def test_epochs_differ_and_repeat_by_number() -> None:
-    sampler = Sampler(100, 10, rank=0, world=1, seed=5)
-    epochs = []
-    for epoch in (0, 1, 0):
-        sampler.set_epoch(epoch)
-        epochs.append([i for own in sampler.follow(sampler) for i in own])
-    assert epochs[0] == epochs[2] != epochs[1]
-    assert sampler.step == 30
-
-
 class Numbers(Dataset[int]):
     def __len__(self) -> int:
         return 50
@@ -270,40 +237,6 @@ def test_resumed_with_another_number_of_workers_no_sample_is_lost(
     steps = list(zip(*(sampler.follow(sampler) for sampler in new), strict=True))
     assert [len(own) for own in steps[0]] == sizes
     assert sorted([*trained, *(i for step in steps for own in step for i in own)]) == list(range(56))
-
-
-def test_resumed_with_as_many_workers_the_shares_are_the_saved_ones() -> None:
-    """Those that are announced among them, and a worker that they leave out is no newcomer."""
-    old = Sampler(60, 8, rank=0, world=3)
-    old.announce(0, {0: 8})
-    old.announce(5, {0: 1, 1: 7})
-    new = Sampler(60, 8, rank=1, world=3)
-    new.load_state_dict(old.state_dict())
-    assert (new.share(0), new.share(5), new.announced) == (0, 7, (5, {0: 1, 1: 7}))
-
-
-def test_what_was_drawn_and_not_trained_counts_as_not_drawn_once_the_loop_is_left() -> None:
-    class Idle(Noted):
-        def metrics(self) -> dict[str, float]:
-            return {"exchanges": 0.0}
-
-    sampler, session = Sampler(40, 8, rank=0, shares=[8]), Idle()
-    session.plan = SimpleNamespace(steps_locally=False)  # type: ignore[assignment]
-    for _ in sampler.follow(Ahead(sampler, 2), session):
-        assert sampler.drawn == 3
-        break
-    assert sampler.drawn == sampler.step == 0
-    sampler.announce(1, {0: 3, 1: 5})
-    assert [len(own) for own in sampler.follow(Ahead(sampler, 2))] == [8, 3, 3, 3, 3]
-
-
-@pytest.mark.parametrize(("once", "trained"), [(iter, 3), (lambda sampler: itertools.islice(sampler, 2), 2)])
-def test_a_loader_that_ends_early_is_named(once: Any, trained: int) -> None:
-    sampler = Sampler(20, 8, rank=0, shares=[8])
-    loader, text = once(sampler), rf"step {trained}\b.*E-SAMPLER-FOLLOW"
-    with pytest.raises(ValueError, match=text) as caught:
-        list(itertools.chain.from_iterable(sampler.follow(loader) for _ in range(2)))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("make", "text"), [

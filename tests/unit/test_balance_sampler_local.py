@@ -26,15 +26,6 @@ def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_ste
             LoadBalancer(session, sampler)  # type: ignore[arg-type]
 
 
-def test_a_step_without_samples_moves_no_weights_where_others_get_a_part_of_them() -> None:
-    sampler, session = Sampler(40, 8, rank=1, shares=[4, 0, 4]), Noted()
-    fractions = []
-    for _ in sampler.follow(sampler, session):
-        fractions.append(sampler.fraction)
-        session.plan = Plan("", (), local_steps=4)
-    assert fractions == [1, 0, 0, 0, 0]
-
-
 def test_a_job_that_goes_on_from_a_save_between_two_exchanges_still_hands_out_again_what_the_lost_had_not_shared() -> None:
     """Of three steps two are local ones that no exchange has seen."""
     before = [Sampler(400, 4, rank=rank, world=2, shuffle=False) for rank in range(2)]
@@ -80,33 +71,4 @@ def test_of_a_save_whose_job_had_lost_somebody_the_ranks_that_go_on_take_up_what
         session.step += 1
         session.carried = session.step
     assert sorted({*range(240)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 14, 15]
-    assert len(seen) == len(set(seen))
-
-
-def test_a_state_that_is_taken_ahead_of_the_end_of_a_step_knows_who_has_gone_in_it() -> None:
-    """Of three the second dies with what it had in no exchange; the third step is at hand as a save finds that."""
-    before = [Sampler(240, 6, rank=rank, world=3, shuffle=False) for rank in (0, 2)]
-    states = []
-    for sampler in before:
-        session = Left((0, 1, 2))
-        session.own = sampler.rank
-        session.parted = lambda member: 0  # type: ignore[method-assign]
-        for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
-            session.carried, session.step = 0, step
-            if step == 3:
-                session.members = (0, 2)
-                states.append(sampler.state_dict())
-                loop.close()
-    assert states[0] == states[1]
-    seen = list[int]()
-    for rank in range(2):
-        sampler, session = Sampler(240, 6, rank=rank, world=2, shuffle=False), Left((0, 1))
-        sampler.load_state_dict(states[0])
-        session.own, session.parted = rank, lambda member: 0  # type: ignore[method-assign]
-        for own in sampler.follow(sampler, session):
-            seen += own
-            session.step += 1
-            session.carried = session.step
-    missing = sorted({*range(240)} - {*seen})
-    assert missing == [at for step in range(3) for at in (6 * step, 6 * step + 1, 6 * step + 4, 6 * step + 5)], "what those had"
     assert len(seen) == len(set(seen))

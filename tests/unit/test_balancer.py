@@ -12,8 +12,7 @@ from support.balance import PAPER
 
 from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, moves, run, slow_after
 from bench.reference.balance_default import Ours
-from commlayer.balance.balancer import Balancer, Decision, Joined, Measurement, Note, Outcome, SharePolicy
-from commlayer.balance.share_solver import Communication
+from commlayer.balance.balancer import Balancer, Joined, Measurement, Note, SharePolicy
 from commlayer.balance.time_models import LinearTime
 
 
@@ -49,14 +48,6 @@ def test_factors_and_heat_are_followed(disturbances: tuple[Disturbance, ...], mo
     assert slow_after(played(cluster(*disturbances), 120)[1], 20, 120) <= most
 
 
-@pytest.mark.parametrize("lead", [1, 3])
-def test_a_later_announcement_costs_its_lead(lead: int) -> None:
-    mode, steps = played(cluster(Disturbance(0, 25, 65, added_s=0.05)), 65, SharePolicy(lead=lead))
-    assert slow_after(steps, 25, 65) == 1 + lead
-    decisions = [event for event in mode.balancer.events if isinstance(event, Decision)]
-    assert {decision.from_step - decision.step for decision in decisions} == {lead}
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
 def test_shares_are_stable_while_speeds_are(noise: float) -> None:
     assert moves(played(cluster(noise=noise), 200)[1]) <= 1
@@ -73,38 +64,6 @@ def test_without_a_profile_it_finds_the_balance() -> None:
     _, steps = played(cluster(), 40, profiled=False)
     assert steps[0].shares == (128, 128, 128, 128)
     assert slow_after(steps, 0, 40) <= 3
-
-
-def test_micro_batches_are_measured_as_such() -> None:
-    small = PlayedCluster(tuple(PAPER), 512, caps=(64, 64, 64, 8))
-    mode, steps = played(small, 30)
-    assert moves(steps) == 0
-    assert not any(step.slow for step in steps)
-    pairs = zip(steps[0].shares, (64, 64, 64, 8), strict=True)
-    assert mode.balancer.latest.micro_batches == tuple(-(-share // cap) for share, cap in pairs)
-    late = PlayedCluster(tuple(PAPER), 512, caps=(512, 96, 96, 16), noise=0.01)
-    assert not any(step.slow for step in played(late, 40, profiled=False)[1][10:])
-
-
-def test_decisions_are_compared_with_their_outcome() -> None:
-    mode, _ = played(cluster(Disturbance(1, 25, 200, added_s=0.05)), 60)
-    first = next(event for event in mode.balancer.events if isinstance(event, Decision))
-    outcome = next(event for event in mode.balancer.events if isinstance(event, Outcome) and event.decided == first.step)
-    assert first.gain_s == pytest.approx(0.154 - 0.12, abs=0.006)
-    assert (outcome.expected_s, outcome.reason) == (first.after_s, "measured times changed")
-    assert abs(outcome.error) < 0.1
-
-
-def test_a_change_must_gain_enough() -> None:
-    slower = cluster(Disturbance(1, 25, 200, added_s=0.02))
-    assert moves(played(slower, 60)[1]) >= 1
-    assert moves(played(slower, 60, SharePolicy(gain_least=0.5))[1]) == 0
-
-
-def test_communication_adds_to_both_predictions() -> None:
-    predictions = [Balancer([Joined(0), Joined(1)], 10, communication=Communication(0.5, overlap)).latest.after_s
-             for overlap in (0.0, 0.05)]
-    assert predictions == [5.5, 5.25]
 
 
 @pytest.mark.parametrize("bad_s", [math.nan, math.inf, 0.0, -1.0, 1e300, 1e-300])

@@ -217,19 +217,6 @@ def test_steps_that_links_hold_up_are_measured_soon_and_all_wait_for_the_plan(st
         assert world.done[-1] == "switch"
 
 
-def test_warm_up_of_codecs_and_plans_of_the_script_do_not_count() -> None:
-    def script(job: Job) -> None:
-        job.step()
-        job.terms.auto = False
-        job.step(times=50)
-        job.terms.auto = True
-        assert job.controller.phase is Phase.WARMING
-        job.step()
-        assert job.controller.phase is Phase.MEASURING
-
-    together(World(2), script)
-
-
 @pytest.mark.parametrize(("computing_s", "line"), [
     ((0.3, 0.32, 0.3, 0.6), "rank 3 computes 2.0 times as long as the fastest"), ((0.3, 0.4, 0.35, 0.3), ""),
     ((0.0003, 0.0004, 0.0009, 0.0003), ""), ((), ""),
@@ -277,21 +264,6 @@ def test_moved_shares_are_measured_again_once_they_matter() -> None:
     together(world, script)
 
 
-def test_stale_plans_are_events_and_suggestions_are_made_once() -> None:
-    world = World(1)
-    world.search_result = lambda _: candidate(plan_of(2.0), hint="allow it")
-
-    def script(job: Job) -> None:
-        warm(job, rows=20)
-        job.step(2.0, times=20)
-
-    (job,) = together(world, script)
-    assert job.terms.suggested
-    assert "allow it" in job.lines
-    assert [event.slower for event in job.events] == [True]
-    assert job.terms.price == (0.6, 0.1)
-
-
 def test_no_search_outlives_the_session() -> None:
     """A thread inside a codec's native code at interpreter exit would crash the process."""
     world, ended = World(1), threading.Event()
@@ -330,16 +302,6 @@ def test_all_plan_for_slower_links_and_wait_if_they_hold_steps_up(step_s: float)
     assert jobs[0].controller.links.best == (Rates(1e8, 1e8),) * 2
 
 
-@pytest.mark.parametrize(("waits", "changed"), [(False, False), (True, True)])
-def test_a_rank_that_holds_the_others_up_does_not_wait_itself(waits: bool, changed: bool) -> None:
-    def script(job: Job) -> None:
-        warm(job)
-        job.bps, job.share = SLOW_BPS, 0.9
-        job.step(2.0, 1.8 if waits or job.rank else 0.1, times=IN_A_ROW + 2)
-
-    assert bool(lines(together(World(2), script), "links have changed")) is changed
-
-
 @pytest.mark.parametrize(("up_bps", "faster"), [(FACTOR * 1e8, False), (FACTOR * 1e8 + 1, True), (1e6, False)])
 def test_a_probe_counts_only_if_a_link_is_faster(up_bps: float, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=0.0)
@@ -359,30 +321,6 @@ def test_a_probe_counts_only_if_a_link_is_faster(up_bps: float, faster: bool, mo
         links = job.controller.links
         assert links.watch.planned == ((Rates(up_bps, 1e8), Rates(1e8, 1e8)) if faster else (Rates(1e8, 1e8),) * 2)
     assert lines(jobs, "probed")[0].endswith("100/100 Mb/s up/down")
-
-
-def test_faster_links_that_steps_have_shown_need_no_probe() -> None:
-    def script(job: Job) -> None:
-        warm(job)
-        job.bps, job.share = 1.3e8 / PAYLOAD, 0.2
-        job.step(times=SETTLED + 2)
-
-    world = World(2)
-    jobs = together(world, script)
-    assert lines(jobs, "as seen in steps") == [
-        "links carry 100/130 Mb/s up/down, as seen in steps, and not 100/100 Mb/s up/down"]
-    assert "probe" not in world.done
-
-
-def test_the_first_rank_of_a_node_reports_its_link() -> None:
-    def script(job: Job) -> None:
-        warm(job)
-        slow = job.rank == 0
-        job.bps, job.share = (SLOW_BPS, 0.9) if slow else (FAST_BPS if job.rank == 2 else 0.0, 0.02)
-        job.step(2.0, 1.8, times=IN_A_ROW + 2)
-
-    jobs = together(World(4, nodes=2), script, per_node=2)
-    assert [link.up_bps for link in jobs[3].paced[-1]] == [PAYLOAD * SLOW_BPS, 1e8]
 
 
 # ---- ranks act together

@@ -8,7 +8,6 @@ import resource
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,18 +187,6 @@ def meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting
     result.journal.close()
 
 
-def test_while_a_disk_blocks_nobody_is_judged(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop that receives all heartbeats stands still then."""
-    writes, ticks = threading.Event(), threading.Thread(target=meeting.service.tick)
-    monkeypatch.setattr(meeting.journal, "wait", lambda: writes.wait(30.0))
-    ticks.start()
-    ticks.join(0.1)
-    assert ticks.is_alive()
-    writes.set()
-    ticks.join(30.0)
-    assert not ticks.is_alive()
-
-
 def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meeting: Meeting) -> None:
     every = [home("a", 2), home("b")]
     for one in every:
@@ -241,26 +228,3 @@ def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_
     assert meeting.service.register(home("f")).rank == 5
     meeting.lost = {1: "died"}
     assert meeting.ask("b", put=(("late", b""),)).error == "worker 1: died [E-PEER-LOST]", "no more for a lost one"
-
-
-def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
-    meeting.service.register(home("a", 3))
-    meeting.begin()
-    meeting.ask("a", put=(("of 2", b""),), view=2)
-    meeting.door = sites.AdmissionState("", 3, 3)
-    meeting.ask("a", put=(("of 3", b""),))
-    meeting.again()
-    meeting.ask("a", put=(("late", b""),), view=2)
-    wanted = tuple((name, messages.ANY) for name in ("of 2", "of 3", "late"))
-    assert meeting.ask("a", want=wanted).values == (b"", b"", None)
-    meeting.service.forget(3)
-    meeting.again()
-    assert meeting.ask("a", want=wanted).values == (None, b"", None)
-
-
-def test_homes_that_have_met_and_begun_nothing_start_again(meeting: Meeting, tmp_path: Path) -> None:
-    one = home("a", 3)
-    present = meeting.service.register(one)
-    assert list(tmp_path.iterdir()) == []
-    meeting.start()
-    assert meeting.service.register(msgspec.structs.replace(one, meeting=present.meeting)).error == sites.RESTARTED

@@ -109,14 +109,6 @@ def test_who_waits_learns_who_is_missing_and_why() -> None:
     assert membership.missing(State(0, 0)) == "0 of ? workers joined"
 
 
-def test_asking_again_is_not_joining_twice() -> None:
-    state, _ = after(State(0, 0), worker(0))
-    again, reply = after(state, worker(0), worker(0), now=5.0)
-    assert reply.error == ""
-    assert len(again.registrations) == 1
-    assert again.registrations["w0"].seen_s == 5.0
-
-
 def test_silence_before_the_view_frees_the_seat() -> None:
     state, _ = after(State(3, 0), worker(0, world=3))
     state = membership.tick(state, 9.9, DEAD_AFTER_S)
@@ -132,11 +124,6 @@ def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
     assert membership.own_pause_s(state, 100.0) == 0.0
     state = membership.tick(state, 1.0, DEAD_AFTER_S)
     assert [membership.own_pause_s(state, now) for now in (1.3, 41.0)] == [0.0, 40.0]
-
-
-def test_giving_up_before_the_view_frees_the_seat() -> None:
-    state, _ = after(State(0, 0), worker(0))
-    assert not membership.leave(state, "w0", "waited in vain").registrations
 
 
 def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_all() -> None:
@@ -180,17 +167,6 @@ def test_what_its_machine_says_of_a_process_tells_when_it_is_dead(token: str, li
         assert bool(state.registrations["w2"].dead) == (now >= at), now
 
 
-def test_who_has_come_back_is_missed_no_longer() -> None:
-    state, _ = membership.heartbeat(running(3), "s0", 0.0, Heartbeat("s0", ("worker 2",)))
-    state, _ = membership.heartbeat(state, "s0", 1.0, Heartbeat("s0"))
-    assert not any(place.dead for place in patient(state, 30.0).registrations.values())
-
-
-def test_a_dead_server_is_named_too() -> None:
-    state = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
-    assert [gone.peer for gone in membership.heartbeat(state, "w0", 10.0)[1].failed] == ["server 0"]
-
-
 def test_an_orderly_leave_is_not_a_loss() -> None:
     state = membership.leave(running(3), "w2", "training finished")
     state, pulse = membership.heartbeat(state, "w0", 1.0)
@@ -226,25 +202,6 @@ def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_
     assert heard(membership.leave(state, "s1", "an error of its own"), "w0", 9.7) == ["server 1", "worker 2"]
 
 
-@pytest.mark.parametrize("name", ["", " (ben)"])
-def test_who_leaves_because_of_one_that_left_waits_for_the_same_news(name: str) -> None:
-    state = membership.leave(running(3), "w2", "PeerLost: server 0: connection lost")
-    state = membership.leave(state, "w1", f"it had an error: worker 2{name}: left the job: PeerLost: server 0: connection lost")
-    assert heard(state, "w0", 1.0) == []
-    assert heard(beat(state, "s0", now=1.0), "w0", 1.1) == ["worker 1", "worker 2"]
-
-
-@pytest.mark.parametrize("reason", ["finished", "KeyboardInterrupt", "ValueError: no room", "PeerLost: server 7: no such one",
-                                    "PeerLost: worker 2: itself", "PeerLost: coordinator 10.0.0.1:1: no answer"])
-def test_who_leaves_because_of_nobody_is_told_of_at_once(reason: str) -> None:
-    assert heard(membership.leave(running(3), "w2", reason), "w0", 0.1) == ["worker 2"]
-
-
-def test_who_leaves_because_of_one_that_is_known_to_be_lost_is_told_of_at_once() -> None:
-    state = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
-    assert heard(membership.leave(state, "w1", "PeerLost: server 0: no heartbeat"), "w0", 10.1) == ["server 0", "worker 1"]
-
-
 def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     state = ticked(running(3), 0.0, 3.0)
     state = membership.tick(state, 600.0, DEAD_AFTER_S)
@@ -252,12 +209,6 @@ def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     state = beat(state, "w0", "w1", "s0", now=605.0)
     state = ticked(state, 600.0, 607.0)
     assert [p.peer for p in state.registrations.values() if p.dead] == ["worker 2"], "the 3 s before the stop still count"
-
-
-def test_a_stranger_is_told_so() -> None:
-    state, pulse = membership.heartbeat(running(2), "someone", 1.0)
-    assert pulse.unknown_token
-    assert "someone" not in state.registrations
 
 
 def test_the_job_is_over_when_the_last_worker_is_gone() -> None:
@@ -289,16 +240,6 @@ def test_a_job_whose_workers_have_all_ended_unheard_is_over_once_servers_say_so(
     for other in (silent(every[:2]), silent(every, last_s=1.0), silent(every, teller="w0")):
         assert not membership.over(other)
         assert all(p.present for p in other.registrations.values())
-
-
-def test_a_plan_that_is_left_out_is_asked_for_where_it_is_not_known() -> None:
-    bare = worker(0, plan=b"")
-    state, reply = after(State(0, 0), bare)
-    assert (reply.plan_wanted, reply.error, state.registrations) == (True, "", {})
-    state, reply = after(state, worker(0), bare)
-    assert not reply.plan_wanted
-    _, reply = after(state, worker(1))
-    assert reply.plan == PLAN
 
 
 def test_a_huge_world_is_refused_and_the_largest_is_counted() -> None:

@@ -67,19 +67,6 @@ def test_a_plan_must_reach_a_loss_sooner(found_s: float, steps: float, current_s
     assert rank.lead.verdicts == (ReplanVerdict(1.2, result.uncontended_s, found_s, current_steps, steps),)
 
 
-def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
-    rank = searching()
-    rank.found(candidate(plan_of(0.1), plain=plan_of(0.5, "identity()")), keep=True)
-    rank.step(1.0, times=JUDGED)
-    assert rank.request() == TuningRequest.NOTHING
-    assert len(rank.lead.verdicts) == 1
-
-
-@pytest.mark.parametrize(("found_s", "line"), [(0.5, "0.80 times as fast as one machine"), (2.0, "0.50 times as fast as one")])
-def test_the_log_compares_with_one_machine_alone(found_s: float, line: str) -> None:
-    assert line in texts(searching().found(candidate(plan_of(found_s), steps=1.25, alone_s=0.5)))
-
-
 @pytest.mark.parametrize("found_s", [0.5, 2.0])
 @pytest.mark.parametrize("hint", ["", "allow it"])
 def test_the_benefit_of_local_steps_is_suggested(found_s: float, hint: str) -> None:
@@ -114,24 +101,6 @@ def test_a_failed_search_and_a_search_for_another_plan_change_nothing() -> None:
     assert rank.request() == TuningRequest.MEASURE, "measurements were made under another plan"
 
 
-def test_the_result_of_a_replaced_search_is_ignored() -> None:
-    rank = searching()
-    old = rank.lead.order
-    rank.search(2.0)
-    before = rank.lead
-    assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "", START) == (before, [])
-
-
-def test_a_search_gets_the_planners_form_of_the_active_plan() -> None:
-    planned, run = plan_of(0.5), plan_of(0.5, "int8()")
-    rank = trying(candidate(planned)._replace(runnable=run))
-    rank.search()
-    assert rank.lead.order[:2] == (run, planned)
-    rank.active = START  # the script has set it
-    rank.search()
-    assert rank.lead.order[:2] == (START, None)
-
-
 # ---- trials
 
 
@@ -152,37 +121,6 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
     if back:
         assert rank.switch().runnable == START
         assert rank.lead.idle, "the plan before is not on trial"
-
-
-def test_the_result_of_a_trial_is_logged() -> None:
-    rank = trying(candidate(plan_of(0.038), steps=1.08, current_steps=1.02, current_s=0.052), 0.052)
-    assert texts(rank.step(0.040, times=JUDGED)).endswith(
-        "steps take 40.0 ms (1.08 times as many to the loss): 38.0 ms were predicted, 52.0 ms (1.02 times as many to the loss) "
-        "were taken before")
-
-
-def test_plans_are_compared_by_the_clock_of_steps() -> None:
-    """Recorded times exclude what happens between two steps."""
-    rank = searching(0.7, 1.0)
-    rank.found(candidate(plan_of(0.5)))
-    rank.switch()
-    rank.step(0.9, times=JUDGED)
-    assert rank.lead.idle, "0.9 instead of 1.0"
-
-
-def test_a_few_slow_steps_do_not_decide() -> None:
-    rank = trying(candidate(plan_of(0.5)))
-    for seconds in (9.0, 0.9, 9.0, 0.9, 9.0, 0.9):
-        rank.step(seconds)
-    assert rank.lead.idle
-
-
-def test_a_refused_plan_is_dropped() -> None:
-    rank = proposing(candidate(plan_of(0.5)))
-    rank.lead = plan_policy.refused(rank.lead)
-    assert rank.request() == TuningRequest.NOTHING
-    rank.step(1.0, times=JUDGED)
-    assert rank.lead.check.predicted_s == 1.0
 
 
 def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
@@ -265,31 +203,11 @@ def test_the_plan_without_compression_must_be_no_slower(takes_s: float, stays: b
         assert rank.request() == TuningRequest.NOTHING, "it is tried once"
 
 
-def test_alternatives_are_tried_one_after_the_other() -> None:
-    first, other, dense = plan_of(0.5), local(0.55), plan_of(0.9, "identity()")
-    rank = trying(candidate(first, local=other, plain=dense))
-    rank.step(0.8, times=JUDGED)
-    assert rank.switch().plan == other
-    rank.step(1.0, times=JUDGED)
-    assert rank.switch().runnable == first, "slower than the plan before"
-    rank.step(0.8, times=JUDGED)
-    assert rank.switch().plan == dense
-    rank.step(0.7, times=JUDGED)
-    assert rank.request() == TuningRequest.NOTHING
-
-
 def test_after_local_steps_no_plan_of_averaged_gradients_is_tried() -> None:
     rank = trying(candidate(plan_of(0.5), local=local(0.55), plain=plan_of(0.5, "identity()")))
     rank.step(0.8, times=JUDGED)
     rank.switch()
     rank.step(0.6, times=JUDGED)
-    assert rank.request() == TuningRequest.NOTHING
-
-
-def test_no_alternative_is_tried_if_the_active_plans_inputs_are_unknown() -> None:
-    rank = trying(candidate(plan_of(0.5), plain=plan_of(0.5, "identity()")))
-    rank.lead = structs.replace(rank.lead, basis=None)
-    rank.step(0.7, times=JUDGED)
     assert rank.request() == TuningRequest.NOTHING
 
 
@@ -304,16 +222,6 @@ def test_steps_slower_than_predicted_make_a_plan_stale(seconds: float, stale: bo
     expected = TuningRequest.MEASURE if stale else TuningRequest.NOTHING
     assert rank.request() == expected, "faster steps are no reason to measure"
     assert rank.request() == TuningRequest.NOTHING, "once"
-
-
-def test_a_kept_plan_is_expected_to_keep_its_pace() -> None:
-    rank = searching()
-    rank.found(candidate(plan_of(2.0)))
-    rank.step(0.7, times=JUDGED)
-    assert rank.lead.check.predicted_s == 0.7
-    assert any(isinstance(line, StalePlan) and line.usual for line in rank.step(1.4, times=PATIENCE + 1))
-    rank.search()
-    assert not rank.step(9.0, times=PATIENCE), "nothing is expected during a search"
 
 
 @pytest.mark.parametrize(("waited_s", "request_"), [(0.5 * TO_WIN, TuningRequest.NOTHING), (2 * TO_WIN, TuningRequest.MEASURE)])

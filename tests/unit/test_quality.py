@@ -19,9 +19,6 @@ from commlayer.autotune.quality import (
     CALM,
     DRAINING,
     EQUAL,
-    FEWEST,
-    FEWEST_SEEN,
-    MOST,
     SETTLE,
     Bounds,
     CodecChange,
@@ -31,12 +28,9 @@ from commlayer.autotune.quality import (
     PlanLevels,
     QualityState,
 )
-from commlayer.autotune.report import Report
 from commlayer.compressors import parse, wrap
-from commlayer.engine import plan_choice
-from commlayer.engine.gradient_comparison import dots
-from commlayer.engine.spacing import steps_between, steps_until_paid
-from commlayer.observe.fidelity import Dots, Fidelity, worst
+from commlayer.engine.spacing import steps_until_paid
+from commlayer.observe.fidelity import Dots, Fidelity
 from commlayer.records import Spec
 
 GOOD = Dots(1.0, 0.6, 1.0, 1.0)
@@ -108,22 +102,6 @@ def test_the_next_comparison_waits_until_it_is_paid_for(rows: list[GradientError
     assert (state.compare_at, state.samples) == (11 + steps, 1)
 
 
-@pytest.mark.parametrize(("cost_s", "before", "after"), [
-    # One comparison in n steps of 0.1 s may take n x 1 ms.
-    (0.008, FEWEST, 2 * FEWEST), (0.0081, FEWEST, FEWEST), (0.0, MOST, MOST), (0.032, 2 * FEWEST, 2 * FEWEST),
-    (0.0321, 2 * FEWEST, FEWEST), (1.0, FEWEST, FEWEST),
-])
-def test_cheap_comparisons_examine_more(cost_s: float, before: int, after: int) -> None:
-    assert decided(begun(elements=before), row(cost_s=cost_s))[0].elements == after
-    overlapped = begun(structs.replace(SPARSE, overlapped=True), elements=before)
-    assert decided(overlapped, row(cost_s=cost_s))[0].elements >= before, "there the cost is the wait"
-
-
-@pytest.mark.parametrize(("compare_s", "step_s", "every"), [(0.05, 0.2, 25), (0.0, 0.2, 1), (0.001, 1.0, 1), (1.0, 0.1, 1000)])
-def test_comparisons_take_one_per_cent_at_most(compare_s: float, step_s: float, every: int) -> None:
-    assert steps_between(compare_s, step_s) == every
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-4, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30))
 def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, float]]) -> None:
@@ -157,12 +135,6 @@ def test_a_step_that_is_not_finite_only_costs(number: float) -> None:
     assert (change, state.spent_s, state.compared) == (None, 0.08, 0)
 
 
-def test_earlier_comparisons_fade() -> None:
-    state = quality.decide(begun(), [row(GOOD)], 0.1, acts=True)[0]
-    state = quality.decide(state, [row(Dots(1.0, 1.0, 1.0, 0.0))], 0.1, acts=True)[0]
-    assert state.summed == Dots(1.5, 1.3, 1.5, 0.5)
-
-
 def test_a_residual_counts_by_its_mean_and_gets_time_to_drain() -> None:
     swinging = [dots_of(0.6, residual=residual) for residual in (3.0, 3.0, 6.0, 2.0)]
     assert set(levels(begun(), *swinging)) == {0.01}
@@ -170,22 +142,6 @@ def test_a_residual_counts_by_its_mean_and_gets_time_to_drain() -> None:
     draining = [dots_of(0.6, residual=60.0 * 0.8**i) for i in range(8)]
     assert len(set(levels(begun(), *draining))) == 1, "one change, and then it drains"
     assert levels(begun(), *[dots_of(0.6, residual=60.0)] * 6)[-1] > 0.1
-
-
-@pytest.mark.parametrize(("seen", "complains"), [
-    (dots_of(0.11), False), (dots_of(0.09), True), (dots_of(0.6, residual=20.0), False), (dots_of(0.6, residual=21.0), True),
-])
-def test_without_a_budget_usual_values_are_allowed_and_many_pieces_must_agree(seen: Dots, complains: bool) -> None:
-    state = begun(PlanLevels(0.01, 0.01, compared=True, cosine=0.1, residual=20.0))
-    for number in range(FEWEST_SEEN):
-        state, change, _ = quality.decide(state, [row(seen, seen)], 0.1, acts=True)
-        assert (change is not None) is (complains and number == FEWEST_SEEN - 1)
-
-
-def test_a_looser_budget_allows_more() -> None:
-    tight, loose = Bounds(budget=0.001), Bounds(budget=0.1)
-    assert 0.05 <= loose.least_cosine < Bounds().least_cosine < tight.least_cosine <= 0.95
-    assert tight.most_residual < Bounds().most_residual
 
 
 def test_plans_of_the_user_are_only_judged_and_each_complaint_is_reported_once() -> None:
@@ -232,15 +188,6 @@ def test_another_plan_is_made_finer_if_accuracy_has_not_borne_its_level(level: f
     assert (state.since, state.samples, state.summed, state.level) == (9, 0, Dots(), level)
 
 
-@pytest.mark.parametrize("level", [0.25, 0.01, 0.0002])
-def test_another_plan_is_left_alone_until_a_complaint(level: float) -> None:
-    state, change = quality.entered(begun(PlanLevels(1.0, 1.0, compared=True)), PlanLevels(level, level, compared=True), 5,
-                                    acts=True)
-    assert change is None
-    assert set(levels(state, *[GOOD] * 20)) == {level}
-    assert (state.planner_floor, levels(state, dots_of(0.01))) == (0.0, [2 * level])
-
-
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1, 1), st.floats(0, 50), st.floats(0, 100)), max_size=40), st.floats(0.001, 1))
 def test_the_level_stays_in_its_range_and_never_falls_on_a_complaint(seen: list[tuple[float, ...]], level: float) -> None:
@@ -253,10 +200,6 @@ def test_the_level_stays_in_its_range_and_never_falls_on_a_complaint(seen: list[
         assert (change is not None) == (state.level != before)
         if one.fidelity().cosine < state.bounds.least_cosine - 1e-6:
             assert state.level >= before
-
-
-def test_levels_are_equal_by_one_rule() -> None:
-    assert quality.EQUAL == plan_choice.EQUAL
 
 
 # ---- losses
@@ -277,19 +220,6 @@ def test_a_loss_that_rises_over_the_budget_is_seen_and_noise_is_not() -> None:
     while not exceeds(0.005):
         trend, after = trend.add(1.2 + 0.1 * rng.gauss(0, 1)), after + 1
         assert after < 60
-
-
-def test_a_loss_has_no_trend_before_fifty_are_known() -> None:
-    trend = LossTrend()
-    for step in range(49):
-        trend = trend.add(1.0 + step)
-    assert trend.seen() == LossRise()
-    assert trend.add(50.0).seen().rise > 1
-
-
-def test_rows_are_numbers() -> None:
-    report = Report(0.4, 0.1, 2, 1, 0.01, 1e8, 0.5, 2e8, 0.25, 1, row(BAD, GOOD, LossRise(0.1, 0.2), cost_s=0.3))
-    assert Report.of(report.numbers()) == report
 
 
 # ---- measured on the codecs
@@ -330,11 +260,3 @@ def test_the_residual_is_what_was_not_sent() -> None:
     residual = torch.from_numpy(state["residual"])
     expected = compare(x, x - residual, residual)
     assert measure(codec, x, out[:nbytes], state) == pytest.approx(expected, rel=1e-5)
-
-
-def test_fidelities_of_pieces_add_up() -> None:
-    x, y, kept = torch.randn(3, 999, generator=torch.Generator().manual_seed(2))
-    pieces = [dots(*(t[start : start + 333] for t in (x, y, kept))) for start in (0, 333, 666)]
-    assert pieces[0].plus(pieces[1]).plus(pieces[2]).fidelity() == pytest.approx(compare(x, y, kept), rel=1e-4)
-    assert worst([Fidelity(0.9, 1.1, 3.0), Fidelity(0.5, 0.4, 1.0)]) == (0.5, 0.4, 3.0)
-    assert Dots().fidelity() == (1.0, 1.0, 0.0), "nothing to send is sent perfectly"

@@ -229,26 +229,3 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_of_a_journal(
         == ([] if required else [True])
     journal.close(over=True)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def test_one_follows_another_and_the_last_is_found_by_who_comes_next(tmp_path: Path) -> None:
-    for over in (False, True):
-        journal = ServerJournal(str(tmp_path), required=False)
-        assert journal.entries == ({0: (b"3", b"state")} if over else {})
-        for generation in range(1, 4):
-            writers = list[Any]()
-            assert journal.replace(about(), {0: 1000}, writers.append)
-            writers[0](0, str(generation).encode(), b"state")
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", NAME]
-        journal.close(over=over)
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    assert tmp_path.stat().st_mode & 0o777 == 0o700
-
-
-def test_what_is_no_journal_is_one_line_and_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / NAME).write_bytes(b"something else, and long enough for a header")
-    journal = ServerJournal(str(tmp_path), required=False)
-    assert (journal.recovered, journal.entries) == (None, {})
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.endswith("ignored")
-    journal.close(over=True)

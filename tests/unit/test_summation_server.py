@@ -52,14 +52,6 @@ def test_a_payload_that_the_codec_refuses_is_blamed_on_its_sender(hub: tuple[Hub
     assert (text.missing, text.dropped, text.failed) == ((0, 2), {0: "not these bytes [E-FRAME]"}, "")
 
 
-def test_who_is_awaited_is_said_again_and_again(hub: tuple[Hub, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The missing member may leave in order after the first report; the next report names it."""
-    monkeypatch.setattr("commlayer.cluster.summation_server.REPEAT_S", 0.0)
-    members = served(hub, Doubles(), stall_s=0.0)
-    members[0].send(SERVER_BASE, push(0, 1.0).header, push(0, 1.0).body)
-    assert [next_stalled(members[0]) for _ in range(3)] == [Stalled(5, 0, (1, 2))] * 3
-
-
 class Noted(Doubles):
     """What was done, by name."""
 
