@@ -66,6 +66,14 @@ def test_service_of_three_homes_around_a_hosting_node() -> None:
     assert seconds(result, "cpu:b") == pytest.approx(3e-6 + 3e-9 * N)
 
 
+def test_another_codec_on_the_way_down() -> None:
+    result = tasks("service", N, SPARSE, flat(3), PROFILE, down=DENSE)
+    assert [t.nbytes for t in by_op(result, "net.push")] == [SPARSE_NBYTES]
+    assert [t.nbytes for t in by_op(result, "net.pull")] == [DENSE_NBYTES]
+    assert seconds(tuple(by_op(result, "server.emit")), "server:n0") == pytest.approx(1e-6 + 0.5e-9 * N)
+    assert seconds(tuple(by_op(result, "decode@cpu")[:1]), "cpu:n0") == pytest.approx(2e-6 + 0.75e-9 * N)
+
+
 def test_codecs_by_node() -> None:
     cluster = Cluster((*flat(2).nodes, Node("far", 1, "v100", home())))
     result = tasks("service", N, DENSE, cluster, PROFILE, by_node=(DENSE, DENSE, SPARSE))
