@@ -77,6 +77,13 @@ class Script:
     def send_nothing_of_1(self) -> None:
         self.sparse = {1}
 
+    def add(self, tensors: slice = slice(None)) -> None:
+        """A backward pass that adds to the averages, without an exchange."""
+        torch.stack([p.sum() for p in self.parameters[tensors]]).sum().backward()
+
+    def add_0(self) -> None:
+        self.add(slice(1))
+
     def grad_only(self) -> None:
         """A gradient that is computed and added nowhere."""
         torch.autograd.grad(sum(p.sum() for p in self.parameters), self.parameters)
@@ -90,6 +97,7 @@ class Script:
     ("backward step clear backward", set()),  # two passes add up for one step
     ("clip backward step", set()), ("step step_with_closure clear backward", set()),
     ("cancel_0 step", {0}),  # before a step, as some schedules do with a layer
+    ("add clear backward", set()), ("add_0 clear backward", {1}),  # averages that were added to are final
     ("grad_only clear backward", {0, 1}), ("zero step", {0, 1}), ("clip zero_1 step", {1}),
     # Zeros of a tensor of which nothing was sent are not thrown away: its gradient is still in the residual.
     ("step clear send_nothing_of_1 backward clip step", set()), ("step clear send_nothing_of_1 backward clip_1 step", set()),

@@ -1,0 +1,678 @@
+"""Shares of a batch: time models, solver, profiles, the balancer and LBB in emulated clusters, and the policy of a job."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.balance import PAPER
+
+from bench.balance_unmodelled import BATCH, KINDS, LINES, POLICY
+from bench.reference.balance_cluster import Disturbance, PlayedCluster, PlayedStep, Unevenness, moves, run, slow_after
+from bench.reference.balance_default import Ours
+from bench.reference.balance_search import MOST, OursThenSearch, Simplex, Split
+from commlayer.autotune.shares import policy
+from commlayer.autotune.shares.policy import RankStart, SharesState, WorkerTime
+from commlayer.balance import Cubic, Decision, shares, solve
+from commlayer.balance.balancer import Balancer, Joined, Measurement, Note, SharePolicy, straggler_effect
+from commlayer.balance.lbb import Lbb, LbbBalancer, adjusted_to_total, spread_s, spread_shares
+from commlayer.balance.profile import WorkerProfile, initial_shares, ladder, profile
+from commlayer.balance.time_models import (
+    LinearTime,
+    OnlineLine,
+    Piecewise,
+    TimeModel,
+    checked_time,
+    fit_cubic,
+    fit_line,
+    fit_piecewise,
+    in_pieces_s,
+)
+from commlayer.errors import CommError
+
+SLOW = PAPER[3]
+FAST = PAPER[0]
+
+
+def settled(line: LinearTime, batch: int, noise: float = 0.01) -> tuple[OnlineLine, random.Random]:
+    online, draw = OnlineLine(line), random.Random(3)
+    for _ in range(20):
+        online.observe(batch, line.time_s(batch) * (1 + noise * draw.gauss(0, 1)))
+    return online, draw
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-4, 1e-2), st.floats(0, 0.1), st.integers(2, 300))
+def test_a_line_that_holds_is_kept(slope_s: float, intercept_s: float, batch: int) -> None:
+    line = LinearTime(slope_s, intercept_s)
+    online = OnlineLine(line)
+    assert [online.observe(batch, line.time_s(batch)) for _ in range(5)] == ["follows"] * 5
+    assert online.line.time_s(2 * batch) == pytest.approx(line.time_s(2 * batch), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@example([(1, 1e-05), (1, 1.0), (1, 26.0), (1, 1.0)])
+@given(st.lists(st.tuples(st.integers(1, 400), st.floats(1e-6, 1e3)), min_size=1, max_size=40))
+def test_whatever_is_measured_the_line_stays_one(points: list[tuple[int, float]]) -> None:
+    online = OnlineLine()
+    for batch, time_s in points:
+        online.observe(batch, time_s)
+    assert math.isfinite(online.line.time_s(100))
+    assert online.line.slope_s > 0
+
+
+def test_one_outlier_is_no_trend() -> None:
+    online, _ = settled(FAST, 166)
+    before = online.line
+    assert online.observe(166, 3 * FAST.time_s(166)) == "suspect"
+    assert online.line == before
+    assert online.observe(166, FAST.time_s(166)) == "follows"
+    assert online.observe(166, 3 * FAST.time_s(166)) == "suspect", "an ordinary time in between clears the suspicion"
+    assert online.observe(166, FAST.time_s(166) / 3) == "suspect", "two outliers in opposite directions are no trend"
+
+
+@pytest.mark.parametrize(("line", "batch", "moved"), [(FAST, 166, 110), (SLOW, 20, 8)])
+@pytest.mark.parametrize("truth", ["added", "factor"])
+def test_offset_and_slope_are_told_apart_once_the_share_moved(line: LinearTime, batch: int, moved: int, truth: str) -> None:
+    online, draw = settled(line, batch)
+    factor, added_s = (1.0, 0.05) if truth == "added" else (1.5, 0.0)
+    now = LinearTime(line.slope_s * factor, line.intercept_s * factor + added_s)
+
+    def measured(at: int) -> float:
+        return now.time_s(at) * (1 + 0.01 * draw.gauss(0, 1))
+
+    assert online.observe(batch, measured(batch)) == "suspect"
+    assert online.observe(batch, measured(batch)) == "jumped"
+    assert online.line.time_s(batch) == pytest.approx(now.time_s(batch), rel=0.03)
+    added_s = now.time_s(batch) - line.time_s(batch)
+    assert online.line.intercept_s > line.intercept_s + 0.8 * added_s, "read as an offset first"
+    for _ in range(2):
+        assert online.observe(moved, measured(moved)) == "follows", "what was left open is no outlier"
+    middle = (batch + moved) // 2
+    assert online.line.time_s(middle) == pytest.approx(now.time_s(middle), rel=0.03)
+    assert online.line.slope_s == pytest.approx(now.slope_s, rel=0.25)
+
+
+def test_a_thermal_ramp_is_followed_without_a_jump() -> None:
+    online, draw = settled(FAST, 166)
+    late = []
+    for step in range(60):
+        now_s = FAST.time_s(166) * (1 + step / 60)
+        assert online.observe(166, now_s * (1 + 0.01 * draw.gauss(0, 1))) == "follows"
+        late.append(abs(online.line.time_s(166) / now_s - 1))
+    assert max(late) < 0.06
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf, 0.0, -0.1])
+def test_bad_times_are_refused_by_name(time_s: float) -> None:
+    with pytest.raises(ValueError, match=r"^worker 7\b.*E-TIME-MODEL"):
+        checked_time(7, time_s)
+
+
+@pytest.mark.parametrize("fit", [fit_line, fit_cubic, fit_piecewise])
+def test_fits(fit: Callable[[Any], Any]) -> None:
+    points = [(2**p, SLOW.time_s(2**p)) for p in range(1, 9)]
+    assert fit(points).time_s(20) == pytest.approx(SLOW.time_s(20))
+    for bad in ([(2, math.nan), (4, 1.0)], [(2, 1.0), (4, -1.0)], [(0, 1.0), (4, 1.0)], [(4, 1.0), (4, 1.1)]):
+        with pytest.raises(ValueError, match="E-TIME-MODEL"):
+            fit(bad)
+
+
+@pytest.mark.parametrize("curve", [
+    Piecewise((1.0, 50.0, 100.0), (50.0, 50.0, 100.0)),  # launches bound it up to 50 samples
+    Piecewise((1.0, 60.0, 100.0), (2.0, 20.0, 200.0)),  # it swaps above 60
+    LinearTime(1.0, 20.0),
+])
+def test_time_in_micro_batches_rises(curve: Any) -> None:
+    for cap in (1, 3, 40, 100):
+        times = [in_pieces_s(curve, batch, cap) for batch in range(1, 260)]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize("call", [
+    lambda: LinearTime(float("nan"), 1.0), lambda: LinearTime(-1.0, 1.0), lambda: Piecewise((1.0, 2.0), (3.0, 1.0)),
+    lambda: Piecewise((1.0,), (3.0,)), lambda: Piecewise((2.0, 1.0), (1.0, 3.0)),
+    lambda: Piecewise((1.0, 2.0), (1.0, math.inf)),
+])
+def test_invalid_models(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="E-TIME-MODEL"):
+        call()
+
+
+# ---- Shares against exhaustive search, the paper's fixture, and invalid arguments
+
+numbers = st.floats(0.01, 10, allow_nan=False)
+lines = st.builds(LinearTime, numbers, st.floats(0, 40))
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> Piecewise:
+    """Rising, convex or not, with flat pieces."""
+    steps = draw(st.lists(st.tuples(st.integers(1, 5), st.sampled_from([0.0, 0.5, 1.0, 7.0])), min_size=1, max_size=4))
+    batches, times = [1.0], [draw(numbers)]
+    for wide, high in steps:
+        batches.append(batches[-1] + wide)
+        times.append(times[-1] + high)
+    return Piecewise(tuple(batches), tuple(times))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(lines, curves()), min_size=1, max_size=4), st.integers(4, 14), st.integers(1, 2), st.data())
+def test_no_split_is_faster(models: list[TimeModel], total: int, minimum: int, data: st.DataObject) -> None:
+    """Also in micro-batches, of which each pays its launch."""
+    minimum = min(minimum, total // len(models))
+    caps = data.draw(st.lists(st.integers(minimum, 14), min_size=len(models), max_size=len(models)))
+    solution = solve(models, total, caps, minimum=minimum)
+    assert sum(solution.shares) == total
+    assert min(solution.shares) >= minimum
+    pairs = zip(solution.shares, caps, strict=True)
+    assert solution.micro_batches == tuple(-(-share // min(cap, total)) for share, cap in pairs)
+    vectors = (head for head in itertools.product(range(minimum, total + 1), repeat=len(models)) if sum(head) == total)
+    best_s = min(max(in_pieces_s(*one) for one in zip(models, vector, [min(cap, total) for cap in caps], strict=True))
+                 for vector in vectors)
+    assert solution.makespan_s == pytest.approx(best_s, rel=1e-9)
+
+
+def test_the_papers_four_gpus_have_their_integer_optimum() -> None:
+    solution = solve(PAPER, 512)
+    assert solution.shares == (166, 167, 159, 20)
+    assert solution.makespan_s == pytest.approx(0.104408)
+    little = solve(PAPER, 512, [512, 96, 96, 16])
+    assert little.makespan_s == pytest.approx(0.1102856), "micro-batches are faster than what the memories hold at once"
+
+
+@pytest.mark.parametrize("call", [
+    lambda: shares([], 4), lambda: shares(PAPER, 0), lambda: shares(PAPER, 3), lambda: shares(PAPER, 8, [1, 2]),
+    lambda: shares(PAPER, 8, [1, 1, 1, 1], minimum=2), lambda: shares(PAPER, 8, [4, -1, 4, 4]),
+])
+def test_mistakes_are_one_line(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$") as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+# ---- Profiles end at the end of memory or time, keep headroom, and give first shares whatever one worker's times are
+
+def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
+    batches: list[int] = []
+
+    def run(batch: int) -> float:
+        batches.append(batch)
+        if batch > memory:
+            raise MemoryError
+        return line.time_s(batch)
+
+    return run, batches
+
+
+@pytest.mark.parametrize("memory", [0, 1, 2, 3, 5, 40, 63, 64, 100, 127, 130, 511])
+def test_the_cap_lies_below_memorys_end_but_near(memory: int) -> None:
+    run, batches = runs_to(memory)
+    result = profile(run, 512)
+    assert result.ended
+    assert result.cap <= memory
+    assert result.cap >= 0.8 * memory - 2, "a power of two alone could miss half"
+    assert [batch for batch, _ in result.points] == [2**p for p in range(1, 9) if 2**p <= memory]
+    assert max(batches) <= 512
+
+
+@pytest.mark.parametrize("total", [512, 500])
+def test_without_an_end_the_cap_is_the_total(total: int) -> None:
+    run, batches = runs_to(10_000)
+    result = profile(run, total)
+    assert (result.cap, result.ended) == (total, False)
+    assert result.points[-1][0] == max(batches) == total
+
+
+def test_slow_first_runs_and_outliers_do_not_count() -> None:
+    seen: dict[int, int] = {}
+
+    def run(batch: int) -> float:
+        seen[batch] = seen.get(batch, 0) + 1
+        return PAPER[1].time_s(batch) * (20 if seen[batch] == 1 else 5 if seen[batch] == 4 else 1)
+
+    assert all(time_s == pytest.approx(PAPER[1].time_s(batch)) for batch, time_s in profile(run, 256).points)
+
+
+TOTAL = 512
+EVEN = dict.fromkeys(range(4), 128)
+
+
+def profiles(memory: int = TOTAL, worker: int = 0) -> list[WorkerProfile]:
+    def run(place: int, batch: int) -> float:
+        if place == worker and batch > memory:
+            raise MemoryError
+        return PAPER[place].time_s(batch)
+
+    return [profile(lambda batch, place=place: run(place, batch), TOTAL) for place in range(4)]  # type: ignore[misc]
+
+
+def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
+    result = initial_shares(profiles(), TOTAL, EVEN, step=7)
+    assert result.decision.shares == (166, 167, 159, 20)
+    assert (result.decision.step, result.decision.from_step) == (7, 7)
+    assert result.decision.before_s == pytest.approx(PAPER[3].time_s(128))
+    assert result.decision.after_s == pytest.approx(0.10441, abs=1e-5)
+    assert result.decision.effect == pytest.approx(1.94, abs=0.01)
+    for line, truth in zip(result.lines, PAPER, strict=True):
+        assert (line.slope_s, line.intercept_s) == pytest.approx((truth.slope_s, truth.intercept_s))
+
+
+@pytest.mark.parametrize("memory", [100, 40, 3])
+def test_a_cap_binds(memory: int) -> None:
+    """What is computed at once: beyond it there are micro-batches, each with a launch, where that is faster still."""
+    measured = profiles(memory)
+    result = initial_shares(measured, TOTAL, EVEN, step=0).decision
+    assert measured[0].cap <= memory
+    assert result.micro_batches[0] == -(-result.shares[0] // measured[0].cap) > 1
+
+
+@pytest.mark.parametrize("odd", [math.nan, -1.0, math.inf, 0.0])
+def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
+    measured = profiles()
+    points = tuple((batch, odd if batch == 64 else time_s) for batch, time_s in measured[2].points)
+    measured[2] = WorkerProfile(points, TOTAL, False)
+    result = initial_shares(measured, TOTAL, EVEN, step=0)
+    (note,) = result.notes
+    assert f"worker 2: measured time {odd} s" in note.text
+    assert note.text.endswith("[E-TIME-MODEL]")
+    assert result.decision.shares == (166, 167, 159, 20)
+
+
+@pytest.mark.parametrize(("caps", "worker"), [((0, 0, 0, 0), 0), ((64, 64, 2, 64), 2)])
+def test_a_worker_without_room_is_named(caps: tuple[int, ...], worker: int) -> None:
+    with pytest.raises(ValueError, match=rf"^worker {worker}\b.*\b{caps[worker]}\b.*\b3\b.*E-SHARES-ARGUMENT"):
+        initial_shares([WorkerProfile(((2, 0.1),), cap, True) for cap in caps], TOTAL, EVEN, step=0, minimum=2)
+
+
+def test_time_ends_a_profile_and_says_nothing_of_memory() -> None:
+    spent = [0.0]
+
+    def run(batch: int) -> float:
+        spent[0] += 0.01 * batch
+        return 0.01 * batch
+
+    result = profile(run, TOTAL, left_s=lambda: 2.0 - spent[0])
+    assert not result.ended
+    assert result.cap == TOTAL
+    assert 2 <= len(result.points) < len(ladder(TOTAL))
+    assert spent[0] < 2.0 + 2 * result.points[-1][1], "one more batch at most"
+
+
+# ---- The balancer in emulated clusters: how fast it recovers, that it is stable otherwise, and invalid measurements
+
+def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
+    return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
+
+
+def played(
+    played_cluster: PlayedCluster, steps: int, *args: SharePolicy, profiled: bool = True,
+) -> tuple[Ours, list[PlayedStep]]:
+    mode = Ours(played_cluster, *args, profiled=profiled)
+    done = run(mode, played_cluster, steps)
+    assert {sum(step.shares) for step in done} == {512}
+    return mode, done
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("worker", range(4))
+def test_added_50_ms_costs_at_most_three_slow_iterations(worker: int, seed: int) -> None:
+    _, steps = played(cluster(Disturbance(worker, 25, 65, added_s=0.05), seed=seed), 105)
+    assert slow_after(steps, 0, 25) == 0
+    assert 1 <= slow_after(steps, 25, 65) <= 3 + (worker == 3), "the small worker may take one more correction"
+    assert slow_after(steps, 65, 105) <= 3
+    assert not any(step.slow for step in steps[31:65] + steps[71:]), "once recovered it stays"
+    assert moves(steps) <= 8
+
+
+@pytest.mark.parametrize(("disturbances", "most"), [
+    *[((Disturbance(worker, 20, 120, factor=factor),), 4) for worker in (0, 3) for factor in (1.5, 3.0, 10.0)],
+    ((Disturbance(0, 20, 150, factor=2.0, ramp=60), Disturbance(1, 40, 150, factor=1.5, ramp=20)), 3),
+])
+def test_factors_and_heat_are_followed(disturbances: tuple[Disturbance, ...], most: int) -> None:
+    assert slow_after(played(cluster(*disturbances), 120)[1], 20, 120) <= most
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+def test_shares_are_stable_while_speeds_are(noise: float) -> None:
+    assert moves(played(cluster(noise=noise), 200)[1]) <= 1
+
+
+def test_single_spikes_move_nothing() -> None:
+    spikes = (Disturbance(step % 4, step, step + 1, factor=3.0) for step in range(10, 200, 10))
+    mode, steps = played(cluster(*spikes), 210)
+    assert moves(steps) == 0
+    assert len([event for event in mode.balancer.events if isinstance(event, Note)]) == 19
+
+
+def test_without_a_profile_it_finds_the_balance() -> None:
+    _, steps = played(cluster(), 40, profiled=False)
+    assert steps[0].shares == (128, 128, 128, 128)
+    assert slow_after(steps, 0, 40) <= 3
+
+
+@pytest.mark.parametrize("bad_s", [math.nan, math.inf, 0.0, -1.0, 1e300, 1e-300])
+def test_an_invalid_time_is_noted_and_dropped(bad_s: float) -> None:
+    balancer = Balancer([Joined(worker, line=line) for worker, line in enumerate(PAPER)], 512)
+    before = dict(balancer.shares)
+    assert balancer.decide(0, [Measurement(2, 159, bad_s)]) is None
+    assert balancer.shares == before
+    (note,) = balancer.events
+    assert isinstance(note, Note)
+    assert note.text.startswith("worker 2: measured time")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_the_sum_is_kept_under_any_times(data: st.DataObject) -> None:
+    total, minimum = data.draw(st.integers(8, 60)), data.draw(st.integers(1, 2))
+    balancer = Balancer([Joined(worker, line=LinearTime(1e-3, 1e-3)) for worker in range(3)], total, SharePolicy(minimum))
+    times = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([math.nan, -1.0, math.inf, 1e-320]))
+    for step in range(25):
+        balancer.copy().decide(step, [Measurement(0, balancer.shares[0], 1e3)])
+        balancer.decide(step, [Measurement(worker, share, data.draw(times)) for worker, share in balancer.shares.items()])
+        assert sum(balancer.shares.values()) == total
+        assert min(balancer.shares.values()) >= minimum
+
+
+@pytest.mark.parametrize("call", [
+    lambda: SharePolicy(minimum=0), lambda: SharePolicy(gain_least=math.nan), lambda: Balancer([Joined(0)], 5, shares={0: 4}),
+    lambda: Balancer([Joined(0)], 5, shares={0: 4, 7: 1}), lambda: Balancer([Joined(0, cap=1)], 8, SharePolicy(minimum=2)),
+])
+def test_invalid_arguments(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"\[E-SHARES-ARGUMENT\]$"):
+        call()
+
+
+# ---- LBB as published: the paper's numbers, its thresholds and window, and the defects that are kept on purpose
+
+CURVES = [Cubic(0.0, 0.0, line.slope_s, line.intercept_s) for line in PAPER]
+PROFILE_A0_S = (0.01215, 0.01320, 0.01567, 0.04084)
+"""Intercepts of the authors' cubic fits, with which their table 3 was made."""
+MEASURED_S = (0.08181, 0.08149, 0.08539, 0.39292)
+"""Table 2: the four workers at batch 128."""
+
+
+def test_the_static_optimum_of_the_paper() -> None:
+    assert spread_shares(CURVES, 512, [None] * 4) == pytest.approx([165.8, 167.1, 159.2, 19.9], abs=0.1)
+
+
+def test_one_rapid_tuning_gives_the_papers_third_table() -> None:
+    lbb = Lbb([Cubic(0.0, 0.0, 6e-4, a0) for a0 in PROFILE_A0_S], 512)
+    lbb.take([128] * 4)
+    lbb.observe(0, MEASURED_S)
+    assert lbb.rapid_steps == [0]
+    assert lbb.shares(1) == pytest.approx([165, 166, 158, 22], abs=1)
+
+
+def test_the_straggler_effect_is_spread_over_mean() -> None:
+    assert straggler_effect([1.0, 2.0, 3.0]) == 1.0
+    assert straggler_effect(MEASURED_S) == pytest.approx(1.94, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("times", "does"), [((1.0, 1.0, 1.0, 1.04), "nothing"), ((1.0, 1.02, 1.03, 1.2), "fine"), ((1.0, 1.0, 1.0, 1.5), "rapid")]
+)
+def test_the_thresholds(times: tuple[float, ...], does: str) -> None:
+    lbb = Lbb(CURVES, 512)
+    before = list(lbb.shares(0))
+    lbb.observe(0, times)
+    after = list(lbb.shares(1))
+    assert bool(lbb.rapid_steps) == (does == "rapid")
+    if does == "nothing":
+        assert after == before
+    if does == "fine":
+        assert after == [before[0] + 1, *before[1:]], "floor(1/2) is taken, ceil(1/2) is given: the sum has grown"
+
+
+def test_within_the_window_a_spike_is_only_fine_tuned() -> None:
+    lbb = Lbb(CURVES, 512)
+    for step in range(40):
+        lbb.observe(step, (1.0, 1.0, 1.0, 1.5))
+    assert lbb.rapid_steps == [0, 30]
+
+
+def test_max_minus_min_is_not_the_makespan() -> None:
+    """A worker without a share counts with its launch of 100 s and one with little memory with 5 s, so the objective does not
+    depend on how the other two share the rest."""
+    curves = [Cubic(0.0, 0.0, slope, launch) for slope, launch in ((1.0, 0.0), (2.0, 0.0), (1.0, 0.0), (1.0, 100.0))]
+    poor, good = [10, 45, 5, 0], [37, 18, 5, 0]
+    assert spread_s(curves, poor) == spread_s(curves, good) == 95
+    assert [max(curve.time_s(n) for curve, n in zip(curves, split, strict=True) if n) for split in (poor, good)] == [90, 37]
+
+
+@pytest.mark.parametrize(("wanted", "minimum", "order", "given"), [
+    ([166, 168, 159, 20], 1, [3, 0, 1, 2], [166, 168, 159, 19]), ([100, 100], 1, [0, 1], [100, 156]),
+    ([200, 56, 1], 2, [0, 1, 2], [198, 56, 2]), ([200, 56, 1], 4, [0, 1, 2], [200, 56, 0]), ([0, 0], 1, [0, 1], [0, 256]),
+])
+def test_shares_are_adjusted_to_the_total(wanted: list[int], minimum: int, order: list[int], given: list[int]) -> None:
+    total = 512 if len(wanted) == 4 else 256
+    assert adjusted_to_total(wanted, total, minimum, order) == given
+
+
+def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
+    first = Balancer([Joined(worker) for worker in range(4)], 512).latest
+    balancer = LbbBalancer(CURVES, 512, [None] * 4, first, SharePolicy(lead=2))
+    times = [Measurement(worker, 128, time_s) for worker, time_s in enumerate(MEASURED_S)]
+    assert balancer.decide(0, times[:3]) is None
+    assert balancer.copy().decide(1, times) == (decision := balancer.decide(1, times))
+    assert decision is not None
+    assert (decision.reason, decision.from_step, sum(decision.shares)) == ("LBB, rapid tuning", 3, 512)
+    assert decision.shares[3] < 30
+
+
+# ---- Uneven times and the search that is measured on them: exact sums, what it finds, and when the lines are given up
+
+def slowest_s(split: Split) -> float:
+    return max(line.time_s(share) for line, share in zip(LINES, split, strict=True))
+
+
+def drive(simplex: Simplex, cost: Callable[[Split], float]) -> list[Split]:
+    """The splits that it asked for."""
+    results = []
+    while not simplex.done:
+        results.append(simplex.ask())
+        simplex.tell(cost(results[-1]))
+    return results
+
+
+def test_a_batch_is_worth_whole_waves_and_more_beyond_its_room() -> None:
+    assert [Unevenness(32).worth(batch) for batch in (1, 32, 33)] == [32, 32, 64]
+    assert [Unevenness(1, 100, 6.0).worth(batch) for batch in (100, 101, 110)] == [100, 106, 160]
+
+
+def test_the_search_finds_what_lines_would_and_ends_on_the_best() -> None:
+    simplex = Simplex([128] * 4)
+    request = drive(simplex, slowest_s)
+    assert len(request) <= MOST
+    assert len(set(request)) > 20
+    assert simplex.ask() == min(request, key=slowest_s)
+    assert slowest_s(simplex.ask()) < 1.02 * solve(LINES, BATCH).makespan_s
+    simplex.tell(1e-9)
+    assert simplex.ask() == min(request, key=slowest_s), "after its end nothing is learnt"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=5), st.integers(0, 1000))
+def test_every_split_has_the_sum_and_leaves_nobody_out(start: list[int], seed: int) -> None:
+    simplex = Simplex(start)
+    for turn in range(12):
+        assert sum(simplex.ask()) == sum(start)
+        assert min(simplex.ask()) >= 1
+        simplex.tell(1.0 + (seed * (turn + 7)) % 13)
+
+
+def test_missed_outcomes_begin_the_search_and_lines_that_hold_do_not() -> None:
+    def turned(kind: str) -> bool:
+        cluster = PlayedCluster(LINES, BATCH, noise=0.01, uneven=KINDS[kind])
+        mode = OursThenSearch(cluster, POLICY)
+        steps = run(mode, cluster, 600)
+        assert all(sum(step.shares) == BATCH for step in steps)
+        return mode.simplex is not None
+
+    assert turned("stairs of 32 samples")
+    assert not turned("lines, with heat"), "here without its heat"
+
+
+# ---- The policy of shares: which shares follow from the rows of all ranks, and from which step
+
+WORLD, BATCH_POLICY = 3, 24
+LINES_POLICY = [LinearTime(0.001, 0.002), LinearTime(0.002, 0.002), LinearTime(0.006, 0.002)]
+EVEN_POLICY = {0: 8, 1: 8, 2: 8}
+
+
+def start(place: int, **fields: float) -> RankStart:
+    known = RankStart(place, BATCH_POLICY, 0, 1, 0, WORLD - 1, 0, 1.0, 0.0)
+    return known._replace(**fields)
+
+
+def begun(rows: list[RankStart] | None = None, **fields: Any) -> SharesState:
+    return policy.begin(rows or [start(rank) for rank in range(WORLD)], EVEN_POLICY, -1, **{"policy": SharePolicy()} | fields)
+
+
+def rows_of(state: SharesState, step: int, lines: list[LinearTime] = LINES_POLICY, **fields: float) -> list[WorkerTime]:
+    """The rows of ranks with these lines after a step under the newest shares."""
+    newest = state.balancer.latest.by_worker
+    row = WorkerTime(step, shares=policy.checksum(state))._replace(**fields)
+    return [row._replace(computed=newest[rank], compute_s=line.time_s(newest[rank])) for rank, line in enumerate(lines)]
+
+
+def read(state: SharesState, step: int, step_s: float = 0.1, **fields: float) -> tuple[SharesState, list[Decision], list[Any]]:
+    """A row of `step` is read after the next one: the decision, if there is one, and the events."""
+    return decided(state, rows_of(state, step, **fields), step + 1, step_s)
+
+
+def decided(
+    state: SharesState, rows: list[WorkerTime], now: int, step_s: float = 0.1,
+) -> tuple[SharesState, list[Decision], list[Any]]:
+    state, decision, events = policy.decide(state, rows, step_s, now)
+    return state, [] if decision is None else [decision], events
+
+
+def test_decisions_load_no_torch() -> None:
+    look = "import sys, commlayer.autotune.shares.policy; print(sorted({'torch', 'grpc', 'scipy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+# ---- which shares, and from when
+
+
+@pytest.mark.parametrize(("lookahead", "other", "from_step"), [(0, 0, 6), (1, 0, 7), (4, 0, 10), (0, 3, 9)])
+def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, other: int, from_step: int) -> None:
+    """The times of step 5 are read when step 6 is the next to train."""
+    rows = rows_of(begun(), 5, lookahead=lookahead)
+    rows[1] = rows[1]._replace(lookahead=max(lookahead, other))
+    state, (decision,), events = decided(begun(), rows, 6)
+    assert (decision.step, decision.from_step) == (5, from_step)
+    assert decision.shares[0] > decision.shares[1] > decision.shares[2]
+    assert state.announced == (decision,)
+    assert decision in events
+
+
+def test_balanced_shares_stay() -> None:
+    best = dict(enumerate(shares(LINES_POLICY, BATCH_POLICY)))
+    rows = [start(rank, known=1, slope_s=line.slope_s, intercept_s=line.intercept_s) for rank, line in enumerate(LINES_POLICY)]
+    state = policy.begin(rows, best, -1, policy=SharePolicy())
+    for step in range(6):
+        state, decisions, _ = read(state, step)
+        assert decisions == []
+
+
+def test_no_second_decision_before_the_first_takes_effect() -> None:
+    state, (decision,), _ = read(begun(), 0, lookahead=3)
+    for step in range(1, decision.from_step):
+        state, decisions, _ = read(state, step, lookahead=3)
+        assert decisions == []
+
+
+@pytest.mark.parametrize("time_s", [math.nan, math.inf, -1.0, 0.0])
+def test_an_impossible_time_is_noted_and_left_out(time_s: float) -> None:
+    rows = rows_of(begun(), 0)
+    rows[1] = rows[1]._replace(compute_s=time_s)
+    _, _, events = decided(begun(), rows, 1)
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert [note.split(":")[0] for note in notes if "measured time" in note] == ["worker 1"]
+    silent = [row._replace(computed=0, compute_s=0.0) for row in rows]
+    assert decided(begun(), silent, 1)[1:] == ([], []), "ranks that have measured nothing"
+
+
+def test_ranks_with_different_shares_are_named() -> None:
+    rows = rows_of(begun(), 7)
+    rows[1] = rows[1]._replace(shares=rows[1].shares + 1)
+    with pytest.raises(CommError, match=r"worker 1: .*step 7\b.*E-RANKS-DIFFER"):
+        decided(begun(), rows, 8)
+    state = begun()
+    sums = {policy.checksum(state), policy.checksum(read(state, 0)[0]), policy.checksum(read(state, 1)[0])}
+    assert len(sums) == 3, "shares and steps count"
+
+
+# ---- the start
+
+
+@pytest.mark.parametrize(("rank", "fields", "text"), [
+    (1, {"rank": 0}, r"rank 1 .*rank 0\b.*E-SAMPLER-RANKS"),
+    (2, {"batch": 12}, r"rank 2 .*step 0 .*batch 12\b.*rank 0.*batch 24\b.*E-SAMPLER-RANKS"),
+    (2, {"step": 4}, r"rank 2 .*step 4 .*rank 0.*step 0\b.*E-SAMPLER-RANKS"),
+    (0, {"last_worker": 3}, r"rank 0 .*worker 3\b.*0 to 2\b.*E-SAMPLER-RANKS"),
+])
+def test_samplers_that_do_not_belong_together_are_named(rank: int, fields: dict[str, float], text: str) -> None:
+    rows = [start(one, **fields if one == rank else {}) for one in range(WORLD)]
+    with pytest.raises(ValueError, match=text):
+        begun(rows)
+
+
+def test_shares_of_a_profile_hold_until_their_step_and_keep_their_promise() -> None:
+    profiles = [WorkerProfile(tuple((n, line.time_s(n)) for n in (1, 2, 4, 8, 16, 24)), 24, False) for line in LINES_POLICY]
+    first = initial_shares(profiles, BATCH_POLICY, EVEN_POLICY, step=3)
+    starts = [start(rank) for rank in range(WORLD)]
+    state = policy.begin(starts, first.decision.by_worker, 3, policy=SharePolicy(), opening=first)
+    assert state.balancer.latest == first.decision
+    later = policy.begin([start(rank) for rank in range(WORLD)], EVEN_POLICY, 4, policy=SharePolicy(), opening=first)
+    assert later.balancer.latest.by_worker == EVEN_POLICY, "shares announced since then replace the profile's"
+
+
+@pytest.mark.parametrize("lbb", [False, True])
+def test_a_decision_leaves_the_state_before_it_as_it_was(lbb: bool) -> None:
+    """So that the same rows mean the same, however often they are read."""
+    state = begun(lbb=lbb)
+    for step in range(5):
+        once, *first = read(state, step)
+        again, *second = read(state, step)
+        assert first == second
+        assert policy.checksum(once) == policy.checksum(again)
+        state = once
+    assert state.balancer.latest.by_worker != EVEN_POLICY
+
+
+# ---- ranks decide alike
+
+
+times = st.sampled_from([0.0, math.nan, 0.004, 0.01, 0.03, 0.1])
+measured = st.tuples(times, times, st.integers(0, 3), st.floats(0, 0.2))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(measured, min_size=WORLD, max_size=WORLD), min_size=5, max_size=25))
+def test_ranks_that_read_equal_rows_decide_alike(steps: list[list[tuple[float, ...]]]) -> None:
+    states, done = [begun(), begun()], [list[Any](), list[Any]()]
+    for step, rows in enumerate(steps):
+        for rank, state in enumerate(states):
+            newest = state.balancer.latest.by_worker
+            row = [WorkerTime(step, newest[one], s, before_s, ahead, 0.0, 0.0, policy.checksum(state))
+                   for one, (s, before_s, ahead, _) in enumerate(rows)]
+            after, decisions, events = decided(state, row, step + 1, max(step_s for *_, step_s in rows))
+            for decision in decisions:
+                assert sum(decision.shares) == BATCH_POLICY
+                assert min(decision.shares) >= 1
+                assert decision.from_step > step
+            states[rank], parts = policy.step_begins(after, step + 1)
+            done[rank].append([repr(decisions), repr(events), parts])
+    assert done[0] == done[1]
