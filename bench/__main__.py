@@ -24,6 +24,7 @@ MEASUREMENTS = {
     "nodes": "bench.nodes",
     "overhead": "bench.overhead",
     "planner": "bench.planner",
+    "published": "bench.published",
     "sparse": "bench.sparse",
     "transport": "bench.transport",
     "tta": "bench.tta",

@@ -18,6 +18,7 @@ from bench.convergence import EARLY, Curve
 from bench.learning_factors import Cost, Foretold
 from bench.learning_run import STEPS, Variant
 from bench.learning_store import Store
+from bench.learning_tasks import TASKS
 from commlayer.files import between, write_whole
 from commlayer.planner.convergence import ALONE, LearningRow
 from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, written
@@ -43,6 +44,7 @@ def table(store: Store, date: str) -> LearningTable:
         date=date, command="python -m bench learning; python -m bench.learning_table", runs=len(curves),
         tasks=tuple(sorted({way.task for way in curves})), torch=str(torch.__version__),
         code=hashlib.sha256(" ".join(marks).encode()).hexdigest()[:16], errors=errors(learning_factors.held_out(costs)),
+        numel=max(sum(p.numel() for p in task(0).model.parameters()) for task in TASKS.values()),
     ), rows)
 
 

@@ -78,13 +78,16 @@ class Timing(Record, frozen=True):
     """Whether the step computes in bf16 or the GPU's fastest precision; the nodes' speeds then refer to that precision."""
     activation_nbytes: float = 0.0
     """Bytes of activations that a step keeps for its backward pass; 0: unknown."""
+    noise_scale: float = 0.0
+    """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than it profit
+    from more workers, larger ones do not. 0: unknown."""
 
     def scaled(self, factor: float) -> Timing:
         """Returns a copy with all times multiplied by `factor` and the device unknown."""
         return Timing(
             tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
             self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
-            activation_nbytes=self.activation_nbytes,
+            activation_nbytes=self.activation_nbytes, noise_scale=self.noise_scale,
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bench.reference.espresso import KEEP, cpu_pass, gpu_pass
 from bench.reference.fifo import Played, play, timed
 from bench.reference.ugatit import ugatit
-from commlayer.planner import tables
+from commlayer.planner import models
 from commlayer.planner.costs import Prices
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
 from commlayer.planner.problem import Task
@@ -85,7 +85,7 @@ def profile(codec: str, *, free: bool = False) -> Profile:
 
 
 def published(name: str) -> Job:
-    return ugatit() if name == "ugatit" else tables.published(name)
+    return ugatit() if name == "ugatit" else models.published(name)
 
 
 class Case(NamedTuple):

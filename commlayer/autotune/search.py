@@ -90,8 +90,7 @@ def search(order: SearchOrder) -> SearchResult:
             price_of(plan, inputs), current_price, steps_of(plan, inputs),
             steps_of(as_planned, inputs), leaves)
 
-    assert job.timing is not None
-    machines = one_machine(job.timing, cluster, profile, policy) if policy is not None else []
+    machines = one_machine(job, cluster, profile, policy) if policy is not None else []
     result = candidate(best.plan, best.leaves)._replace(
         alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
     local = candidate(best.local, best.for_local) if best.local else None
@@ -160,7 +159,7 @@ def best_plan(
     profile, policy = made_from.profile, made_from.policy
     assert profile is not None
     assert policy is not None
-    recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks)
+    recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks, numel=made_from.job.numel)
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
     finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
 

@@ -23,7 +23,7 @@ from commlayer.config import MOST_LOSS
 from commlayer.errors import InvalidInput
 from commlayer.files import write_whole
 from commlayer.plan_file import text_of
-from commlayer.planner import tables
+from commlayer.planner import models
 from commlayer.planner.inputs import cluster_from_line, cluster_of, cluster_of_homes, profile_of
 from commlayer.planner.model import Cluster, Profile, bare
 from commlayer.planner.tables import LearningTable, shipped, table_in
@@ -35,11 +35,11 @@ def job_named(model: str, batch: int | None) -> Job:
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
-        return tables.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
+        return models.on_reference(_of_batch(records.decode(text_of(model, "job").encode(), Job, f"job {model}"), batch, model))
     if model.endswith(".py") or ":" in model:
-        return tables.on_reference(job_made_by(made_by(model), model, batch))
+        return models.on_reference(job_made_by(made_by(model), model, batch))
     try:
-        return tables.builtin(model, batch)
+        return models.builtin(model, batch)
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"{error}; or a job file ending in .json, or FILE.py[:FUNCTION]") from None
 
@@ -51,6 +51,19 @@ def _of_batch(job: Job, batch: int | None, file: str) -> Job:
                            f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
                            f"with `commlayer profile FILE.py:FUNCTION --batch {batch} --job {file}`")
     return job if batch is None else structs.replace(job, batch=batch)
+
+
+def with_noise(job: Job, noise_scale: float | None) -> Job:
+    """The job with the noise scale that the user states."""
+    if noise_scale is None:
+        return job
+    if not 0 < noise_scale < math.inf:
+        raise InvalidInput("E-CLI-OPTION", f"--noise-scale: got {noise_scale:g}, allowed: a number of samples above 0")
+    if not job.batch:
+        raise InvalidInput("E-CLI-OPTION", f"--noise-scale {noise_scale:g}: the batch of {job.name or 'the job'} is not known; "
+                           "state it with --batch N")
+    assert job.timing is not None
+    return structs.replace(job, timing=structs.replace(job.timing, noise_scale=noise_scale))
 
 
 SERVER = "1Gb"

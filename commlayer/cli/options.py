@@ -13,6 +13,8 @@ from commlayer.errors import InvalidInput
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
 Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the usual batch.", metavar="N")]
+NoiseScale = Annotated[float | None, typer.Option(
+    help="Gradient noise scale in samples; default: as measured or published.", metavar="N")]
 Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only this codec; may be repeated.", metavar="CODEC")]
 Join = Annotated[str, typer.Option(help="host:port of a job's coordinator, else COMMLAYER_JOIN.", metavar="ADDR")]
 Bind = Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.", metavar="HOST")]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import msgspec
 import typer
 from msgspec import structs
 
-from commlayer.cli.options import Batch, Codecs, Json, Out
+from commlayer.cli.options import Batch, Codecs, Json, NoiseScale, Out
 from commlayer.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from commlayer.plan_file import PlanFileInputs
+    from commlayer.planner.baselines import Baseline
     from commlayer.planner.model import Cluster, Policy, Profile
+    from commlayer.planner.tables import LearningTable
     from commlayer.records import Job, Plan
 
 app = typer.Typer(no_args_is_help=True, help="Plan a job's communication from tables or measurements: no GPU needed.")
@@ -38,14 +41,22 @@ ALLOWED = ("forward", "fragments", "staleness")
 
 def estimate(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
-    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", json: Json = None,
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, json: Json = None,
+    verbose: Annotated[bool, typer.Option("-v", help="Also print where the factors are from, and the plan's buckets.")] = False,
 ) -> None:
-    """Estimate training speed on these machines, and compare it with the fastest one alone."""
-    from commlayer.cli import arguments
+    """Estimate whether training on these machines is faster than on the best one alone, and by how much."""
+    from commlayer import records
+    from commlayer.cli import arguments, plan_output
+    from commlayer.planner.baselines import Estimate, gains, verdict
 
     arguments.check_json(json)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
-    _planned(model, machines, batch, optimizer, _policy(sync, optimizer), json=json)
+    planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale)
+    rows = planned.alternatives()
+    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
+                                                named=bool(optimizer)))
+    arguments.write_json(json, records.encode(Estimate(verdict(rows), *gains(rows), rows, assumptions, planned.plan)).decode())
+    planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose)
 
 
 @app.command()
@@ -61,11 +72,11 @@ def create(
     allow: Annotated[list[str] | None, typer.Option(
         help="forward (results during the next forward pass), fragments (also between homes; not for jobs with --min-workers) "
         "or staleness (one-step-stale results); may be repeated.", metavar="NAME")] = None,
-    out: Out = PLAN, json: Json = None,
+    noise_scale: NoiseScale = None, out: Out = PLAN, json: Json = None,
 ) -> None:
     """Write the plan that reaches a loss first, with the reason for each bucket, and its inputs next to it."""
-    from commlayer import plan_file
-    from commlayer.cli import arguments
+    from commlayer import plan_file, records
+    from commlayer.cli import arguments, plan_output
     from commlayer.planner.model import NO_LIMIT
 
     arguments.check_json(json)
@@ -81,7 +92,13 @@ def create(
         _policy(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
         max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
         staleness="staleness" in (allow or ()), fragments="fragments" in (allow or ()))
-    _planned(model, machines, batch, optimizer, policy, measured, loss, learning, out, json)
+    planned = _planned(model, machines, batch, optimizer, policy, measured, loss, learning, noise_scale)
+    beside = plan_file.sidecar(out)
+    arguments.write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
+    arguments.write_json(json, records.encode(planned.plan).decode())
+    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, policy.optimizer, named=bool(optimizer)))
+    planned.show(planned.alternatives(), assumptions, table=arguments.learning_table(learning, measured), buckets=True)
+    plan_output.console_of().print(f"plan {records.digest(planned.plan)} is in {out}, what it was made from in {beside}")
 
 
 def _policy(sync: str, optimizer: str) -> Policy:
@@ -93,49 +110,73 @@ def _policy(sync: str, optimizer: str) -> Policy:
     return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step")
 
 
+class _Planned(NamedTuple):
+    """A plan with what it was made from."""
+
+    inputs: PlanFileInputs
+    machines: Cluster
+    policy: Policy
+    plan: Plan
+    synchronous: Plan | None
+    """The best synchronous plan, if the plan is not synchronous."""
+
+    @property
+    def job(self) -> Job:
+        return self.inputs.job
+
+    def alternatives(self) -> tuple[Baseline, ...]:
+        from commlayer.planner.baselines import baselines
+
+        return baselines(self.plan, self.job, self.machines, *self.inputs.costs(), self.synchronous)
+
+    def show(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], *, table: LearningTable | None, buckets: bool,
+             verbose: bool = False) -> None:
+        """Prints the verdict, what it assumes, and the alternatives."""
+        from commlayer.cli import plan_output
+        from commlayer.planner.baselines import verdict
+        from commlayer.planner.simulation import simulate
+        from commlayer.planner.tables import learning_rows
+        from commlayer.planner.tensors import untouched
+
+        console, (costs, limits), known = plan_output.console_of(), self.inputs.costs(), self.plan.steps > 0
+        timeline = simulate(self.plan, self.job, self.machines, costs, limits)
+        for line in (verdict(rows), plan_output.title(self.plan, self.job, self.machines),
+                     "assumed", *(f"  {line}" for line in assumptions),
+                     plan_output.summary(self.plan, self.job, self.machines, timeline),
+                     *plan_output.to_a_loss(rows, known)):
+            console.print(line)
+        if known:
+            console.print(plan_output.spread(table, self.policy.optimizer, self.job))
+        if verbose:
+            console.print("where the factors are from")
+            learning = costs.learning if costs is not None else learning_rows()
+            for line in plan_output.provenance(self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning):
+                console.print(f"  {line}")
+        if buckets:
+            console.print(plan_output.by_decision(self.plan, self.job, console.width))
+            for line in untouched(self.plan, self.job):
+                console.print(line)
+
+
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
-             loss: str = "", learning: str = "", out: Path | None = None, json: Path | None = None) -> None:
-    """Plans, writes the files and prints the verdict. `optimizer`: as the user named it."""
-    from commlayer import plan_file, records
+             loss: str = "", learning: str = "", noise_scale: float | None = None) -> _Planned:
+    """Plans. `optimizer`: as the user named it."""
+    from commlayer import plan_file
     from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
-    from commlayer.planner.baselines import baselines
-    from commlayer.planner.convergence import measured_local_steps
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.simulation import simulate
-    from commlayer.planner.tables import at_precision, learning_rows, rows_in
-    from commlayer.planner.tensors import untouched
+    from commlayer.planner.tables import at_precision, rows_in
 
-    job = arguments.job_named(model, batch)
+    job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
     # Jobs between homes run with --min-workers, which supports whole exchanges only.
     policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       rows_in(Path(learning)) if learning else ())
-    costs, limits = inputs.costs()
-    search = PlanSearch(job, machines, costs, limits)
+    search = PlanSearch(job, machines, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
-    if out is not None:
-        arguments.write({plan_file.sidecar(out): records.encode(inputs).decode() + "\n", out: plan_file.written(result)})
-    arguments.write_json(json, records.encode(result).decode())
-    console = plan_output.console_of()
-    for line in (plan_output.title(result, job, machines), "assumed", *(f"  {line}" for line in
-                 plan_output.assumptions(model, job, machines, policy.optimizer, named=bool(optimizer))),
-                 plan_output.summary(result, job, machines, simulate(result, job, machines, costs, limits))):
-        console.print(line)
-    for part in plan_output.to_a_loss(baselines(result, job, machines, costs, limits, synchronous), result.steps > 0):
-        console.print(part)
-    if result.steps > 0:
-        console.print(plan_output.spread(arguments.learning_table(learning, profile), policy.optimizer))
-        most = measured_local_steps(costs.learning if costs is not None else learning_rows())
-        if result.local_steps > most:
-            console.print(f"x steps: measured up to {most} local steps; for {result.local_steps} it is extrapolated")
-    console.print(plan_output.by_decision(result, job, console.width))
-    for line in untouched(result, job):
-        console.print(line)
-    if out is not None:
-        console.print(f"plan {records.digest(result)} is in {out}, what it was made from in {plan_file.sidecar(out)}")
+    return _Planned(inputs, machines, policy, result, synchronous)
 
 
 @app.command()

@@ -8,8 +8,16 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from commlayer.planner import tables
-from commlayer.planner.baselines import Baseline, Curve, break_even, rate
+from commlayer.planner import models, tables
+from commlayer.planner.baselines import ALONE, Baseline, Curve, break_even, noise_of, rate
+from commlayer.planner.convergence import (
+    PUBLISHED_NUMEL,
+    LearningRow,
+    Recipe,
+    alone,
+    local_step_excess,
+    measured_noise,
+)
 from commlayer.planner.explanation import Difference, Explanation, spelled
 from commlayer.planner.model import Cluster, Node
 from commlayer.planner.plan_rules import sync_mode
@@ -97,25 +105,26 @@ def factor(steps: float, high: float) -> str:
 
 
 def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableType]:
-    """A table of the plan and its baselines."""
-    dense_s = next(row.to_loss_s for row in rows if row.name == "dense fp32")
+    """A table of the plan and its alternatives. With one machine, speed is relative to no compression."""
+    alone = next((row for row in rows if row.name == ALONE), next(row for row in rows if row.name == "dense fp32"))
     grid = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
-                 ">of dense fp32's")
+                 ">speed")
     for row in rows:
         steps = [factor(row.steps, row.steps_high), ms(row.to_loss_s)] if known else []
-        grid.add_row(row.name, ms(row.step_s), *steps, f"{row.to_loss_s / dense_s:.3g} x")
+        speed = alone.step_s * alone.steps / (row.step_s * row.steps)
+        grid.add_row(row.name, ms(row.step_s), *steps, f"{speed:.2f} x" if speed >= 0.1 else f"{speed:.1g} x")
     yield grid
     if known:
-        yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; one machine "
-               "alone: the fastest one, with its own batch or that of all")
-    mine, alone = (next((row for row in rows if row.name == name), None) for name in ("this plan", "one machine alone"))
-    if mine and alone and alone.to_loss_s < mine.to_loss_s:
-        yield (f"NOT WORTH IT: the fastest machine alone is {mine.to_loss_s / alone.to_loss_s:.3g}x faster; try a larger batch "
-               "or faster links")
+        yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; speed: to a loss, "
+               f"by median factors, relative to {alone.name}, which takes its own batch or that of all, whichever is sooner")
 
 
-def spread(table: LearningTable | None, optimizer: str) -> str:
-    """The error of convergence factors, if it was measured. For an optimizer of no family the larger error counts.
+LAW_ERROR = 0.10
+"""Median error of the law of local steps on papers that were left out (`python -m bench published`)."""
+
+
+def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
+    """The error of convergence factors, if it is known. For an optimizer of no family the larger error counts.
 
     `table`: their source, or None if unknown.
     """
@@ -123,10 +132,35 @@ def spread(table: LearningTable | None, optimizer: str) -> str:
         return "x steps: from the profile's own rows; their error is not known"
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
+        if job.numel >= PUBLISHED_NUMEL and table.provenance.numel:
+            return (f"x steps: the median error was {LAW_ERROR:.0%} on published trainings that were left out, and "
+                    f"{off:.0%} for codecs, on small models; -v says more")
         return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
     return f"x steps: from {source} of your own task; their error on other tasks is not known"
+
+
+def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[LearningRow, ...]) -> Iterator[str]:
+    """Where the convergence factors are from."""
+    noise = noise_of(job) or measured_noise(rows, optimizer)
+    yield ("more data per step: 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., 1812.06162); "
+           f"with a noise scale of {noise:.3g} batches, one worker alone needs {alone(rows, optimizer, workers, noise):.2f} x "
+           f"the steps of {workers}")
+    measured = max((row.numel for row in rows), default=0)
+    small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
+    if not measured:
+        yield "local steps, codecs and delays: from your own table"
+        return
+    if plan.local_steps > 1 and job.numel > measured:
+        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel))
+        yield (f"local steps: x {factor(1 + local.steps, 1 + local.high)} for {job.numel / 1e6:,.1f} M parameters and "
+               f"{plan.local_steps} local steps, by a law fitted to published trainings of 35 M to 15 B parameters, 2 to 16 "
+               "workers and 30 to 2000 local steps (2503.09799, 2509.10439, 2505.23725, 2501.18512)")
+    if plan.local_steps > 1 and job.numel < PUBLISHED_NUMEL:
+        yield f"local steps: from {small}"
+    yield f"codecs and delays: from {small}" + (
+        "; codecs of 4 bits and more cost large models nothing (2501.18512)" if job.numel > measured else "")
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -279,6 +313,7 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named
     for node in devices.values():
         yield f"computing: {_computing(model, job, node)}"
     yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else ", whatever the script uses; --optimizer sgd changes it")
+    yield f"noise scale: {_noise(model, job, optimizer)}"
     for device in devices:
         if device in GPUS:
             yield from _memory(model, job, device, optimizer)
@@ -286,14 +321,14 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named
 
 
 def _batch(model: str, job: Job) -> str:
-    if model in tables.PUBLISHED:
+    if model in models.MODELS:
         return f"{job.batch} samples{_tokens(model)} per worker and step"
     samples = "as many samples as the model's function draws" if job.batch is None else f"{job.batch} samples"
     return f"{samples} per worker and step; its times hold for that batch"
 
 
 def _tokens(model: str) -> str:
-    tokens = tables.PRESETS[model].tokens if model in tables.PRESETS else tables.PUBLISHED[model].tokens
+    tokens = models.PRESETS[model].tokens if model in models.PRESETS else models.PUBLISHED[model].tokens
     return f" of {tokens:,} tokens" if tokens else ""
 
 
@@ -302,19 +337,35 @@ def _computing(model: str, job: Job, node: Node) -> str:
     where, half = node.device, job.timing.half
     own = "" if node.speed in (0.0, speed(where, half=half) if where in ("cpu", *GPUS) else node.speed) else \
         f", taken as {node.speed:g} x a V100 as the cluster says"
-    if model in tables.PRESETS:
-        part, peak = tables.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
+    if model in models.PRESETS:
+        part, peak = models.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
         precision = "FP32" if where not in GPUS else gpu(where).precision
         return f"{where} in {precision}, {part * peak:.3g} TFLOP/s: {part:.0%} of the {peak:g} in its data sheet{own}"
-    source = "published times of a V100" if model in tables.PUBLISHED else \
+    source = "published times of a V100" if model in models.PUBLISHED else \
         f"the times in {model}" if model.endswith(".json") else "times measured on this machine"
-    precision = "FP32" if model in tables.PUBLISHED else "the precision that they were measured in"
+    precision = "FP32" if model in models.PUBLISHED else "the precision that they were measured in"
     return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
+
+
+def _noise(model: str, job: Job, optimizer: str) -> str:
+    noise, timing = noise_of(job), job.timing
+    if timing is None or not noise:
+        small = measured_noise(tables.learning_rows(), optimizer)
+        return f"unknown, so that of small models: {small:.1f} batches of one worker; --noise-scale SAMPLES states it"
+    batches = f"{noise:,.3g} batches of one worker"
+    if model in models.PRESETS:
+        preset = models.PRESETS[model]
+        unit = "tokens" if preset.tokens else "samples"
+        published = timing.noise_scale * (preset.tokens or 1) == preset.noise_scale
+        return f"{timing.noise_scale * (preset.tokens or 1):,.0f} {unit}{', as published' if published else ''}: {batches}"
+    return f"{batches}" + ("" if model.endswith(".json") else ", at the model's present weights; it grows as the loss falls")
 
 
 def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
     assert job.timing is not None
-    sizes = {"weights": ELEMENT_NBYTES * job.numel, "gradients": ELEMENT_NBYTES * job.numel,
+    frozen = models.PRESETS[model].frozen if model in models.PRESETS else 0
+    sizes = {"frozen weights in bf16": 2 * frozen, "weights": ELEMENT_NBYTES * job.numel,
+             "gradients": ELEMENT_NBYTES * job.numel,
              "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timing.activation_nbytes}
     gbytes = {name: size / 1e9 for name, size in sizes.items()}
     required_gbytes, available, activation_gbytes = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
@@ -327,7 +378,7 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
     most = int((usable_gbytes - (required_gbytes - activation_gbytes))
                / activation_gbytes * (job.batch or 0)) if activation_gbytes else 0
     remedy = "take a GPU with more memory, or checkpoint activations" if most < 1 else \
-        f"--batch {most} fits" if model in tables.PRESETS else f"a batch of {most} fits"
+        f"--batch {most} fits" if model in models.PRESETS else f"a batch of {most} fits"
     yield f"WARNING: this does not fit into {device}, which keeps {RESERVED_GBYTES:g} GB for itself: {remedy}"
 
 

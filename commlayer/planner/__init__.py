@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from commlayer.planner.buckets import default_plan
+from commlayer.planner.models import builtin, on_reference
 from commlayer.planner.plan_rules import lower, verify, verify_alone
-from commlayer.planner.tables import builtin, on_reference
 
 if TYPE_CHECKING:
     from commlayer.planner.baselines import what_if as what_if

@@ -16,7 +16,7 @@ from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import exact_s
 from commlayer.planner.tables import speed
-from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
 
 ALONE = "one machine alone"
 DDP_NBYTES = 25 << 20
@@ -38,16 +38,61 @@ class Baseline(Record, frozen=True):
         return self.step_s * self.steps_high
 
 
+class Estimate(Record, frozen=True):
+    """What `commlayer estimate` writes with --json."""
+
+    verdict: str
+    gain_over_alone: float
+    """Seconds to a loss of the fastest machine alone, relative to the plan's, by median factors; 0: there is one machine."""
+    gain_over_alone_cautious: float
+    alternatives: tuple[Baseline, ...]
+    assumptions: tuple[str, ...]
+    plan: Plan
+
+
+def gains(rows: Sequence[Baseline]) -> tuple[float, float]:
+    """The plan's speedup to a loss over the fastest machine alone: median and cautious; 0: there is one machine."""
+    mine, alone = rows[0], next((row for row in rows if row.name == ALONE), None)
+    if alone is None or not mine.step_s:
+        return 0.0, 0.0
+    return alone.step_s * alone.steps / (mine.step_s * mine.steps), alone.to_loss_s / mine.to_loss_s
+
+
+def verdict(rows: Sequence[Baseline]) -> str:
+    """Whether the plan pays, in one line.
+
+    >>> verdict((Baseline("this plan", 1.0, 1.1, 1.2), Baseline(ALONE, 1.0, 2.64, 2.64)))
+    '2.4x faster than your fastest machine alone (2.2x by the cautious estimate)'
+    >>> verdict((Baseline("this plan", 1.0, 1.1, 1.32), Baseline(ALONE, 1.0, 1.21, 1.21)))
+    'UNSURE: 1.1x faster than your fastest machine alone, 0.92x by the cautious estimate'
+    >>> verdict((Baseline("this plan", 3.0), Baseline(ALONE, 1.0)))
+    'NOT WORTH IT: your fastest machine alone is 3.0x faster; try a larger batch or faster links'
+    """
+    gain, cautious = gains(rows)
+    if not gain:
+        return "one machine: nothing to exchange"
+    if gain <= 1:
+        return f"NOT WORTH IT: your fastest machine alone is {_times(1 / gain)} faster; try a larger batch or faster links"
+    if cautious <= 1:
+        return f"UNSURE: {_times(gain)} faster than your fastest machine alone, {_times(cautious)} by the cautious estimate"
+    spread = f" ({_times(cautious)} by the cautious estimate)" if _times(cautious) != _times(gain) else ""
+    return f"{_times(gain)} faster than your fastest machine alone{spread}"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2f}x" if factor < 1 else f"{factor:.1f}x"
+
+
 def baselines(
     planned: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
 ) -> tuple[Baseline, ...]:
     """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if not
     `planned`."""
-    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     plans = {"this plan": planned} | ({} if synchronous is None else {"best synchronous": synchronous})
     return (*(Baseline(name, each.step_s, each.steps or 1.0, each.steps_high or 1.0) for name, each in plans.items()),
             Baseline("dense fp32", uncompressed(job, cluster, profile, policy).step_s),
-            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy)), *one_machine(timing, cluster, profile, policy))
+            Baseline("DDP fp16", ddp_fp16_s(job, cluster, profile, policy)), *one_machine(job, cluster, profile, policy))
 
 
 def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None) -> Plan:
@@ -56,17 +101,23 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
     return plan(job, cluster, profile, structs.replace(policy, exact=True, max_local_steps=1, staleness=False, forward=False))
 
 
-def one_machine(timing: Timing, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
-    """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as trainings were
-    measured to need. Empty if there is only one machine."""
-    candidates = []
+def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
+    """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as its gradient noise
+    asks for. Empty if there is only one machine."""
+    candidates, timing = [], job.timing
+    assert timing is not None
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
             candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed))
-            if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others):
+            if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others, noise_of(job)):
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
+
+
+def noise_of(job: Job) -> float:
+    """The gradient noise scale in batches of one worker; 0: unknown."""
+    return job.timing.noise_scale / (job.batch or 1) if job.timing is not None else 0.0
 
 
 def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
@@ -139,7 +190,7 @@ def point(
     label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Point:
     """Plans for one cluster."""
-    profile, policy, timing = checked_inputs(job, cluster, profile, policy)
+    profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     planned = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
     if policy.objective == "step":  # steps count equally
@@ -148,7 +199,7 @@ def point(
     if dense.step_s < planned.step_s * (planned.steps_high or 1.0):
         planned = structs.replace(dense, steps=float(planned.steps > 0), steps_high=float(planned.steps > 0))
     batch, plan_s = (job.batch or 0) * cluster.ranks, planned.step_s
-    alone_s = sum(one.to_loss_s for one in one_machine(timing, cluster, profile, policy))
+    alone_s = sum(one.to_loss_s for one in one_machine(job, cluster, profile, policy))
     return Point(label, x, plan_s, dense.step_s, batch / plan_s if plan_s else 0.0, planned.steps, planned.steps_high,
                  planned.local_steps, sync_mode(planned), main_codec(planned),
                  ddp_fp16_s(job, cluster, profile, policy), alone_s)

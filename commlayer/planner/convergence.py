@@ -1,13 +1,24 @@
-"""Looks up convergence factors of a training recipe in rows of measured trainings.
+"""The convergence model: how many more steps a training recipe needs to the same loss than dense synchronous training.
 
     excess(rows, "topk(ratio=0.01)", Recipe("adam", every=4)).high     # 0.2: a cautious fifth more steps than dense needs
+    alone(rows, "adam", 3, noise=85)                                   # 2.9: steps of one worker alone relative to 3 workers
 
-Measured points are returned as measured, made monotonic: a smaller ratio or more local steps never cost less. Between them,
-values are interpolated over log(ratio) and log2(every). An unmeasured combination costs as much as the worst measured one
-that is related to it.
+It has three parts, each with its own source.
 
-Rows are for whole exchanges: waited for, or merged a round late. With F fragments, merged H / F steps late, the cost is
-interpolated between the two; measured lags of 3 and 5 of 16 steps confirm it.
+More data per step. Training with batch B needs 1 + noise_scale / B times as many steps as with an unlimited batch (McCandlish
+et al., 1812.06162). That prices one worker alone beside many.
+
+Local steps. Models of some hundred thousand parameters are priced by a law fitted to published trainings (`LocalStepLaw`),
+models as small as the measured ones by the measured rows, and models between the two by both. Rows of the user's own model
+price it alone.
+
+Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
+measured, made monotonic: a smaller ratio or more local steps never cost less. Between them, values are interpolated over
+log(ratio) and log2(every). An unmeasured combination costs as much as the worst measured one that is related to it. Large
+models pay less for codecs of 4 bits and more, and nothing from `FREE_NUMEL` on.
+
+Rows are for whole exchanges: waited for, or merged a round late. With F fragments, each is merged H / F steps late; the cost is
+interpolated between the two, which measured lags of 3 and 5 of 16 steps confirm.
 """
 
 from __future__ import annotations
@@ -52,6 +63,8 @@ class LearningRow(Record, frozen=True):
     loss_high: float
     tasks: int
     runs: int
+    numel: int = 0
+    """Parameters of the largest measured model. 0: it is the user's own model."""
 
 
 def row_problem(row: LearningRow) -> str:
@@ -80,6 +93,8 @@ class Recipe(NamedTuple):
     workers: int = 4
     fragments: int = 1
     """Number of parts in which a round is exchanged, one after the other."""
+    numel: int = 0
+    """Parameters of the model. 0: as many as those of the measured models."""
 
 
 class Excess(NamedTuple):
@@ -95,15 +110,22 @@ class Excess(NamedTuple):
 NONE = Excess()
 
 
-def alone(rows: Iterable[LearningRow], optimizer: str, workers: float) -> float:
-    """Steps that one worker alone needs, with its own batch, relative to `workers` together; 0: not measured.
+def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0) -> float:
+    """Steps that one worker alone needs, with its own batch, relative to `workers` together; 0: not known.
 
-    An unmeasured optimizer gets the smallest measured value, since plans must beat it. For other numbers of workers the value
-    grows as a power of that number.
+    `noise`: the gradient noise scale in batches of one worker. 0: unknown, so it is that of the measured trainings. An
+    unmeasured optimizer gets the smallest measured one, since plans must beat this estimate.
     """
+    noise = noise or measured_noise(rows, optimizer)
+    return (1 + noise) / (1 + noise / workers) if noise else 0.0
+
+
+def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
+    """The noise scale, in batches of one worker, at which `ALONE_AMONG` workers save as many steps as they were measured
+    to."""
     known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
-    steps = known.get(optimizer) or min(known.values(), default=0.0)
-    return steps ** (math.log(workers) / math.log(ALONE_AMONG)) if steps else 0.0
+    steps = min(known.get(optimizer) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
+    return (steps - 1) / (1 - steps / ALONE_AMONG)
 
 
 def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
@@ -130,6 +152,53 @@ def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe())
     return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
 
 
+def _between(numel: int, low: int, high: int) -> float:
+    """0 up to `low`, 1 from `high` on, and linear over the logarithm between them."""
+    return min(1.0, max(0.0, math.log(numel / low) / math.log(high / low)))
+
+
+class LocalStepLaw(NamedTuple):
+    """Convergence factor of local steps: ln F = scale (M - 1)^power max(LEAST_SIZE, 1 - ln(N / 2e6) / sizes) ln H / ln 30,
+    for M workers, N parameters and H local steps. More workers never need longer than fewer, so M workers need at most M / m
+    times as many steps, relative to synchronous training, as m.
+
+    `python -m bench published` has the published trainings, the fit, and its errors on each paper when that is left out.
+    """
+
+    scale: float
+    power: float
+    sizes: float
+
+    def __call__(self, workers: float, numel: float, every: float) -> float:
+        size = max(LEAST_SIZE, 1 - math.log(numel / 2e6) / self.sizes)
+        slope = self.scale * size * math.log(every) / math.log(30)
+        return math.exp(min(slope * (few - 1) ** self.power + math.log(workers / few)
+                            for few in (workers, *range(1, math.ceil(workers)))))
+
+
+LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
+"""Median, and 80th percentile. Fitted to AdamW models of 35 M to 15 B parameters with 2 to 16 workers and 30 to 2000 local
+steps."""
+LEAST_SIZE = 0.1
+"""Large models are not taken to be free of cost: published ones of 3 and 15 B parameters were not."""
+MUON = 0.4
+"""Muon's ln F relative to AdamW's (MuLoCo, 2505.23725)."""
+LOSS_EXPONENT = 0.0477
+"""A model trained F times as long has a loss lower by F to this power (2503.09799: L ~ N^-0.0953 at 20 tokens per
+parameter)."""
+PUBLISHED_NUMEL, FREE_NUMEL = 350_000, 124_000_000
+"""From the first on, local steps cost what the law says, which a long run of a transformer of that size confirms. From the
+second on, `FREE_KINDS` are published to cost no steps (Streaming DiLoCo)."""
+
+
+def local_step_excess(recipe: Recipe) -> Excess:
+    """Excess of local steps that are waited for, by the published law."""
+    logs = [math.log(law(max(1.0, recipe.workers), recipe.numel, recipe.every)) * (MUON if recipe.optimizer == "muon" else 1)
+            for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
+    steps, high = logs[0], max(logs)
+    return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
+
+
 class _Same:
     """Rows compared by identity: comparing hundreds of rows would take longer than the lookup."""
 
@@ -153,6 +222,8 @@ class _Tables:
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
         self._rows = rows
+        self._numel = max((row.numel for row in rows), default=0)
+        """Parameters up to which the rows hold; 0: they are of the user's own model."""
         self._curves: dict[tuple[str, int], tuple[Curves, ...]] = {}
         self._found: dict[tuple[str, Recipe], Excess] = {}
 
@@ -163,6 +234,9 @@ class _Tables:
         return value
 
     def _look(self, codec: str, recipe: Recipe) -> Excess:
+        if recipe.numel > self._numel > 0:
+            by_family = [self._sized(codec, recipe, name) for name in _families(self._rows, recipe.optimizer)]
+            return Excess(*(max(of_field) for of_field in zip(*by_family, strict=True)))
         if recipe.overlap == "round" and recipe.fragments > 1:
             return self._sooner(codec, recipe)
         part = place_of(codec, recipe.every)
@@ -171,6 +245,29 @@ class _Tables:
         each = [[curves.at(place, *part) for curves in self._of(name, recipe.workers)] for name in families]
         steps, high, loss, loss_high = (max(of_field) for of_field in zip(*each, strict=True))
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
+
+    def _sized(self, codec: str, recipe: Recipe, family: str) -> Excess:
+        """For a model larger than the measured ones, with the rows of this optimizer family."""
+        small = recipe._replace(numel=0, optimizer=family)
+        local = self.look(DENSE_CODEC, small._replace(overlap="", late=False, fragments=1))
+        weight = _between(recipe.numel, self._numel, PUBLISHED_NUMEL)
+        # A codec or a delay costs no less after more local steps.
+        extra = [max(of_field) for of_field in zip(*(
+            self._extra(codec, small._replace(every=every), recipe.numel)
+            for every in sorted({2**i for i in range(recipe.every.bit_length())} | {recipe.every})), strict=True)]
+        steps, high, loss, loss_high = (
+            math.expm1((1 - weight) * math.log1p(own) + weight * math.log1p(others) + more)
+            for own, others, more in zip(local, local_step_excess(recipe), extra, strict=True))
+        return Excess(steps, max(steps, high), loss, max(loss, loss_high))
+
+    def _extra(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
+        """ln of each field's factor for the delay and the codec."""
+        paid = 1 - _between(numel, self._numel, FREE_NUMEL) * (place_of(codec, 1)[0] in FREE_KINDS)
+        waited = self.look(DENSE_CODEC, recipe._replace(overlap="", late=False, fragments=1))
+        delayed, coded = self.look(DENSE_CODEC, recipe), self.look(codec, recipe)
+        return tuple(
+            max(0.0, math.log1p(late) - math.log1p(own)) + paid * max(0.0, math.log1p(whole) - math.log1p(late))
+            for own, late, whole in zip(waited, delayed, coded, strict=True))
 
     def _sooner(self, codec: str, recipe: Recipe) -> Excess:
         """With fragments, each is merged H / fragments steps after it was sent: never worse than a whole round late."""
@@ -207,11 +304,13 @@ def _value(row: LearningRow, field: str) -> float:
     return max(0.0, {"steps": row.steps - 1, "high": row.steps_high - 1, "loss": row.loss, "loss_high": row.loss_high}[field])
 
 
-DENSE = "identity"
+DENSE, DENSE_CODEC = "identity", "identity()"
 EXACT = ("identity", "fp16")
 """Codecs that cost no steps when gradients are compressed."""
 LADDER = ("bf16", "int8", "int4", "onebit")
 """Each sends fewer bits per entry than the one before, and costs at least as many steps."""
+FREE_KINDS = ("bf16", "int8", "int4")
+"""Kinds that cost large models no steps."""
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 

@@ -443,13 +443,14 @@ class Excesses:
                               loss_high=loss + max(0.0, measured.loss_high - plain.loss_high))
 
 
-def recipe_of(plan: Plan, cluster: Cluster, policy: Policy) -> Recipe:
+def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
     """A plan's recipe, with no stale results."""
-    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments)
+    return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
+                  job.numel)
 
 
 def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:
-    known, recipe = Excesses(profile), recipe_of(plan, cluster, policy)
+    known, recipe = Excesses(profile), recipe_of(plan, job, cluster, policy)
     each = [known.of(b.by_node or (b.codec,), b.down, recipe._replace(late=b.stale)) for b in plan.buckets]
     return summed(weights(job, [b.slices for b in plan.buckets], profile.energy), each)
 

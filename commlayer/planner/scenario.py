@@ -88,7 +88,7 @@ class Scenario:
     def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
         self.inputs, self.layout, self.recipe = inputs, layout, recipe
         self.catalog = catalog.hidden if recipe.overlap == "round" else catalog
-        plain = Recipe(recipe.optimizer, workers=recipe.workers)
+        plain = Recipe(recipe.optimizer, workers=recipe.workers, numel=recipe.numel)
         self.useful = [self.catalog.useful(*piece.kind, plain) for piece in layout.pieces]
         ranks = {node.ranks for node in inputs.cluster.nodes if node.ranks}
         self.ranks_per_node = ranks.pop() if len(ranks) == 1 else 1

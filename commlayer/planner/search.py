@@ -80,7 +80,7 @@ class PlanSearch:
         # Zeros are left out only between a node's only rank and a server.
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
         self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
-        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks)
+        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel)
         self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
 

@@ -119,7 +119,7 @@ def _lay_out(
     profile, policy, timing = checked_inputs(job, cluster, profile, policy)
     prices = prices or Prices(hidden(cluster) if plan.overlap == "round" else cluster, profile, hosts_of(plan, cluster))
     templates = [bucket_template(prices, bucket) for bucket in plan.buckets]
-    recipe = recipe_of(plan, cluster, policy)
+    recipe = recipe_of(plan, job, cluster, policy)
     loads = [each.load(sent_numel(plan, bucket, job), urgent(timing, bucket.slices), stale=bucket.stale)
              for each, bucket in zip(templates, plan.buckets, strict=True)]
     begun_s = timing.forward_s / slowest(prices) if recipe.overlap == "forward" else 0.0

@@ -15,8 +15,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.records import Job, Record, TensorInfo, Timing, decode, encode
+from commlayer.records import Record, decode, encode
 
 
 class Gpu(NamedTuple):
@@ -67,19 +66,41 @@ GPUS: Mapping[str, Gpu] = {
     "v100": Gpu(15.7, 900, 125, 16, bf16=False),
     "t4": Gpu(8.1, 320, 65, 16, bf16=False),
     "rtx2060": Gpu(6.5, 336, 25.8, 6, bf16=False),
+    "rtx2070": Gpu(7.5, 448, 29.9, 8, bf16=False),
+    "rtx2080": Gpu(10.1, 448, 40.3, 8, bf16=False),
     "rtx2080ti": Gpu(13.4, 616, 56.9, 11, bf16=False),
+    "rtx3050": Gpu(9.1, 224, 18.2, 8),
     "rtx3060": Gpu(12.7, 360, 25.4, 12),
+    "rtx3060ti": Gpu(16.2, 448, 32.4, 8),
     "rtx3070": Gpu(20.3, 448, 40.6, 8),
     "rtx3080": Gpu(29.8, 760, 59.5, 10),
     "rtx3090": Gpu(35.6, 936, 71.0, 24),
     "rtx4060": Gpu(15.1, 272, 30.2, 8),
+    "rtx4060ti": Gpu(22.1, 288, 44.1, 8),
     "rtx4070": Gpu(29.1, 504, 58.3, 12),
+    "rtx4070ti": Gpu(40.1, 504, 80.2, 12),
     "rtx4080": Gpu(48.7, 717, 97.5, 16),
     "rtx4090": Gpu(82.6, 1008, 165.2, 24),
+    "rtx5060": Gpu(19.2, 448, 38.4, 8),
+    "rtx5060ti": Gpu(23.7, 448, 47.4, 8),
+    "rtx5070": Gpu(30.9, 672, 61.7, 12),
+    "rtx5070ti": Gpu(43.9, 896, 87.9, 16),
+    "rtx5080": Gpu(56.3, 960, 112.6, 16),
+    "rtx5090": Gpu(104.8, 1792, 209.5, 32),
+    "rtx3060laptop": Gpu(10.9, 336, 21.9, 6),
+    "rtx3080laptop": Gpu(19.0, 448, 38.0, 8),
+    "rtx4060laptop": Gpu(11.6, 256, 23.2, 8),
+    "rtx4090laptop": Gpu(33.0, 576, 66.0, 16),
     "l4": Gpu(30.3, 300, 121, 24),
+    "l40s": Gpu(91.6, 864, 362, 48),
+    "a10": Gpu(31.2, 600, 125, 24),
+    "a6000": Gpu(38.7, 768, 155, 48),
     "a100": Gpu(19.5, 1555, 312, 40, published_speed=938 / 356),
     "h100": Gpu(66.9, 3350, 989, 80),
+    "h200": Gpu(66.9, 4800, 989, 141),
+    "mi300x": Gpu(163.4, 5300, 1307, 192),
 }
+"""Laptop cards run between 60 and 150 W, and their makers decide; these figures are for about 100 W."""
 CPU_SPEED = 0.02
 """A CPU's training speed relative to a V100: about 0.3 of 15.7 TFLOP/s."""
 CPU_TFLOPS = 0.3
@@ -207,288 +228,6 @@ def _cost(name: str, device: str, bytes_s: float, floor_s: float) -> CodecCost:
 PAYLOAD_HEADER_NBYTES = 16
 
 
-class Layer(NamedTuple):
-    """Tensors whose gradients become final together, and the work of computing them."""
-
-    tensors: tuple[TensorInfo, ...]
-    macs: float = 0.0
-
-
-Layers = Iterator[Layer]
-
-
-def layer_of(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
-    return Layer(tuple(TensorInfo(f"{name}.{part}", shape) for part, shape in shapes.items()), macs)
-
-
-def conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """`side`: of the square output."""
-    shape = (outside, inside, kernel, kernel)
-    macs = float(outside * inside * kernel**2 * side**2)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
-
-
-def linear(name: str, inside: int, outside: int, *, bias: bool = True, times: int = 1) -> Layer:
-    macs = float(inside * outside * times)
-    shape = (outside, inside)
-    return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
-
-
-def norm(name: str, width: int) -> Layer:
-    return layer_of(name, 0.0, weight=(width,), bias=(width,))
-
-
-def _resnet(blocks: tuple[int, ...]) -> Layers:
-    yield conv("conv1", 3, 64, 7, 112)
-    yield norm("bn1", 64)
-    inside, side = 64, 56
-    for stage, count in enumerate(blocks):
-        width = 64 << stage
-        for block in range(count):
-            name = f"layer{stage + 1}.{block}"
-            halved = block == 0 and stage > 0
-            yield conv(f"{name}.conv1", inside, width, 1, side)
-            yield norm(f"{name}.bn1", width)
-            side //= 2 if halved else 1
-            yield conv(f"{name}.conv2", width, width, 3, side)
-            yield norm(f"{name}.bn2", width)
-            yield conv(f"{name}.conv3", width, 4 * width, 1, side)
-            yield norm(f"{name}.bn3", 4 * width)
-            if block == 0:
-                yield conv(f"{name}.downsample.0", inside, 4 * width, 1, side)
-                yield norm(f"{name}.downsample.1", 4 * width)
-            inside = 4 * width
-    yield linear("fc", inside, 1000)
-
-
-def _vgg16() -> Layers:
-    place, inside = 0, 3
-    for side, widths in ((224, (64,) * 2), (112, (128,) * 2), (56, (256,) * 3), (28, (512,) * 3), (14, (512,) * 3)):
-        for width in widths:
-            yield conv(f"features.{place}", inside, width, 3, side, bias=True)
-            place, inside = place + 2, width
-        place += 1
-    for place, (wide_in, wide_out) in zip((0, 3, 6), ((512 * 49, 4096), (4096, 4096), (4096, 1000)), strict=True):
-        yield linear(f"classifier.{place}", wide_in, wide_out)
-
-
-def _vit_b16() -> Layers:
-    width, tokens = 768, 197
-    yield Layer((TensorInfo("class_token", (1, 1, width)),))
-    yield conv("conv_proj", 3, width, 16, 14, bias=True)
-    yield Layer((TensorInfo("encoder.pos_embedding", (1, tokens, width)),))
-    for block in range(12):
-        name = f"encoder.layers.encoder_layer_{block}"
-        yield norm(f"{name}.ln_1", width)
-        work = float(tokens * width * 3 * width + 2 * tokens**2 * width)
-        yield layer_of(f"{name}.self_attention", work, in_proj_weight=(3 * width, width), in_proj_bias=(3 * width,))
-        yield linear(f"{name}.self_attention.out_proj", width, width, times=tokens)
-        yield norm(f"{name}.ln_2", width)
-        yield linear(f"{name}.mlp.0", width, 4 * width, times=tokens)
-        yield linear(f"{name}.mlp.3", 4 * width, width, times=tokens)
-    yield norm("encoder.ln", width)
-    yield linear("heads.head", width, 1000)
-
-
-def _bert(width: int, blocks: int, seen: int) -> Layers:
-    """BERT with its pre-training heads; the decoder shares the word embeddings' weight. `seen`: tokens per sequence."""
-    words = 30522
-    for part, rows in (("word", words), ("position", 512), ("token_type", 2)):
-        yield layer_of(f"bert.embeddings.{part}_embeddings", 0.0, weight=(rows, width))
-    yield norm("bert.embeddings.LayerNorm", width)
-    for block in range(blocks):
-        name = f"bert.encoder.layer.{block}"
-        for part in ("query", "key", "value"):
-            yield linear(f"{name}.attention.self.{part}", width, width)
-        yield _attended(linear(f"{name}.attention.output.dense", width, width), seen, width)
-        yield norm(f"{name}.attention.output.LayerNorm", width)
-        yield linear(f"{name}.intermediate.dense", width, 4 * width)
-        yield linear(f"{name}.output.dense", 4 * width, width)
-        yield norm(f"{name}.output.LayerNorm", width)
-    yield linear("bert.pooler.dense", width, width, times=0)
-    yield Layer((TensorInfo("cls.predictions.bias", (words,)),), float(width * words))
-    yield linear("cls.predictions.transform.dense", width, width)
-    yield norm("cls.predictions.transform.LayerNorm", width)
-    yield linear("cls.seq_relationship", width, 2, times=0)
-
-
-def _gpt2(seen: int) -> Layers:
-    width, words = 768, 50257
-    yield layer_of("transformer.wte", 0.0, weight=(words, width))
-    yield layer_of("transformer.wpe", 0.0, weight=(1024, width))
-    for block in range(12):
-        name = f"transformer.h.{block}"
-        yield norm(f"{name}.ln_1", width)
-        for part, inside, outside in (("attn.c_attn", 1, 3), ("attn.c_proj", 1, 1), ("ln_2", 0, 0),
-                                      ("mlp.c_fc", 1, 4), ("mlp.c_proj", 4, 1)):
-            if not inside:
-                yield norm(f"{name}.{part}", width)
-                continue
-            layer = layer_of(f"{name}.{part}", float(inside * outside * width**2), weight=(inside * width, outside * width),
-                           bias=(outside * width,))
-            yield _attended(layer, seen, width) if part == "attn.c_proj" else layer
-    yield norm("transformer.ln_f", width)
-    yield Layer((), float(width * words))
-
-
-def _attended(layer: Layer, seen: int, width: int) -> Layer:
-    """The layer with the preceding work of attention scores and mixing."""
-    return layer._replace(macs=layer.macs + 2.0 * seen * width)
-
-
-def _lstm() -> Layers:
-    """A word model of two layers; the decoder shares the encoder's weight."""
-    width, words = 1500, 33278
-    yield layer_of("encoder", 0.0, weight=(words, width))
-    for i in range(2):
-        yield Layer(tuple(
-            TensorInfo(f"rnn.{kind}_l{i}", (4 * width, width) if kind.startswith("weight") else (4 * width,))
-            for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")), 8.0 * width**2)
-    yield Layer((TensorInfo("decoder.bias", (words,)),), float(width * words))
-
-
-MODELS: Mapping[str, Callable[[int], Layers]] = {
-    "resnet50": lambda _: _resnet((3, 4, 6, 3)),
-    "resnet101": lambda _: _resnet((3, 4, 23, 3)),
-    "vgg16": lambda _: _vgg16(),
-    "vit-b16": lambda _: _vit_b16(),
-    "bert-base": lambda seen: _bert(768, 12, seen),
-    "bert-large": lambda seen: _bert(1024, 24, seen),
-    "gpt2": _gpt2,
-    "lstm": lambda _: _lstm(),
-}
-
-
-def layers(name: str, seen: int) -> tuple[Layer, ...]:
-    """`seen`: tokens per sequence, if the model attends to all of them."""
-    return tuple(MODELS[name](seen))
-
-
-FLOP_S = 3 * 2 * 4.09e9 * 356
-"""Rate of FP32 training on a V100: forward and twice as much backward, two operations per multiply-add."""
-SGD_NBYTES, ADAM_NBYTES = 20, 28
-"""Bytes per element that an optimizer step reads and writes: gradient, parameter twice, and its states twice."""
-
-
-class Published(NamedTuple):
-    """A job of the papers, in FP32 on one V100."""
-
-    batch: int
-    tokens: int = 0
-    """Tokens per sample; 0: samples are images."""
-    backward_s: float | None = None
-    """Published seconds of this batch; None: computed from the operations."""
-
-
-PUBLISHED: Mapping[str, Published] = {
-    "resnet50": Published(32),
-    "resnet101": Published(32),
-    "vgg16": Published(32, backward_s=85.3e-3),
-    "vit-b16": Published(32),
-    "bert-base": Published(8, 128, 66.3e-3),
-    "bert-large": Published(8, 128),
-    "gpt2": Published(20, 80),
-    "lstm": Published(80, 20, 71.5e-3),
-}
-
-
-class Preset(NamedTuple):
-    """A present-day job."""
-
-    batch: int
-    kept_nbytes: float
-    """Memory kept for the backward pass, per sample, or per token if the model reads tokens."""
-    tokens: int = 0
-    """Tokens per sample; 0: samples are images."""
-    utilisation: float = 0.4
-    """Part of the peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100 in
-    NVIDIA's published images/s with mixed precision."""
-
-
-CONVOLUTIONS = 0.2
-KEPT = 34
-"""Bytes that a transformer block keeps per token and element of its width, in bf16 with fused attention. A language model
-keeps 6 more bytes per word of its vocabulary."""
-
-PRESETS: Mapping[str, Preset] = {
-    "resnet50": Preset(32, 2 * 2 * 11.1e6, utilisation=CONVOLUTIONS),
-    "resnet101": Preset(32, 2 * 2 * 16.2e6, utilisation=CONVOLUTIONS),
-    "vit-b16": Preset(32, KEPT * 12 * 768 * 197),
-    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, tokens=512),
-    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512),
-    "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, tokens=1024),
-}
-"""BERT reads at most 512 tokens, so its batch has twice as many sequences. resnet: two bf16 values for each output of a
-convolution."""
-
-
-def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """A job by name, with `batch` samples per worker, on this device. In bf16 if it is in `PRESETS`, else as published."""
-    if name not in PRESETS:
-        return published(name, batch, device)
-    _check(name, batch)
-    preset = PRESETS[name]
-    parts, batch, reads = layers(name, preset.tokens), batch or preset.batch, preset.tokens or 1
-    flops = 2 * sum(layer.macs for layer in parts) * reads * batch
-    forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12) / speed(device, half=True)
-    job = build(name, parts, batch, forward_s, 2 * forward_s, ADAM_NBYTES, speed(device, half=True))
-    assert job.timing is not None
-    kept_nbytes = preset.kept_nbytes * reads * batch
-    return structs.replace(job, timing=structs.replace(job.timing, half=True, activation_nbytes=kept_nbytes))
-
-
-def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """The job in FP32, with the batch and sequence length of the papers that measured it."""
-    _check(name, batch)
-    job = PUBLISHED[name]
-    parts, batch = layers(name, job.tokens), batch or job.batch
-    flops = 2 * 2 * sum(layer.macs for layer in parts) * (job.tokens or 1) * job.batch
-    backward_s = (job.backward_s or flops / FLOP_S) * batch / job.batch / speed(device)
-    return build(name, parts, batch, backward_s / 2, backward_s, SGD_NBYTES, speed(device))
-
-
-def _check(name: str, batch: int | None) -> None:
-    if name not in PUBLISHED:
-        near = difflib.get_close_matches(name, PUBLISHED, 3, 0.4)
-        listed = ", ".join(near or PUBLISHED)
-        raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
-    if batch is not None and batch < 1:
-        raise InvalidInput("E-ARGUMENT", f"batch of {name}: got {batch}, allowed: at least 1")
-
-
-def build(
-    name: str, parts: tuple[Layer, ...], batch: int, forward_s: float, backward_s: float, update_nbytes: int,
-    device_speed: float,
-) -> Job:
-    tensors = tuple(t for layer in parts for t in layer.tensors)
-    memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * device_speed
-    update_s = sum(t.numel for t in tensors) * update_nbytes / memory_bytes_s
-    return Job(tensors, batch, timing(parts, backward_s, forward_s, update_s), name)
-
-
-def on_reference(job: Job) -> Job:
-    """The job with its times scaled to the tables' reference GPU."""
-    if job.timing is None or not job.timing.device:
-        return job
-    try:
-        factor = speed(job.timing.device)
-    except ValueError as error:
-        raise InvalidInput("E-PLAN-INPUT", f"job {job.name!r}: timing.device: {error}") from None
-    return structs.replace(job, timing=job.timing.scaled(factor))
-
-
-def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:
-    """Times by layer in proportion to its multiply-adds. A layer without tensors also takes its time."""
-    total_macs = sum(layer.macs for layer in parts)
-    before = [0.0, *accumulate(layer.macs / total_macs for layer in parts)]
-    ready: list[float] = []
-    needed: list[float] = []
-    for layer, share in zip(parts, before, strict=False):
-        ready += [backward_s * (1 - share)] * len(layer.tensors)
-        needed += [forward_s * share] * len(layer.tensors)
-    return Timing(tuple(max(0.0, s) for s in ready), tuple(needed), backward_s, forward_s, update_s)
-
-
 VERSION = 1
 SHIPPED = Path(__file__).with_name("learning.json")
 
@@ -502,6 +241,8 @@ class Provenance(Record, frozen=True):
     torch: str
     code: str
     """Hash of the sources that affect what a training learns."""
+    numel: int = 0
+    """Parameters of the largest model. 0: the user's own."""
     errors: dict[str, float] = msgspec.field(default_factory=dict)
     """By optimizer family: the median relative error of factors on held-out tasks. Empty: not determined."""
 
@@ -527,6 +268,7 @@ def read(path: Path) -> LearningTable:
         table = decode(data, LearningTable, what)
     except RecordError as error:
         raise RecordError("E-LEARNING-TABLE", f"{error.what}; make it anew with {remedy}") from None
+    table = structs.replace(table, rows=tuple(structs.replace(row, numel=table.provenance.numel) for row in table.rows))
     for row in table.rows:
         if wrong := row_problem(row):
             raise RecordError("E-LEARNING-TABLE", f"{what}: {wrong}")
@@ -535,7 +277,8 @@ def read(path: Path) -> LearningTable:
 
 def written(table: LearningTable) -> bytes:
     """The table's file: a line per row, so that changes are readable in a diff."""
-    head, lines = encode(table.provenance).decode(), ",\n".join(encode(row).decode() for row in table.rows)
+    head = encode(table.provenance).decode()
+    lines = ",\n".join(encode(structs.replace(row, numel=0)).decode().replace(',"numel":0', "") for row in table.rows)
     return f'{{"version": {table.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 

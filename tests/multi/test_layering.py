@@ -52,6 +52,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "planner": [
         {"codec_sizes", "convergence", "tree", "tensors", "model", "buckets", "plan_rules"},
         {"tables"},
+        {"models"},
         {"problem", "costs"},
         {"inputs"},
         {"simulation"},

@@ -13,9 +13,9 @@ from commlayer.planner.baselines import baselines
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile
+from commlayer.planner.models import published
 from commlayer.planner.search import plan
 from commlayer.planner.simulation import exact_s
-from commlayer.planner.tables import published
 from commlayer.records import Bucket, Job, Plan
 
 LADDER = ("topk(ratio=0.001)", "topk(ratio=0.01)", "topk(ratio=0.1)", "int4()", "int8()", "fp16()")

@@ -26,6 +26,10 @@ from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5
+DRAWS = 8
+"""Batches whose gradients are compared."""
+LEAST_NOISE = 1e-4
+"""Least part of a gradient's squared norm that counts as noise: less is rounding."""
 
 
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
@@ -48,7 +52,39 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
             watch.step(loss_of)
     finally:
         watch.remove()
-    return Job(job.tensors, batch, structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values()))), name)
+    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())),
+                             noise_scale=(batch or 1) * noise_scale(model, loss_of))
+    return Job(job.tensors, batch, timing, name)
+
+
+def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
+    """The gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch.
+
+    It compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+    one = 0.0
+    for _ in range(DRAWS):
+        model.zero_grad()
+        loss_of().backward()
+        for total, p in zip(sums, parameters, strict=True):
+            if p.grad is not None:
+                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                total += gradient
+                one += float(gradient.float().square().sum()) / DRAWS
+    model.zero_grad()
+    return noise_of_squares(one, sum(float((total / DRAWS).square().sum()) for total in sums), DRAWS)
+
+
+def noise_of_squares(one: float, mean: float, count: float) -> float:
+    """The noise scale in batches, from the mean squared norm of `count` gradients and the squared norm of their mean.
+
+    A signal that the noise hides counts as a tenth of the mean, so that the result stays finite. 0: no noise.
+    """
+    noise = (one - mean) * count / (count - 1)
+    signal = (count * mean - one) / (count - 1)
+    return noise / max(signal, mean / 10) if noise > LEAST_NOISE * one else 0.0
 
 
 class _Watch:
