@@ -34,7 +34,8 @@ from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Cluster, Line, Link, PlanInputs, Policy, Profile
-from commlayer.planner.tables import builtin, node, profile_from_tables, published
+from commlayer.planner.models import builtin, published
+from commlayer.planner.tables import node, profile_from_tables
 from commlayer.records import Plan, ServerInfo, View
 
 ROWS = tuple(

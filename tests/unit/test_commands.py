@@ -136,9 +136,9 @@ def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) ->
 def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_one(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
     _, local, _ = commlayer(*record)
-    assert local.splitlines()[1].startswith("mode: local steps (H=")
+    assert local.splitlines()[2].startswith("mode: local steps (H=")
     _, exact, _ = commlayer(*record, "--sync", "step")
-    assert exact.splitlines()[1].startswith("mode: synchronous")
+    assert exact.splitlines()[2].startswith("mode: synchronous")
     row = r"^ {} +([\d,.]+) "
     best, mine = re.search(row.format("best synchronous"), local, re.M), re.search(row.format("this plan"), exact, re.M)
     assert best is not None
@@ -147,14 +147,49 @@ def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_on
     assert "best synchronous" not in exact
 
 
+@pytest.mark.parametrize(("model", "line", "more", "verdict"), [
+    ("gpt2", "3xrtx3060@100/20Mb", (), "faster"), ("lstm", "3xrtx3060@1/1Mb", (), "slower"),
+    ("gpt2", "3xrtx3060@100/20Mb", ("--noise-scale", "1"), "slower"), ("lstm", "rtx3060@100/20Mb", (), "one"),
+])
+def test_the_verdict_comes_first(commlayer, model: str, line: str, more: tuple[str, ...], verdict: str) -> None:
+    _, out, _ = commlayer("estimate", model, "--homes", line, *more, "--json", "estimate.json")
+    result = json.loads(Path("estimate.json").read_text())
+    assert out.startswith(result["verdict"])
+    gain, cautious = result["gain_over_alone"], result["gain_over_alone_cautious"]
+    assert cautious <= gain
+    assert (verdict == "faster") == (gain > 2.3) == (cautious > 2)
+    assert (verdict == "slower") == (0 < gain < 1) == result["verdict"].startswith("NOT WORTH IT")
+    assert (verdict == "one") == (gain == 0)
+    names = [each["name"] for each in result["alternatives"]]
+    assert names[0] == "this plan"
+    assert {"DDP fp16", "dense fp32"} < {*names}
+    assert result["plan"]["buckets"]
+
+
+def test_where_factors_are_from_is_printed_on_request(commlayer) -> None:
+    made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
+    assert "1812.06162" not in commlayer(*made)[1]
+    out = commlayer(*made, "-v")[1]
+    assert all(source in out for source in ("1812.06162", "2503.09799", "2501.18512"))
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "nan"])
+def test_a_noise_scale_is_above_0(commlayer, value: str) -> None:
+    code, out, errors = commlayer("estimate", "lstm", "--homes", "3xrtx3060@100/20Mb", "--noise-scale", value)
+    assert (code, out) == (2, "")
+    assert errors.startswith("commlayer: --noise-scale")
+    assert errors.endswith("[E-CLI-OPTION]\n")
+
+
 def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> None:
     job, machines = builtin("lstm"), cluster_from_line("4xrtx3060@3Mb")
     policy = Policy(exact=False, optimizer="adam")
     shipped = profile_from_tables(machines)
     slow = structs.replace(shipped, learning=tuple(
         structs.replace(row, steps=5.0, steps_high=5.0) if row.workers == ALONE else row for row in shipped.learning))
-    own, together = (one_machine(job.timing, machines, costs, policy)[0] for costs in (shipped, slow))
-    assert own.steps == next(row.steps for row in shipped.learning if row.workers == ALONE and row.optimizer == "adam")
+    own, together = (one_machine(job, machines, costs, policy)[0] for costs in (shipped, slow))
+    assert own.steps == pytest.approx(next(
+        row.steps for row in shipped.learning if row.workers == ALONE and row.optimizer == "adam"))
     assert together.steps == 1.0, "the whole batch is sooner than five times as many steps"
     assert own.step_s < together.step_s
     point, = what_if(job, machines, shipped, policy, bandwidths=[3e6]).points
@@ -381,7 +416,7 @@ def test_a_script_can_be_planned_at_once(
     with pytest.raises(SystemExit, match="0"):
         run()
     out = capsys.readouterr().out
-    assert out.startswith("mine.py: 4 tensors, 0.0 M elements, 2 ranks on 2 nodes\n")
+    assert "mine.py: 4 tensors, 0.0 M elements, 2 ranks on 2 nodes\n" in out
     plan, inputs = plan_file.plan_in(Path("plan.json")), plan_file.inputs_of(Path("plan.json"))
     assert plan.job == inputs.job.digest()
     assert inputs.job.batch == 16
@@ -393,7 +428,8 @@ def test_a_script_can_be_planned_at_once(
 
 @pytest.mark.parametrize(("driver", "name"), [
     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 2080 Ti", "rtx2080ti"), ("Tesla T4", "t4"),
-    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", ""), ("Radeon", ""),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA L40S", "l40s"),
+    ("NVIDIA GeForce RTX 3060 Laptop GPU", "rtx3060laptop"), ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"), ("Radeon", ""),
 ])
 def test_gpus_are_known_by_what_their_drivers_call_them(driver: str, name: str) -> None:
     assert device_named(driver) == name
