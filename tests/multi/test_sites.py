@@ -3,6 +3,7 @@ quotas, and who waits for whom."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import functools
@@ -36,7 +37,7 @@ from commlayer.cluster.client import CoordinatorChannel
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
-from commlayer.cluster.rendezvous_service import RendezvousService
+from commlayer.cluster.rendezvous_service import WAIT_EXPIRES_S, RendezvousService
 from commlayer.cluster.site_client import KvClient, SiteLease
 from commlayer.cluster.site_process_group import PART_NBYTES, PARTS_IN_FLIGHT, RelayedGroup, WorldStore
 from commlayer.cluster.sites import PendingWait
@@ -639,6 +640,27 @@ def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
     coordinator, desks = met(opened, 2)
     assert desks[0].request(time.monotonic() + WAIT_S, want=[("a/1", 1)], wait=False, rank=0, limit_s=0.1).values == (None,)
     assert coordinator._rendezvous.pending_waits() == []
+
+
+def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
+    now = [0.0]
+    service = RendezvousService(2, 10.0, dict, RefusalLog(), 1, clock=lambda: now[0])
+    anna, ben = (messages.site_request(1, name=name) for name in ("anna", "ben"))
+    for one in (anna, ben):
+        service.register(one)
+
+    def pending(waited_s: float) -> list[PendingWait]:
+        want = (("a/1", 1), ("b/1", 1))
+        asyncio.run(service.handle(messages.KvRequest(anna.token, want=want, rank=0, limit_s=5.0, waited_s=waited_s)))
+        return service.pending_waits()
+
+    assert pending(3.0) == [PendingWait(1, {0: 3.0}, 5.0)] * 2
+    now[0] = 4.0
+    assert service.pending_waits() == [PendingWait(1, {0: 7.0}, 5.0)] * 2
+    asyncio.run(service.handle(messages.KvRequest(ben.token, put=(("a/1", b"part"),))))
+    assert pending(7.0) == [PendingWait(1, {0: 7.0}, 5.0)]
+    now[0] = 4.0 + WAIT_EXPIRES_S
+    assert service.pending_waits() == []
 
 
 def test_a_home_waits_in_nobody_elses_name(opened: list[Any]) -> None:

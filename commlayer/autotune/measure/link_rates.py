@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from commlayer.errors import DeadlineExceeded
 from commlayer.transport.protocol import SERVER_BASE, peer_name
@@ -50,19 +50,7 @@ class ChunkArrival(NamedTuple):
     at_s: float
 
 
-class ProbeNetwork(Protocol):
-    """The interface through which chunks are sent."""
-
-    def ask(self, server: int, way: int, nbytes: int) -> None:
-        """Sends this many bytes to the server (UP), or requests them from it (DOWN)."""
-
-    def next(self, patience_s: float) -> ChunkArrival:
-        """Waits for the next completed chunk, or raises its error."""
-
-    def now(self) -> float: ...
-
-
-def round_trip(network: ProbeNetwork, server: int, patience_s: float) -> float:
+def round_trip(network: RequestNetwork, server: int, patience_s: float) -> float:
     """The shortest round trip in seconds, without other traffic of the probe."""
     times_s = [_ping(network, server, patience_s)]
     while len(times_s) < PINGS:
@@ -74,7 +62,7 @@ def round_trip(network: ProbeNetwork, server: int, patience_s: float) -> float:
 
 
 def rate(
-    network: ProbeNetwork, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
+    network: RequestNetwork, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
     *, expected_bps: float = 0.0,
 ) -> float:
     """Bits per second in one direction (UP or DOWN). Takes about `budget_s`, plus the time of chunks in flight."""
@@ -83,7 +71,7 @@ def rate(
     return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
 
 
-def _ping(network: ProbeNetwork, server: int, patience_s: float) -> float:
+def _ping(network: RequestNetwork, server: int, patience_s: float) -> float:
     begin = network.now()
     network.ask(server, UP, 1)
     network.next(patience_s)
@@ -102,7 +90,7 @@ class _Way:
         """Index of the first recent arrival."""
         self._recent_nbytes = 0
 
-    def run(self, network: ProbeNetwork, budget_s: float, patience_s: float) -> float:
+    def run(self, network: RequestNetwork, budget_s: float, patience_s: float) -> float:
         until = network.now() + budget_s
         while True:
             now = network.now()
@@ -112,7 +100,7 @@ class _Way:
                 return self._rate_bps(STRETCH * budget_s)
             self._arrived(network.next(patience_s))
 
-    def _fill(self, network: ProbeNetwork, now: float) -> None:
+    def _fill(self, network: RequestNetwork, now: float) -> None:
         """Keeps twice the recently completed bytes in flight, which grows faster than TCP windows."""
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
@@ -148,7 +136,8 @@ class _Way:
 
 
 class RequestNetwork:
-    """A Network over real servers. `ask(server, up bytes, down bytes, done)` calls done(error or None) from any thread."""
+    """Sends chunks to servers and requests chunks from them. `ask(server, up bytes, down bytes, done)` calls done(error or
+    None) from any thread."""
 
     def __init__(self, ask: Callable[[int, int, int, Callable[[Exception | None], None]], None]) -> None:
         self._ask = ask
@@ -156,6 +145,8 @@ class RequestNetwork:
         self._arrived: queue.SimpleQueue[tuple[ChunkArrival, Exception | None]] = queue.SimpleQueue()
 
     def ask(self, server: int, way: int, nbytes: int) -> None:
+        """Sends this many bytes to the server (UP), or requests them from it (DOWN)."""
+
         def done(error: Exception | None) -> None:
             self._arrived.put((ChunkArrival(server, way, nbytes, time.perf_counter()), error))
 
@@ -163,6 +154,7 @@ class RequestNetwork:
         self._ask(server, *((1, nbytes) if way == DOWN else (nbytes, 1)), done)
 
     def next(self, patience_s: float) -> ChunkArrival:
+        """Waits for the next completed chunk, or raises its error."""
         try:
             arrival, error = self._arrived.get(timeout=patience_s)
         except queue.Empty:
