@@ -150,6 +150,7 @@ MISTAKES = [
     ("tune digits --trials 0", "E-CLI-OPTION", "--trials 0: "), ("tune digits --budget 0", "E-CLI-OPTION", "--budget 0: "),
     ("tune digits --budget 2", "E-CLI-OPTION", "--budget 2: "), ("tune digits --budget 0%", "E-CLI-OPTION", "--budget 0%: "),
     ("tune digits --ratio 5", "E-CLI-OPTION", "--ratio '5': "),
+    ("tune digits --method guess", "E-CLI-OPTION", "--method 'guess': "),
     ("tune digits --ratio 0.1:0.01", "E-TUNE-ARGUMENT", "ratio: got 0.1 to 0.01"),
     ("tune digits --batches 64,x", "E-CLI-OPTION", "--batches '64,x': "),
     ("tune digits --local-steps 1,0", "E-CLI-OPTION", "--local-steps '1,0': "),
