@@ -37,6 +37,29 @@ from commlayer.optim.pieces import Group, step_piece, values_of
 log = logging.getLogger("commlayer")
 
 
+class PendingStep(PartialStep):
+    """A step whose averages are taken while the next forward pass runs, and what has become of its updates."""
+
+    def __init__(
+        self, loop: StepLoop, tensors: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(loop.worker, tensors, parameters, loop.deadline_s)
+        self.buffers = buffers
+        self.later: dict[int, Group] = {}
+        """Numbers of parameters that are not updated yet, with the hyperparameters of the optimizer step that will update them.
+        """
+        self.held: list[int] = []
+        """Numbers of parameters that the running optimizer step must skip, because their averages have not arrived."""
+        self.stepped: set[int] = set()
+        self.gone: set[int] = set()
+        """Numbers of parameters whose averages were discarded before an optimizer step."""
+        self.passed_over = False
+        """Whether some averages were not applied because they are not finite."""
+        self.after: list[Callable[[], None]] = []
+        """Actions that were postponed to the end of the step."""
+
+
 class ForwardOverlap:
     """Overlaps the exchanges of one attached module with its next forward pass. At most one step's exchange is running."""
 
@@ -53,20 +76,8 @@ class ForwardOverlap:
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._optimizer, self._scaler, self._loop, self._written, self._clips = optimizer, scaler, loop, written, clips
         self._lock = threading.RLock()
-        self._out: PartialStep | None = None
-        self._buffers: Sequence[torch.Tensor] = ()
-        self._later: dict[int, Group] = {}
-        """Numbers of parameters that are not updated yet, with the hyperparameters of the optimizer step that will update them.
-        """
-        self._held: list[int] = []
-        """Numbers of parameters that the running optimizer step must skip, because their averages have not arrived."""
+        self._out: PendingStep | None = None
         self._stepping = self._unobserved = self._shared = False
-        self._stepped: set[int] = set()
-        self._gone: set[int] = set()
-        """Numbers of parameters whose averages were discarded before an optimizer step."""
-        self._passed_over = False
-        """Whether some averages of this step were not applied because they are not finite."""
-        self._after: list[Callable[[], None]] = []
         self._said: set[str] = set()
         self._error: CommError | None = None
         self._seen: set[int] = set()
@@ -123,8 +134,7 @@ class ForwardOverlap:
             # Buffers go as detached aliases, which are not deferred: the exchange reads and writes them.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
-            self._out = PartialStep(self._loop.worker, tensors, self._parameters, self._loop.deadline_s)
-            self._buffers = buffers
+            self._out = PendingStep(self._loop, tensors, self._parameters, buffers)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = mark.fresh()
             for number, buffer in enumerate(buffers, len(self._parameters)):
@@ -138,20 +148,20 @@ class ForwardOverlap:
         if optimizer is not self._optimizer:
             return
         with self._lock:
-            self._stepping, self._held = True, []
+            self._stepping = True
             try:
-                self._hold(args, kwargs)
+                if self._out is not None:
+                    self._hold(self._out, args, kwargs)
             except BaseException:
                 self._stepping = False  # the step will not run
                 raise
             undefer_state(self._optimizer)
 
-    def _hold(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _hold(self, out: PendingStep, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Writes the averages that have arrived, and makes the optimizer skip all other parameters."""
-        if (out := self._out) is None:
-            return
+        out.held = []
         closure = closure_of(args, kwargs)
-        if self._later or self._clips or closure is not None or hooked_by_script(self._optimizer):
+        if out.later or self._clips or closure is not None or hooked_by_script(self._optimizer):
             self._take(out, out.wait_all)
             self._keep_from_step(out)
             return
@@ -162,10 +172,10 @@ class ForwardOverlap:
         if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
             self._take(out, partial(out.wait, zeroed))
         # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
-        self._gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
+        out.gone -= {number for number, (p, mark) in numbered if p.grad is not None and not mark.zeroed}
         for number, (p, mark) in numbered:
             if p.grad is mark:
-                self._held.append(number)
+                out.held.append(number)
                 p.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -173,17 +183,17 @@ class ForwardOverlap:
             return
         with self._lock:
             self._stepping = False
-            if self._out is None:
+            if (out := self._out) is None:
                 return
-            withheld, self._held = set(self._held), []
-            self._stepped.update(number for number, p in enumerate(self._parameters)
-                                 if number not in withheld and number not in self._gone and p.grad is not None)
+            withheld, out.held = set(out.held), []
+            out.stepped.update(number for number, p in enumerate(self._parameters)
+                               if number not in withheld and number not in out.gone and p.grad is not None)
             exposed = []
             for group in optimizer.param_groups:
                 numbers = withheld.intersection(self._numbers.get(id(p), -1) for p in group["params"])
                 values = values_of(group) if numbers else {}
                 for number in sorted(numbers):
-                    self._later[number] = values
+                    out.later[number] = values
                     self._parameters[number].grad = self._marks[number]
                     if weight_held(self._parameters[number]) or not defer(
                             self._parameters[number], partial(self._need, (number,))):
@@ -192,7 +202,7 @@ class ForwardOverlap:
                 exposed += sorted(withheld - self._seen)
             self._whole_called = False
             self._need(exposed)
-            if self._later:
+            if out.later:
                 defer_state(self._optimizer, self._finish_updates)
 
     # ---- the forward pass
@@ -214,14 +224,15 @@ class ForwardOverlap:
                 return
             out = self._out
             # A result that arrived before an error has been written but not applied. Waiting for it raises that error.
-            wanted = [n for n in numbers if n in self._later or (n >= len(self._parameters) and not out.complete(n))]
+            wanted = [n for n in numbers if n in out.later or (n >= len(self._parameters) and not out.complete(n))]
             if wanted:
                 self._take(out, partial(out.wait, wanted))
             self._end_if_over()
 
     def _finish_updates(self) -> None:
         """Waits until all weights and buffers contain the last step's updates."""
-        self._need([*self._later, *range(len(self._parameters), len(self._parameters) + len(self._buffers))])
+        if (out := self._out) is not None:
+            self._need([*out.later, *range(len(self._parameters), len(out.averages))])
 
     # ---- the end of a step
 
@@ -262,39 +273,29 @@ class ForwardOverlap:
         gradient = p.grad if mark.value is None else mark.value
         return torch.zeros_like(p) if gradient is None or gradient is mark else gradient
 
-
     def _end_if_over(self) -> None:
         if self._out is not None and self._out.over and not self._stepping:
             self._end(self._out)
 
-    def _end(self, out: PartialStep) -> None:
+    def _end(self, out: PendingStep) -> None:
         worker = self._loop.worker
         with torch.inference_mode(mode=False):
             out.end()
-        self._loop.judged(worker, dropped=self._passed_over)
-        worker.mark_applied(self._stepped - self._gone)
-        for number in self._gone:
+        self._loop.judged(worker, dropped=out.passed_over)
+        worker.mark_applied(out.stepped - out.gone)
+        for number in out.gone:
             worker.mark_discarded(number)
-        self._loop.written(self._stepped | self._gone)
+        self._loop.written(out.stepped | out.gone)
         self._forget()
         self._unobserved = True
         self._written()
-        self._act()
-
-    def _act(self) -> None:
-        """Runs the actions that were postponed to the end of the step."""
-        after, self._after = self._after, []
-        for act in after:
+        for act in out.after:
             act()
 
     def _forget(self) -> None:
         undefer_state(self._optimizer)
         self._marks.let_go()
         self._out = None
-        self._later.clear()
-        self._stepped.clear()
-        self._gone.clear()
-        self._passed_over = False
 
     def then(self, act: Callable[[], None]) -> None:
         """Calls `act` when the running step has ended, or at once if no step is running."""
@@ -302,11 +303,11 @@ class ForwardOverlap:
             if self._out is None:
                 act()
             else:
-                self._after.append(act)
+                self._out.after.append(act)
 
     # ---- results that have arrived
 
-    def _take(self, out: PartialStep, come: Callable[[], Sequence[int]]) -> None:
+    def _take(self, out: PendingStep, come: Callable[[], Sequence[int]]) -> None:
         try:
             with torch.inference_mode(mode=False):  # the caller may be an evaluation
                 numbers = come()
@@ -314,59 +315,59 @@ class ForwardOverlap:
             self._abandon(out)
             raise
         except CommError as error:
-            self._say(error)
+            self._say(out, error)
             raise
         due: dict[int, torch.Tensor] = {}
         for number in numbers:
             if number >= len(self._parameters):
-                undefer(self._buffers[number - len(self._parameters)])
-            elif number in self._later and number in out.not_finite:
-                self._pass_over(number)
-            elif number in self._later and (average := out.averages[number]) is not None:
+                undefer(out.buffers[number - len(self._parameters)])
+            elif number in out.later and number in out.not_finite:
+                self._pass_over(out, number)
+            elif number in out.later and (average := out.averages[number]) is not None:
                 due[number] = average
             else:
                 self._put(out, number)
         if due:
             self._apply(out, due)
 
-    def _put(self, out: PartialStep, number: int) -> None:
+    def _put(self, out: PendingStep, number: int) -> None:
         """Handles a result whose update is not pending: writes the average, if there is one, into `.grad`."""
         p, mark, average = self._parameters[number], self._marks[number], out.averages[number]
-        if self._later.pop(number, None) is not None:
+        if out.later.pop(number, None) is not None:
             undefer(p)
-            self._stepped.add(number)
+            out.stepped.add(number)
         elif p.grad is not mark or mark.zeroed:
-            self._gone.add(number)
+            out.gone.add(number)
         if p.grad is mark:
             p.grad = average.zero_() if mark.zeroed and average is not None else average
         self._marks.became(number, average)
 
-    def _pass_over(self, number: int) -> None:
+    def _pass_over(self, out: PendingStep, number: int) -> None:
         """Drops an update whose average is not finite, when the optimizer's step has already run."""
         p, mark = self._parameters[number], self._marks[number]
-        del self._later[number]
+        del out.later[number]
         undefer(p)
-        self._gone.add(number)
-        self._passed_over = True
+        out.gone.add(number)
+        out.passed_over = True
         if p.grad is mark:
             p.grad = None
         self._marks.became(number, None)
 
-    def _keep_from_step(self, out: PartialStep) -> None:
+    def _keep_from_step(self, out: PendingStep) -> None:
         """Removes averages that have arrived and are not finite, before the optimizer's step."""
         for number in out.not_finite:
             p = self._parameters[number]
             if p.grad is not None and p.grad is out.averages[number]:
                 p.grad = None
-                self._gone.add(number)
-                self._passed_over = True
+                out.gone.add(number)
+                out.passed_over = True
 
-    def _apply(self, out: PartialStep, averages: Mapping[int, torch.Tensor]) -> None:
+    def _apply(self, out: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
         """Applies the updates of these parameters, which the optimizer's step has left pending."""
         groups: dict[int, Group] = {}
         previous = {}
         for number, average in sorted(averages.items()):
-            p, values = self._parameters[number], self._later[number]
+            p, values = self._parameters[number], out.later[number]
             undefer(p)
             previous[number], p.grad = p.grad, average
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
@@ -382,13 +383,13 @@ class ForwardOverlap:
             p, mark, average = self._parameters[number], self._marks[number], averages[number]
             p.grad = grad if grad is not mark else average.zero_() if mark.zeroed else average
             self._marks.became(number, average)
-            del self._later[number]
-        self._stepped.update(averages)
+            del out.later[number]
+        out.stepped.update(averages)
         out.worker.mark_applied_early(averages)
 
     # ---- failure and end
 
-    def _abandon(self, out: PartialStep) -> None:
+    def _abandon(self, out: PendingStep) -> None:
         """Abandons the step: `.grad` contains this rank's own gradients again, and no update has been applied."""
         for number, (p, mark) in enumerate(zip(self._parameters, self._marks, strict=True)):
             undefer(p)
@@ -396,18 +397,19 @@ class ForwardOverlap:
             if p.grad is mark:
                 p.grad = own.zero_() if mark.zeroed and own is not None else own
             self._marks.became(number, own)
-        for buffer in self._buffers:
+        for buffer in out.buffers:
             undefer(buffer)
         self._forget()
-        self._act()
+        for act in out.after:
+            act()
 
-    def _say(self, error: CommError) -> None:
+    def _say(self, out: PendingStep, error: CommError) -> None:
         """Adds to an error how many parameters the failed step has updated. Changes each error once."""
-        if self._later and self._out is not None and error is not self._error:
+        if out.later and error is not self._error:
             self._error = error
-            done, total = len(self._stepped), len(self._stepped) + len(self._later)
-            error.what += (f"; step {self._out.step} updated {done} of {total} parameters: resume from a checkpoint" if done
-                           else f"; step {self._out.step} updated no parameter")
+            done, total = len(out.stepped), len(out.stepped) + len(out.later)
+            error.what += (f"; step {out.step} updated {done} of {total} parameters: resume from a checkpoint" if done
+                           else f"; step {out.step} updated no parameter")
 
     def detach(self) -> None:
         """Removes the hooks. The running step can still be completed."""
@@ -421,9 +423,9 @@ class ForwardOverlap:
         with self._lock:
             if (out := self._out) is None:
                 return
-            if self._later:
+            if out.later:
                 log.warning("step %d: the averages for %d parameters did not arrive before the connection closed, so these "
-                            "parameters are not updated", out.step, len(self._later))
+                            "parameters are not updated", out.step, len(out.later))
             self._abandon(out)
             for p, mark in zip(self._parameters, self._marks, strict=True):
                 p.grad = None if p.grad is mark else p.grad
