@@ -70,10 +70,10 @@ class ExchangeSchedule(EpochListener):
             return False
         cleared = adds and self._accumulates and self._cleared()
         if cleared:
-            local.take_back()
+            local.unpaid.take_back()
         if not self._accumulates or (cleared and not self._guard.inside):
             self._count(local)
-        local.pay(scale)
+        local.unpaid.pay(scale)
         self._noted = self._versions()
         return True
 
@@ -88,7 +88,7 @@ class ExchangeSchedule(EpochListener):
             return False
         if counts:
             self._count(local)
-            local.pay()
+            local.unpaid.pay()
             self._noted = self._versions()  # a closure may clear them
         elif self._counted:  # otherwise its gradients are averages of the previous plan
             local.begin()
@@ -126,7 +126,7 @@ class ExchangeSchedule(EpochListener):
         if not self._accumulates:
             self.catch_up()
         elif self.local.due and self._skipped():
-            self.local.take_back()
+            self.local.unpaid.take_back()
             self.catch_up()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
             self._noted = self._versions()  # clipped or unscaled, not cleared
@@ -174,7 +174,7 @@ class ExchangeSchedule(EpochListener):
         if not plan.steps_locally:
             if connection.local is not None:
                 units.weigh(*connection.local.weights.now)
-                owe(connection.worker, connection.local.unpaid)
+                owe(connection.worker, connection.local.unpaid.slices)
                 connection.local = None
                 self._lengths.rest()
                 self._unhook()
@@ -184,7 +184,7 @@ class ExchangeSchedule(EpochListener):
             weights = StepWeights(units.weight, units.total if units.weight_known else None)
             connection.local = OuterSteps(self._parameters, plan.local_steps, self._outer, weights, regroup=self._regroup,
                                           hold=connection.members.invites, merged=self._merged)
-            connection.local.owe(connection.worker.unpaid)
+            connection.local.unpaid.owe(connection.worker.unpaid)
             self._counted = False
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)

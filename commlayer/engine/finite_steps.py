@@ -118,7 +118,7 @@ class FiniteSteps:
         for number in mine:
             self._parameters[number].grad = None
         if local is not None:
-            local.take_back(mine)
+            local.unpaid.take_back(mine)
         connection = self._connection
         self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)

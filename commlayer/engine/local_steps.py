@@ -88,6 +88,61 @@ class StepWeights:
         self._sum = [0.0, 0.0, 0.0, 0.0] if kept is None else kept.tolist()
 
 
+class UnpaidResiduals:
+    """Residuals of a plan that averaged gradients, which are added to this rank's next gradients."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._owed: dict[int, torch.Tensor] = {}
+        """Maps a tensor number to this rank's residual of gradients, which will be added to its next gradient."""
+        self._paid: dict[int, torch.Tensor] = {}
+        """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
+
+    def owe(self, debts: Sequence[ResidualSlice]) -> None:
+        """Receives the residuals of a plan that averaged gradients."""
+        for number, p in enumerate(self._parameters):
+            elements = [Slice(number, 0, p.numel())]
+            if (owed := residual_on(debts, elements)) is not None:
+                self._owed[number] = torch.from_numpy(owed).view(p.shape).to(p.device)
+
+    @property
+    def slices(self) -> list[ResidualSlice]:
+        """Residuals that are still to be applied, because so far their gradients were missing, sparse, not finite or cleared.
+        """
+        return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
+
+    def pay(self, scale: float = 1.0) -> None:
+        """Adds the pending residuals to gradients that are about to be applied. `scale`: loss scale of these gradients."""
+        grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
+        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
+            for number, grad in grads.items():
+                self._paid[number] = owed = self._owed.pop(number)
+                grad.detach().add_(owed.to(grad.dtype), alpha=scale)
+
+    def take_back(self, numbers: Iterable[int] | None = None) -> None:
+        """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
+        `numbers`: only these parameters; None: all."""
+        for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
+            self._owed[number] = self._paid.pop(number)
+
+    def applied(self) -> None:
+        """Records that the optimizer has applied the gradients to which residuals were added."""
+        self._paid.clear()
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        return {f"local.residual.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
+                      if (name := f"local.residual.{number}") in tensors}
+
+
+class _Schedule(NamedTuple):
+    every: int
+    fragments: int
+    overlap: bool
+
+
 class _Sent(NamedTuple):
     """A running exchange of one fragment. The keys of its maps are tensor numbers."""
 
@@ -121,8 +176,7 @@ class OuterSteps:
         has no others. `hold` returns whether new members wait and this rank must withhold its part of an exchange.
         """
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
-        self._merged = merged
-        self._matched = outer.matched
+        self._merged, self._outer = merged, outer
         self.go(every, fragments=fragments, overlap=overlap, lengths=lengths)
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
@@ -133,17 +187,13 @@ class OuterSteps:
         right after an exchange."""
         self.apart = False
         """Whether weights might differ between ranks."""
-        self._outer = outer
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
         """The outer optimizer's momentum for each parameter; None entries if it has none."""
         self._fragment = 0
         self._sent: _Sent | None = None
         self._idle = 0
         """Number of coming exchanges to which this rank contributes nothing, because it has just joined."""
-        self._owed: dict[int, torch.Tensor] = {}
-        """Maps a tensor number to this rank's residual of gradients, which will be added to its next gradient."""
-        self._paid: dict[int, torch.Tensor] = {}
-        """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
+        self.unpaid = UnpaidResiduals(parameters)
         self.recorder = Recorder()
         """Records steps that have no exchange; the worker's recorder records exchanges."""
         self._rooms: dict[int, torch.Tensor] = {}
@@ -153,45 +203,21 @@ class OuterSteps:
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
-        self.every, self._fragments, self._overlap = every, fragments, overlap
-        self._lengths = lengths if self._matched else None
+        self._schedule, self._lengths = _Schedule(every, fragments, overlap), lengths if self._outer.matched else None
+
+    @property
+    def every(self) -> int:
+        return self._schedule.every
 
     @property
     def tells(self) -> bool:
         """Whether ranks exchange the norms of their changes. The same on all ranks."""
         return self._lengths is not None
 
-    def owe(self, debts: Sequence[ResidualSlice]) -> None:
-        """Receives the residuals of a plan that averaged gradients. They will be added to this rank's next gradients."""
-        for number, p in enumerate(self._parameters):
-            elements = [Slice(number, 0, p.numel())]
-            if (owed := residual_on(debts, elements)) is not None:
-                self._owed[number] = torch.from_numpy(owed).view(p.shape).to(p.device)
-
-    @property
-    def unpaid(self) -> list[ResidualSlice]:
-        """Residuals that are still to be applied, because so far their gradients were missing, sparse, not finite or cleared.
-        """
-        return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
-
-    def pay(self, scale: float = 1.0) -> None:
-        """Adds the pending residuals to gradients that are about to be applied. `scale`: loss scale of these gradients."""
-        grads = {n: grad for n in self._owed if (grad := self._parameters[n].grad) is not None and not grad.is_sparse}
-        if all(bool(grad.isfinite().all()) for grad in grads.values()):  # otherwise the optimizer step will be skipped
-            for number, grad in grads.items():
-                self._paid[number] = owed = self._owed.pop(number)
-                grad.detach().add_(owed.to(grad.dtype), alpha=scale)
-
-    def take_back(self, numbers: Iterable[int] | None = None) -> None:
-        """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
-        `numbers`: only these parameters; None: all."""
-        for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
-            self._owed[number] = self._paid.pop(number)
-
     def count(self) -> None:
         """Counts a step, before its optimizer step. Residuals that were added to the gradients of the previous step count as
         applied."""
-        self._paid.clear()
+        self.unpaid.applied()
         self.recorder.mark("backward")
         self.recorder.next()
         self.begin()
@@ -209,7 +235,7 @@ class OuterSteps:
 
     @property
     def due(self) -> bool:
-        return self.taken >= self.every // self._fragments
+        return self.taken >= self.every // self._schedule.fragments
 
     @property
     def behind(self) -> int:
@@ -225,7 +251,7 @@ class OuterSteps:
     @property
     def shifted(self) -> bool:
         """Whether the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
-        return self._overlap or self._fragments > 1
+        return self._schedule.overlap or self._schedule.fragments > 1
 
     @property
     def under_way(self) -> bool:
@@ -237,15 +263,15 @@ class OuterSteps:
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
         """Runs one fragment; all ranks call it. Afterwards the merged elements are the same on all ranks, apart from steps that
         were made after the exchange began."""
-        if self._idle and self._overlap:
+        if self._idle and self._schedule.overlap:
             self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         sent = self._begin(worker, buffers)
-        if not self._overlap:
+        if not self._schedule.overlap:
             self._merge(worker, buffers, sent, deadline_s)
         # A rank whose scaler skipped the due step exchanges later and may have counted further steps: keep them.
-        self.taken = max(0, self.taken - self.every // self._fragments)
+        self.taken = max(0, self.taken - self.every // self._schedule.fragments)
         self.apart = self.shifted
         self.recorder.restart()
 
@@ -255,7 +281,7 @@ class OuterSteps:
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._go_on(number, given.get(f"local.velocity.{number}"))
-        self.taken, self._idle = self.every - 1, 1 + self._overlap
+        self.taken, self._idle = self.every - 1, 1 + self._schedule.overlap
         sent, since = given["local.behind"].tolist()
         self._steps = sent, since - 1  # this rank's first step is the last of these
 
@@ -279,7 +305,7 @@ class OuterSteps:
         Returns whether there were any remaining steps."""
         worker = self.settle(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
-        for _ in range(self._fragments if was_apart else 0):
+        for _ in range(self._schedule.fragments if was_apart else 0):
             worker = self._at_once(worker, buffers, deadline_s)
         return was_apart
 
@@ -290,7 +316,7 @@ class OuterSteps:
         if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
             worker.units.weigh(*self.weights.take())
-            if self._idle != 1 + self._overlap:  # otherwise the other ranks began it before this rank joined
+            if self._idle != 1 + self._schedule.overlap:  # otherwise the other ranks began it before this rank joined
                 self._steps = self._steps[1], 0
         if self._idle:
             worker.units.weigh(0.0, None)
@@ -310,10 +336,10 @@ class OuterSteps:
                     torch.sub(start, end, out=part)
             else:
                 change.copy_(values)
-            if self._overlap:
+            if self._schedule.overlap:
                 ends[n] = [part.clone() for part in ends_now]
         self._sent = sent = _Sent(self._fragment, ranges, changes, ends, held=self._hold())
-        self._fragment = (self._fragment + 1) % self._fragments
+        self._fragment = (self._fragment + 1) % self._schedule.fragments
         with self._whole(sent):
             if not sent.held:
                 self._send(worker, sent, len(tensors))
@@ -325,13 +351,13 @@ class OuterSteps:
         try:
             yield
         except BaseException:
-            if not self._overlap:
+            if not self._schedule.overlap:
                 self._put_back(sent)
             raise
 
     def _own(self, number: int) -> bool:
         """Whether the parameter's own memory contains its change, and then the mean, until the merge."""
-        if self._overlap or number >= len(self.starts):
+        if self._schedule.overlap or number >= len(self.starts):
             return False
         p = self._parameters[number]
         return p.is_contiguous() and p.dtype == self.starts[number].dtype
@@ -354,7 +380,7 @@ class OuterSteps:
 
     def _send(self, worker: Worker, sent: _Sent, tensors: int) -> None:
         worker.send(sent.changes, sent.fragment)
-        if sent.fragment == self._fragments - 1:
+        if sent.fragment == self._schedule.fragments - 1:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
@@ -391,7 +417,7 @@ class OuterSteps:
                 tensors[n].copy_(values)
         self._sound.append(finite)
         self._sent = None
-        if sent.fragment == self._fragments - 1:
+        if sent.fragment == self._schedule.fragments - 1:
             worker.end(finite=all(self._sound))
             for fragment, sound in enumerate(self._sound):
                 if sound:
@@ -441,7 +467,7 @@ class OuterSteps:
         no model file contains them."""
         tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                    "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
-        tensors |= {f"local.residual.{number}": owed.cpu().clone() for number, owed in self._owed.items()}
+        tensors |= self.unpaid.snapshot()
         for number, start in enumerate(self.starts):
             tensors[f"local.start.{number}"] = start.detach().cpu().clone()
             if (velocity := self._velocity[number]) is not None:
@@ -453,8 +479,7 @@ class OuterSteps:
         self.apart = bool(tensors.get("local.apart", self.taken > 0))
         self._steps = 0, self.taken
         self.weights.restore(tensors.get("local.weights"))
-        self._owed = {number: tensors[name].clone().to(p.device) for number, p in enumerate(self._parameters)
-                      if (name := f"local.residual.{number}") in tensors}
+        self.unpaid.restore(tensors)
         for number, start in enumerate(self.starts):
             start.copy_(tensors[f"local.start.{number}"])
             self._go_on(number, tensors.get(f"local.velocity.{number}"))

@@ -15,6 +15,7 @@ optimizer state, which scripts often load after attach().
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import time
@@ -83,6 +84,20 @@ def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
     return {at: ranks for at, ranks in differing.items() if ranks}
 
 
+@dataclasses.dataclass
+class _Round:
+    """What has happened since the last row was sent."""
+
+    began: float
+    place: int = 0
+    """Number of steps so far."""
+    cost_s: float = 0.0
+    steps: int = 0
+    """Number of optimizer steps."""
+    places: int = 0
+    """A checksum of the exchanges that these steps followed."""
+
+
 class ParameterDrift:
     """Compares parameters between ranks. All ranks call it when their parameters must be equal: after a step's exchange, before
     the optimizer's step."""
@@ -111,13 +126,10 @@ class ParameterDrift:
         step."""
         self._digests = Digests(self._tensors)
         self._compared = self._compared and self._connection.local is not None
-        self._span, self._place = self._fixed or (LEAST if self._connection.local is None else 1), 0
-        self._began = time.perf_counter()
-        self._cost_s = 0.0
+        self._span = self._fixed or (LEAST if self._connection.local is None else 1)
+        self._round = _Round(time.perf_counter())
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
-        self._steps, self._places = 0, 0
-        """Number of optimizer steps in this round, and a checksum of the exchanges that these steps followed."""
         self._apart = self._unlike = False
         """Two flags about the last round: whether optimizer steps differed between ranks, and whether settings did."""
 
@@ -141,7 +153,7 @@ class ParameterDrift:
         """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = [*tensors]
-            self._pieces, self._digests, self._place = pieces(self._tensors), Digests(self._tensors), 0
+            self._pieces, self._digests, self._round.place = pieces(self._tensors), Digests(self._tensors), 0
 
     def __call__(self) -> None:
         if not self._compared:
@@ -150,29 +162,29 @@ class ParameterDrift:
         begin = time.perf_counter()
         if self._rows.under_way:
             self._hear()
-        low, high = (len(self._pieces) * place // self._span for place in (self._place, self._place + 1))
+        place = self._round.place
+        low, high = (len(self._pieces) * at // self._span for at in (place, place + 1))
         for piece in self._pieces[low:high]:
             self._digests.add(piece)
-        self._place += 1
-        if self._place == self._span:
+        self._round.place += 1
+        if self._round.place == self._span:
             self._tell()
-        self._cost_s += time.perf_counter() - begin
+        self._round.cost_s += time.perf_counter() - begin
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Under local steps, a scaler may skip a step on one rank only.
         if self._connection.local is None and self._held.by(optimizer):
             self._optimizer = self._optimizer or optimizer
-            self._steps += 1
-            self._places = zlib.crc32(self._place.to_bytes(4, "little"), self._places)
+            self._round.steps += 1
+            self._round.places = zlib.crc32(self._round.place.to_bytes(4, "little"), self._round.places)
 
     def _tell(self) -> None:
-        now = time.perf_counter()
-        self._costs_s.append(self._cost_s)
-        cost_s, step_s = min(self._costs_s), (now - self._began) / self._span  # other load on the machine only adds time
-        row = (float(self._digests.by_sums), cost_s, step_s, float(self._steps), float(self._places),
+        now, ended = time.perf_counter(), self._round
+        self._costs_s.append(ended.cost_s)
+        cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
+        row = (float(self._digests.by_sums), cost_s, step_s, float(ended.steps), float(ended.places),
                float(digest(self._settings())), *map(float, self._digests.take()))
-        self._began, self._cost_s, self._place = now, 0.0, 0
-        self._steps = self._places = 0
+        self._round = _Round(now)
         try:
             self._rows.start(*row)
         except CommError as error:

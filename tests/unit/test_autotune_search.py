@@ -163,9 +163,8 @@ def test_what_the_planner_may_do_is_what_the_script_allows() -> None:
 
 def test_auto_chooses_fragments_only_where_no_member_may_leave_and_the_script_has_not_chosen() -> None:
     connection = FakeJob()
-    members: Any = object()
-    for sync, present, allowed in ((None, None, True), (LocalSteps(4, fragments=2), None, False), (None, members, False)):
-        connection.terms.requested, connection.members = requested_modes(sync), present
+    for sync, elastic, allowed in ((None, False, True), (LocalSteps(4, fragments=2), False, False), (None, True, False)):
+        connection.terms.requested, connection.members.elastic = requested_modes(sync), elastic
         assert plan_limits.limits_of(connection).policy.fragments is allowed
 
 
