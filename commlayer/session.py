@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commlayer.config import Config, read_config
 from commlayer.engine import checkpoint
 from commlayer.engine.averages import Clipping, checked, clipping
-from commlayer.engine.connection import DistributedJob, between_steps
+from commlayer.engine.connection import DistributedJob
 from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of, refuse_steps_in_backward
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver, SoloDriver
@@ -175,13 +175,14 @@ class Session:
             return True
         directory, context = Path(directory), self._driver.connection
         try:
-            with between_steps(context) as (groups, rank, world):
-                found = checkpoint.find(groups, rank, world, directory)
-                if found is None:
-                    if rank == 0:
-                        log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
-                    return False
-                local = checkpoint.load_training(groups, rank, found, self._replica, extra)
+            if isinstance(context, DistributedJob):
+                context.complete()
+            found = checkpoint.find(context.groups, context.rank, context.world, directory)
+            if found is None:
+                if context.rank == 0:
+                    log.warning("resume(): there is no checkpoint in %s yet: training starts from the beginning", directory)
+                return False
+            local = checkpoint.load_training(context.groups, context.rank, found, self._replica, extra)
         except (CommError, EpochChanged) as error:
             raise checkpoint.not_loaded(context, directory, error) from None
         self._resumed = found.mark.step

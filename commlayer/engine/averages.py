@@ -51,13 +51,10 @@ class AverageUse:
     """Observes how the script uses the averages in the gradients of one model's parameters."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], optimizer: Any, cleared: Callable[[int], None],
-        applied: Callable[[Collection[int]], None], anything: Callable[[int], bool], held: HeldParameters | None = None,
+        self, parameters: Sequence[nn.Parameter], optimizer: Any, worker: Callable[[], Worker], held: HeldParameters,
     ) -> None:
-        """`cleared(number)` is called for a tensor whose average was discarded, `applied(numbers)` for tensors whose averages
-        an optimizer has applied. `anything(number)` returns whether a tensor's average had nonzero elements."""
-        self._parameters, self._cleared, self._applied, self._anything = parameters, cleared, applied, anything
-        self._held = held or HeldParameters(parameters)
+        """`worker` returns the current worker, to which the use of averages is reported."""
+        self._parameters, self._worker, self._held = parameters, worker, held
         self._open: dict[int, int] = {}
         """Tensors whose average has been neither applied nor discarded yet, with the version of `.grad` that contains the
         average."""
@@ -146,7 +143,7 @@ class AverageUse:
             elif times := grad._version - self._open[number]:
                 alike.setdefault(times, []).append(number)
         zeroed = [its for its in alike.values() if self._zeros(its)]
-        nonzero = [any(map(self._anything, its)) for its in zeroed]
+        nonzero = [any(map(self._worker().any_nonzero, its)) for its in zeroed]
         for its, certain in zip(zeroed, nonzero, strict=True):
             # An average that arrived as zeros proves nothing by itself.
             if certain or (any(nonzero) and len(zeroed) == len(alike)):
@@ -161,7 +158,7 @@ class AverageUse:
     def _report(self, number: int) -> None:
         del self._open[number]
         if number in self._known:
-            self._cleared(number)
+            self._worker().mark_discarded(number)
         elif not self._said:
             self._said = True
             log.warning("%s", NOBODY_STEPS)
@@ -177,7 +174,7 @@ class AverageUse:
                 del self._open[number]
             # A fused optimizer is also called for a step that the scaler skips, and detects that by itself.
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
-                self._applied(stepped)
+                self._worker().mark_applied(stepped)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
         """Registers an optimizer that is about to step. Returns the numbers of the parameters that it will update."""

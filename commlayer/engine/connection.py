@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
 
@@ -479,12 +479,3 @@ class DistributedJob(JobContext, WorkerListener):
         if not self._closed and os.getpid() == self._owner:
             super().close(reason)
             self.groups.close()
-
-
-@contextlib.contextmanager
-def between_steps(context: JobContext) -> Iterator[tuple[Groups | None, int, int]]:
-    """Context manager for collectives between two steps: completes pending exchanges, and gives the groups (None if there are
-    no other workers), this rank and the number of workers."""
-    if isinstance(context, DistributedJob):
-        context.complete()
-    yield context.groups, context.rank, context.world

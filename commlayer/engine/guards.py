@@ -31,15 +31,6 @@ REMEDY = "session.close(), then attach again"
 NAMED = 3
 """Largest number of parameters that one log line names."""
 
-_averaged: Any = WeakIdKeyDictionary()
-"""The parameters whose gradients some session of this process averages."""
-
-
-def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether a session of this process averages the parameter's gradients."""
-    return parameter in _averaged
-
-
 class AttachedModel:
     """The parameters of one session's model and optimizer, as of attach(). `check` runs in every step, so it makes only
     comparisons that take microseconds."""
@@ -51,7 +42,6 @@ class AttachedModel:
         self._model, self._optimizer = model, optimizer
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # keeps their ids from being reused
-        _averaged.update((p, None) for p in self._kept)
         self._stepped = [p for group in self._groups() for p in group]
         self._known = {id(p) for p in self._stepped}
         self._asked = False
@@ -106,11 +96,6 @@ class AttachedModel:
                                        "was added after attach() and belongs to no attached model: its gradient is not "
                                        f"averaged; call {REMEDY}, with a model that contains the parameter")
         self._look()
-
-    def remove(self) -> None:
-        for p in self._kept:
-            _averaged.pop(p, None)
-        self._kept.clear()
 
     def _marks(self) -> list[int]:
         """The ids of all parameters and submodules of the model's modules."""
@@ -168,6 +153,11 @@ _claims: Any = WeakIdKeyDictionary()
 """Maps a parameter to the session (a Claim) that averages its gradients."""
 
 
+def is_averaged(parameter: torch.Tensor) -> bool:
+    """Whether a session of this process averages the parameter's gradients."""
+    return (holder := _claims.get(parameter)) is not None and holder() is not None
+
+
 class Claim:
     """Reserves the parameters that one session averages, so that no other session averages them."""
 
@@ -175,8 +165,7 @@ class Claim:
         """Reserves the parameters. Raises ValueError and reserves none if another session averages one of them."""
         parameters = []
         for name, p in named:
-            holder = _claims.get(p)
-            if holder is not None and holder() is not None:
+            if is_averaged(p):
                 raise InvalidInput("E-ATTACHED-TWICE",
                                    f"{name or 'a parameter'} is attached already, by itself or inside a "
                                    "DistributedDataParallel module, so its gradient would be averaged twice: attach a "
@@ -309,7 +298,6 @@ class StepGuard:
 
     def remove(self) -> None:
         self._end()
-        self._attached.remove()
 
     @property
     def inside(self) -> bool:

@@ -57,9 +57,7 @@ class StepLoop(EpochListener):
         self._optimizer, self._scaler, self._schedule, self._guard = optimizer, scaler, schedule, guard
         self._compared, self._uneven, self._finite = compared, uneven, finite
         self._config, self.deadline_s = config, config.deadline_s
-        self._use = AverageUse(parameters, optimizer, lambda number: self.worker.mark_discarded(number),
-                               lambda numbers: self.worker.mark_applied(numbers),
-                               lambda number: self.worker.any_nonzero(number), finite.held)
+        self._use = AverageUse(parameters, optimizer, lambda: connection.worker, finite.held)
         connection.on_close.append(self._use.detach)
         connection.listen(self)
         self._decide()

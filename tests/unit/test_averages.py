@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from commlayer.engine.averages import AverageUse
+from commlayer.engine.optimizers import HeldParameters
 
 TENSORS = 3
 
@@ -22,8 +26,9 @@ class Script:
         self.applied: set[int] = set()
         self.sparse: set[int] = set()
         """Tensors of which no element was sent, so their averages are zeros."""
-        self.use = AverageUse(self.parameters, self.first if named else None, self.cleared.add, self.applied.update,
-                              lambda number: number not in self.sparse)
+        worker: Any = SimpleNamespace(mark_discarded=self.cleared.add, mark_applied=self.applied.update,
+                                      any_nonzero=lambda number: number not in self.sparse)
+        self.use = AverageUse(self.parameters, self.first if named else None, lambda: worker, HeldParameters(self.parameters))
 
     def run(self, actions: str) -> None:
         """Backward, then these actions."""
