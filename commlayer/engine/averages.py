@@ -58,8 +58,6 @@ class AverageUse:
         self._open: dict[int, int] = {}
         """Tensors whose average has been neither applied nor discarded yet, with the version of `.grad` that contains the
         average."""
-        self.touched: set[int] = set()
-        """Numbers of the tensors to which a backward pass has added a gradient since the last exchange."""
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: set[int] = set()
         """Numbers of the tensors that belong to a known optimizer, whose steps can be observed."""
@@ -77,7 +75,6 @@ class AverageUse:
     def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
         """Starts to observe the averages that a step has written into `.grad`. `keeps`: part of the exchange could be rolled
         back, so the use of the averages matters. `known`: numbers of tensors whose averages have already been applied."""
-        self.touched.clear()
         self._open.clear()
         if keeps != self.watching:
             self._watch() if keeps else self._look_away()
@@ -123,7 +120,6 @@ class AverageUse:
             self._report(number)
 
     def _added(self, number: int, _parameter: torch.Tensor) -> None:
-        self.touched.add(number)
         self._open.pop(number, None)
 
     def _gone(self, number: int) -> bool:

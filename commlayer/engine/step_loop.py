@@ -117,11 +117,6 @@ class StepLoop(EpochListener):
         else:
             self.connection.local.recorder.tensor(number)
 
-    def has_gradient(self, number: int) -> bool:
-        """Whether this backward pass has added to the parameter's gradient, according to the hooks; True if there are no hooks.
-        """
-        return not self._use.watching or number in self._use.touched
-
     def count_local(self, *, adds: bool = True) -> bool:
         """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns whether it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
