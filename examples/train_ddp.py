@@ -20,5 +20,5 @@ for step in range(1, 201):
     loss.backward()
     optimizer.step()
     if step % 50 == 0 and dist.get_rank() == 0:
-        print(f"step {step}: loss {loss.item():.3f}, {state.connection.metrics()['sent_nbytes'] / step:.0f} bytes sent a step")
-state.connection.close()
+        print(f"step {step}: loss {loss.item():.3f}, {state.session.metrics()['sent_nbytes'] / step:.0f} bytes sent a step")
+state.session.close()
