@@ -228,7 +228,7 @@ def test_collectives_of_scripts_go_on_without_a_home_that_has_left(opened: list[
         own = torch.tensor([1.0 + rank])
         for work in (lambda: group.allgather([rows], [own]), lambda: group.all_gather_single(complete, own),
                      lambda: group.gather([rows] if rank == 1 else [], [own], options(rootRank=1))):
-            with pytest.raises(RuntimeError, match="rank 0 left before it sent its data"):
+            with pytest.raises(RuntimeError, match=r"\brank 0\b"):
                 work().wait()
         group.barrier().wait()
         group.allreduce([own]).wait()

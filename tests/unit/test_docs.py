@@ -243,7 +243,7 @@ def test_every_setting_and_command_is_on_its_page() -> None:
 def test_a_setting_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "class Config:\n    join: str = ''\n    bind: str = ''\n"
     monkeypatch.setattr(generate.inspect, "getsource", lambda _: source)
-    with pytest.raises(ValueError, match="the setting join has no text"):
+    with pytest.raises(ValueError, match=r"\bjoin\b"):
         generate._setting_texts()
 
 

@@ -153,23 +153,6 @@ def test_a_bucket_that_keeps_entries_writes_the_same_and_has_no_dense_sum(text: 
     assert sum(len(idx) for idx, _ in parts) == len(torch.nonzero(results[1][2]))
 
 
-def test_a_flagged_result_is_dense_and_all_nan_and_the_next_is_entries_again() -> None:
-    bucket, _ = made("topk(ratio=0.1)")
-    bucket.keep_entries()
-    codec = wrap(parse("topk(ratio=0.1)"))
-    state = codec.init(Spec((6040,)))
-    bucket.decode(encode(codec, torch.full((6040,), float("inf")), state))
-    assert not bucket.exchange.finite
-    assert bucket.compact is None
-    target = torch.zeros(40, 100)
-    bucket.commit(1.0, [target, None, None])
-    assert target.isnan().all()
-    bucket.decode(encode(codec, noise(6040), state))
-    assert bucket.exchange.finite
-    assert isinstance(bucket.compact, buckets.SparseResult)
-    assert not bucket.y.isnan().any()
-
-
 # ---- Memory is returned to the system while nothing reads it, and weights survive an exchange that fails
 
 NUMEL = 1 << 20

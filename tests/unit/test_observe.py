@@ -6,8 +6,6 @@ import json
 import math
 import random
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +44,6 @@ from commlayer.observe.step_trace import (
     STEP,
     Comparison,
     Event,
-    Recorder,
     Seen,
     by_lane,
     read_comparison,
@@ -123,35 +120,6 @@ def test_a_file_that_is_no_trace_is_told_in_a_line(tmp_path: Path, text: str) ->
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(ValueError, match=r"^trace .*t\.json: [^\n]*\[E-TRACE\]$"):
         read_comparison(tmp_path / "t.json")
-
-
-def test_a_recorder_keeps_whole_steps_and_only_while_on() -> None:
-    recorder = Recorder()
-    recorder.add("encode@cpu", 0, time.perf_counter())
-    recorder.tensor(3)
-    recorder.next()
-    assert recorder.events() == []
-    assert recorder.steps == []
-    recorder.switch(on=True)
-    recorder.tensor(1)  # of a step whose beginning was not seen
-    recorder.next()
-    threads = [threading.Thread(target=lambda: [recorder.add("x", i, time.perf_counter()) for i in range(500)])
-               for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    recorder.tensor(3)
-    recorder.mark("backward")
-    recorder.next()
-    (step,) = recorder.steps
-    assert len(step.events) == 2000
-    assert list(step.ready) == [3]
-    assert step.ready[3] <= step.marks["backward"] <= step.marks["end"]
-    assert all(0 <= e.start_s <= e.end_s <= step.marks["end"] for e in step.events)
-    assert recorder.events() == []
-    recorder.switch(on=True)
-    assert recorder.steps == []
 
 
 def stale_at(times: list[float]) -> list[int]:
