@@ -54,9 +54,9 @@ def test_the_command_to_plan_runs_in_a_clone() -> None:
 EVENING = (ROOT / "docs" / "tutorials" / "first-evening.md").read_text("utf-8")
 
 
-def losses(line: list[str], folder: Path) -> list[float]:
-    done = subprocess.run([sys.executable, *line, str(ROOT / "examples" / "homes.py"), "2"], cwd=folder, text=True, timeout=120,
-                          env=clean_environment(), capture_output=True)
+def losses(line: list[str], folder: Path, epochs: int = 2) -> list[float]:
+    command = [sys.executable, *line, str(ROOT / "examples" / "homes.py"), f"{epochs}"]
+    done = subprocess.run(command, cwd=folder, text=True, timeout=120, env=clean_environment(), capture_output=True)
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), ", done.stdout, re.MULTILINE)]
 
@@ -65,7 +65,7 @@ def test_the_script_trains_under_torchrun_and_goes_on_alone(tmp_path: Path) -> N
     (empty := tmp_path / "empty").mkdir()
     fresh = losses([], empty)
     first = losses(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], tmp_path)
-    then = losses([], tmp_path)
+    then = losses([], tmp_path, 4)
     assert len(fresh) == len(first) == len(then) == 2, "rank 0 alone prints"
     assert then[0] < 0.8 * fresh[0], "with the weights that the two have left"
 
