@@ -68,8 +68,6 @@ class Fault(NamedTuple):
 
 NO_ROOM = "a crash of this server will end the job"
 """Logged by a server without a journal."""
-OTHER_CLOCK = "valid certificates may be rejected"
-"""Logged by a joining process whose clock differs from the coordinator's."""
 FAULTS: dict[str, Fault] = {
     "none": Fault("nothing: what the others are compared with", "worker", heals=False),
     "kill-worker": Fault("SIGKILL", "worker", ends=True),
@@ -89,8 +87,7 @@ FAULTS: dict[str, Fault] = {
     "slow-link": Fault("every piece of data is late", "worker", heals=False),
     "flip-bits": Fault("bits of data are flipped on the way", "worker", _over_tcp),
     "flip-control": Fault("bits of control messages are flipped on the way", "worker"),
-    "clock-jump": Fault("SIGKILL, and started again with a clock hours to a year off", "server", _without_keys,
-                        says=OTHER_CLOCK),
+    "clock-jump": Fault("SIGKILL, and started again with a clock hours to a year off", "server", _without_keys),
     "full-disk": Fault("no room for journals", "server", full=True, heals=False, says=NO_ROOM),
     "full-disk-later": Fault("SIGKILL, and started again without room for a journal", "server", says=NO_ROOM),
     "strangers": Fault("connections that say nothing, or nonsense", "server", heals=False),
