@@ -122,7 +122,7 @@ def fill_disk_later(cluster: Cluster, trial: Trial, chance: random.Random) -> in
 def jump_clock(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     """Restarts a server, which then joins with another clock. The difference must not stop the job."""
     cluster.restart_server(trial.number, off_s=chance.choice((-1, 1)) * HOUR_S * 10 ** chance.uniform(0, 4))
-    return 0
+    return 1
 
 
 def _paused(struck: Started, chance: random.Random) -> int:
