@@ -16,7 +16,6 @@ optimizer state, which scripts often load after attach().
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 import zlib
@@ -333,25 +332,15 @@ class ParameterDrift:
         self._said = [*differing]
 
     def _resync(self, numbers: Sequence[int], groups: Groups) -> str:
-        kept = [self._state(number) for number in numbers]
         for number in numbers:
             self._take(self._tensors[number], groups)
-        kinds = "".join(f"{name}{tuple(t.shape)}{t.dtype}" for each in kept for name, t in each)
-        mine = int.from_bytes(hashlib.sha256(f"{len(kept)}{kinds}".encode()).digest()[:8], "little") >> 1
-        if len({row[0] for row in gather(groups, [mine])}) > 1:
-            try:
-                share_optimizer(self._optimizer, groups, self._deadline_s)
-            except ValueError as error:
-                return f"but not the optimizer's state: {error}"
-            return "with the optimizer's state"
-        for _, tensor in (pair for each in kept for pair in each):
-            self._take(tensor, groups)
-        return "with the optimizer's state" if kinds else "without any optimizer's state"
-
-    def _state(self, number: int) -> list[tuple[str, torch.Tensor]]:
-        state = getattr(self._optimizer, "state", {}).get(self._tensors[number], {})
-        return sorted(((str(name), t.detach()) for name, t in state.items() if isinstance(t, torch.Tensor)),
-                      key=lambda pair: pair[0])
+        if not all(row[0] for row in gather(groups, [bool(getattr(self._optimizer, "state", None))])):
+            return "without any optimizer's state"
+        try:
+            share_optimizer(self._optimizer, groups, self._deadline_s)
+        except ValueError as error:
+            return f"but not the optimizer's state: {error}"
+        return "with the optimizer's state"
 
     def _take(self, tensor: torch.Tensor, groups: Groups) -> None:
         received = tensor.detach().to(groups.device).contiguous()
