@@ -117,17 +117,6 @@ def test_select(n: int, kind: str) -> None:
             same(pick, seed=i, resident=1 + i % 5)
 
 
-def test_select_of_memory_that_is_not_aligned_for_vectors() -> None:
-    g, old = numbers(9001, 1), numbers(9001, 2)
-
-    def pick(module: ModuleType, present: Callable[[np.ndarray], torch.Tensor]) -> list[bytes]:
-        kept, idx, val = present(old), present(np.zeros(9000, np.int32)), present(np.zeros(9000, np.float32))
-        result = module.select(present(g)[1:], kept[1:], 0.7, 4099, idx, val)
-        return [repr(result).encode(), raw(idx[: result[0]]), raw(val[: result[0]]), raw(kept)]
-
-    same(pick)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_tiles_wait_for_each_other_under_any_schedule(seed: int) -> None:
     """Forty tiles, of which one to eight run at once and start in any order."""

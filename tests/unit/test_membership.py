@@ -126,6 +126,11 @@ def test_a_process_that_was_stopped_has_not_heard_anybody_meanwhile() -> None:
     assert [membership.own_pause_s(state, now) for now in (1.3, 41.0)] == [0.0, 40.0]
 
 
+def test_giving_up_before_the_view_frees_the_seat() -> None:
+    state, _ = after(State(0, 0), worker(0))
+    assert not membership.leave(state, "w0", "waited in vain").registrations
+
+
 def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_all() -> None:
     state = ticked(running(3), 0.0, 5.0)
     state = beat(state, "w0", "w1", "s0", now=5.0)

@@ -17,7 +17,6 @@ from oracle import codec_kernels as reference
 from oracle.codec_kernels.draws import philox4x32
 from support.native_builds import KINDS, SIZES, bits, core, numbers, portable, positions, same, unaligned
 
-from commlayer.compressors.entries import BLOCKS, decode_positions, encode_positions
 from commlayer.errors import CorruptFrame
 
 
@@ -206,18 +205,6 @@ def test_every_16_bit_number_survives_the_round_trip(width: str) -> None:
         assert bits(expected) == bits(wide)
 
 
-def test_rounding_is_to_nearest_even_at_every_boundary() -> None:
-    halves = np.arange(0, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
-    middles = ((halves[1:] + halves[:-1]) / 2).astype(np.float32)
-    x = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(np.inf))])
-    expected = x.astype(np.float16).view(np.uint16)
-    for force in (False, True):
-        with portable(force):
-            out = np.empty(x.size, np.uint16)
-            core.f32_to_f16(out, x)
-        assert (out == expected).all()
-
-
 @quick
 @given(st.sampled_from(SIZES[1:]), seeds, st.floats(0.01, 1), st.integers(0, 10**6))
 def test_scatter_refuses_positions_out_of_order_or_range(n: int, seed: int, density: float, where: int) -> None:
@@ -390,18 +377,6 @@ def test_golden_bytes(module: ModuleType) -> None:
     assert bytes(out[:4]) == bytes([0b11_01_11_10, 0b00_01_11, 0b0101_1011, 0b0001_0001])
     assert module.bitmap_encode(out, idx, 32) == 4
     assert bytes(out[:4]) == bytes([0b1010_1100, 0b0010_1000, 0, 1])
-
-
-@pytest.mark.parametrize("length", [1, 2, 4, 8, 16])
-def test_blocks_win_where_positions_come_in_clusters(length: int) -> None:
-    """From about three in sixteen on; the choice is made by exact sizes."""
-    n, starts = 1_000_000, positions(1_000_000 // 16, 10_000 // length, 5).astype(np.int64)
-    idx = (starts[:, None] * 16 + np.arange(length)).reshape(-1).astype(np.int32)
-    out = memoryview(bytearray(100_000))
-    kind, nbytes = encode_positions(out, idx, n)
-    assert nbytes == min(core.ef_bound(n, len(idx)), n // 8, core.blocks_nbytes(idx, n))
-    assert (kind == BLOCKS) == (length >= 4)
-    assert np.array_equal(decode_positions(kind, out[:nbytes], len(idx), n), idx)
 
 
 def test_positions_up_to_the_last_of_32_bits() -> None:

@@ -273,18 +273,6 @@ def test_shares_for_a_drawn_step_are_refused() -> None:
     batches.close()
 
 
-def test_a_loss_is_heard_of_however_far_a_loader_has_drawn_that_may_be_followed() -> None:
-    sampler, session = Sampler(400, 2, rank=0, world=2, shuffle=False), Left((0, 1))
-    seen: list[int] = []
-    for own in sampler.follow(Ahead(sampler, CHANGE_DELAY_STEPS), session):
-        seen += own
-        session.step = session.carried = len(seen)
-        if len(seen) == 5:
-            assert sampler.drawn - sampler.step == CHANGE_DELAY_STEPS + 1, "the one at hand among them"
-            session.members = (0,)
-    assert sorted(seen) == sorted({*range(400)} - {1, 3, 5, 7}), "those that the other had trained"
-
-
 @pytest.mark.parametrize(("members", "text"), [
     ((0, 1), r"\b64 batches\b.*\b63\b.*E-SAMPLER-FOLLOW"),
     ((0,), r"\b2 workers\b.*job has 1\b.*E-SAMPLER-FOLLOW"),
@@ -518,6 +506,7 @@ def test_who_comes_gets_an_even_part(shares: dict[int, int], come: list[int], le
 
 # ---- Samplers under local steps: what was dealt stays open until the exchange that carries it, across saves and losses
 
+
 def test_local_steps_are_followed_and_refused_where_shares_are_moved_by_what_steps_take() -> None:
     sampler, session = Sampler(40, 8, rank=0, shares=[4, 0, 4]), Noted()
     loop = sampler.follow(sampler, session)
@@ -553,32 +542,6 @@ def test_a_job_that_goes_on_from_a_save_between_two_exchanges_still_hands_out_ag
         session.step += 1
         session.carried = session.step
     assert sorted({*range(400)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9], "what all had, and its own"
-    assert len(seen) == len(set(seen))
-
-
-def test_of_a_save_whose_job_had_lost_somebody_the_ranks_that_go_on_take_up_what_those_had_who_were_left() -> None:
-    """Of three the first is lost, its second step with it; the third step is a local one that no exchange has seen."""
-    before = [Sampler(240, 6, rank=rank, world=3, shuffle=False) for rank in range(3)]
-    for sampler in before[1:]:
-        session = Left((0, 1, 2))
-        session.parted = lambda member: 1  # type: ignore[method-assign]
-        for step, _ in enumerate(loop := sampler.follow(sampler, session), start=1):
-            session.step, session.carried = step, 2
-            session.members = (1, 2) if step > 1 else (0, 1, 2)
-            if step == 3:
-                loop.close()
-    states = [sampler.state_dict() for sampler in before[1:]]
-    assert states[0] == states[1]
-    sampler, session = Sampler(240, 6, rank=0, world=2, shuffle=False), Left((0, 1))
-    sampler.load_state_dict(states[0])
-    session.carried, seen = -1, list[int]()
-    session.parted = lambda member: -1  # type: ignore[method-assign]
-    for own in sampler.follow(sampler, session):
-        seen += own
-        session.members = (0,)  # any worker was the third
-        session.step += 1
-        session.carried = session.step
-    assert sorted({*range(240)} - {*seen}) == [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 14, 15]
     assert len(seen) == len(set(seen))
 
 

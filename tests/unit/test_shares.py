@@ -201,6 +201,7 @@ def test_mistakes_are_one_line(call: Callable[[], object]) -> None:
 
 # ---- Profiles end at the end of memory or time, keep headroom, and give first shares whatever one worker's times are
 
+
 def runs_to(memory: int, line: LinearTime = PAPER[0]) -> tuple[Callable[[int], float], list[int]]:
     batches: list[int] = []
 
@@ -266,15 +267,6 @@ def test_the_papers_four_gpus_begin_at_the_optimum() -> None:
         assert (line.slope_s, line.intercept_s) == pytest.approx((truth.slope_s, truth.intercept_s))
 
 
-@pytest.mark.parametrize("memory", [100, 40, 3])
-def test_a_cap_binds(memory: int) -> None:
-    """What is computed at once: beyond it there are micro-batches, each with a launch, where that is faster still."""
-    measured = profiles(memory)
-    result = initial_shares(measured, TOTAL, EVEN, step=0).decision
-    assert measured[0].cap <= memory
-    assert result.micro_batches[0] == -(-result.shares[0] // measured[0].cap) > 1
-
-
 @pytest.mark.parametrize("odd", [math.nan, -1.0, math.inf, 0.0])
 def test_times_that_are_none_are_said_and_left_out(odd: float) -> None:
     measured = profiles()
@@ -308,6 +300,7 @@ def test_time_ends_a_profile_and_says_nothing_of_memory() -> None:
 
 
 # ---- The balancer in emulated clusters: how fast it recovers, that it is stable otherwise, and invalid measurements
+
 
 def cluster(*disturbances: Disturbance, noise: float = 0.01, seed: int = 0) -> PlayedCluster:
     return PlayedCluster(tuple(PAPER), 512, disturbances=disturbances, noise=noise, seed=seed)
@@ -357,17 +350,6 @@ def test_without_a_profile_it_finds_the_balance() -> None:
     _, steps = played(cluster(), 40, profiled=False)
     assert steps[0].shares == (128, 128, 128, 128)
     assert slow_after(steps, 0, 40) <= 3
-
-
-@pytest.mark.parametrize("bad_s", [math.nan, math.inf, 0.0, -1.0, 1e300, 1e-300])
-def test_an_invalid_time_is_noted_and_dropped(bad_s: float) -> None:
-    balancer = Balancer([Joined(worker, line=line) for worker, line in enumerate(PAPER)], 512)
-    before = dict(balancer.shares)
-    assert balancer.decide(0, [Measurement(2, 159, bad_s)]) is None
-    assert balancer.shares == before
-    (note,) = balancer.events
-    assert isinstance(note, Note)
-    assert note.text.startswith("worker 2: measured time")
 
 
 @settings(max_examples=25, deadline=None)
@@ -470,6 +452,7 @@ def test_in_a_job_it_keeps_the_sum_and_waits_for_all_times() -> None:
 
 
 # ---- Uneven times and the search that is measured on them: exact sums, what it finds, and when the lines are given up
+
 
 def slowest_s(split: Split) -> float:
     return max(line.time_s(share) for line, share in zip(LINES, split, strict=True))
@@ -575,15 +558,6 @@ def test_new_shares_are_for_a_step_that_no_loader_has_drawn(lookahead: int, othe
     assert decision.shares[0] > decision.shares[1] > decision.shares[2]
     assert state.announced == (decision,)
     assert decision in events
-
-
-def test_balanced_shares_stay() -> None:
-    best = dict(enumerate(shares(LINES_POLICY, BATCH_POLICY)))
-    rows = [start(rank, known=1, slope_s=line.slope_s, intercept_s=line.intercept_s) for rank, line in enumerate(LINES_POLICY)]
-    state = policy.begin(rows, best, -1, policy=SharePolicy())
-    for step in range(6):
-        state, decisions, _ = read(state, step)
-        assert decisions == []
 
 
 def test_no_second_decision_before_the_first_takes_effect() -> None:

@@ -205,6 +205,13 @@ def test_a_state_that_does_not_fit_is_its_senders_fault_and_changes_nothing() ->
     assert len(core.push(push(0, 5.0, 4), 0.0)) == 1
 
 
+def test_a_body_longer_than_any_payload_is_not_kept() -> None:
+    core, _ = service()
+    with pytest.raises(CorruptFrame, match=r"worker 2: sent 9 bytes\b.*\b8\b.*E-FRAME"):
+        core.push(Message(2, push(2, 0.0).header, memoryview(bytes(9))), 0.0)
+    assert core.stalled(99.0) == []
+
+
 def test_every_body_is_released_once() -> None:
     core, _ = service()
     released: list[Message] = []
