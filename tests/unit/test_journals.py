@@ -223,6 +223,21 @@ def test_homes_keep_their_ranks_and_what_they_left_and_nothing_counts_twice(meet
     assert not meeting.service.staying(())
 
 
+def test_words_of_an_ended_view_count_for_nothing_and_are_dropped(meeting: Meeting) -> None:
+    meeting.service.register(home("a", 3))
+    meeting.begin()
+    meeting.ask("a", put=(("of 2", b""),), view=2)
+    meeting.door = sites.AdmissionState("", 3, 3)
+    meeting.ask("a", put=(("of 3", b""),))
+    meeting.again()
+    meeting.ask("a", put=(("late", b""),), view=2)
+    wanted = tuple((name, messages.ANY) for name in ("of 2", "of 3", "late"))
+    assert meeting.ask("a", want=wanted).values == (b"", b"", None)
+    meeting.service.forget(3)
+    meeting.again()
+    assert meeting.ask("a", want=wanted).values == (None, b"", None)
+
+
 def test_who_came_and_went_behind_the_beginning_is_known_and_no_number_is_given_twice(meeting: Meeting) -> None:
     every = [home("a"), home("b"), home("c")]
     for one in every:

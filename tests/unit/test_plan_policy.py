@@ -123,6 +123,22 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
         assert rank.lead.idle, "the plan before is not on trial"
 
 
+def test_the_result_of_a_replaced_search_is_ignored() -> None:
+    rank = searching()
+    old = rank.lead.order
+    rank.search(2.0)
+    before = rank.lead
+    assert plan_policy.end_search(before, old, candidate(plan_of(0.1)), "", START) == (before, [])
+
+
+def test_a_refused_plan_is_dropped() -> None:
+    rank = proposing(candidate(plan_of(0.5)))
+    rank.lead = plan_policy.refused(rank.lead)
+    assert rank.request() == TuningRequest.NOTHING
+    rank.step(1.0, times=JUDGED)
+    assert rank.lead.check.predicted_s == 1.0
+
+
 def test_a_plan_of_the_guard_ends_searches_and_trials() -> None:
     rank = trying(candidate(plan_of(0.5)))
     rank.lead = plan_policy.replaced(rank.lead)
