@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import threading
@@ -448,34 +447,10 @@ class Waiting(Protocol):
     def missing(self) -> tuple[str, ...]: ...
 
 
-class WaitState(NamedTuple):
-    """What has been logged about the current wait. `since`: when it began (0: none). `who`: the peers in the last logged line.
-    `next_s`: seconds of waiting before the next line."""
-
-    since: float = 0.0
-    who: str = ""
-    next_s: float = FIRST_S
-
-
-def wait_notice(state: WaitState, since: float, now: float, source: Callable[[], tuple[str, str]]) -> tuple[WaitState, str]:
-    """Returns the state after a check, and the line to log ("": none).
-
-    `since`: when the current wait began; 0: no wait. `source` returns the names of the missing peers, and the limit of the wait
-    as text.
-    """
-    if since != state.since:
-        line = f"continues after {now - state.since:.0f} s of waiting for {state.who}" if state.who else ""
-        return WaitState(since), line
-    if not since or now - since < state.next_s:
-        return state, ""
-    peers, limits = source()
-    return WaitState(since, peers, GROWTH * state.next_s), f"waiting for {peers}: {now - since:.0f} s, {limits}"
-
-
 class WaitNotices:
     """Thread that logs which peers the training thread waits for, until close()."""
 
-    def __init__(self, waiting: Callable[[], Waiting | None], called: Callable[[str], str], silent_s: float,
+    def __init__(self, waiting: Callable[[], Waiting], called: Callable[[str], str], silent_s: float,
                  log: Callable[[str, int], None]) -> None:
         """Starts the thread. `called` returns a peer's name for the user. A peer that is silent for `silent_s` seconds counts
         as dead."""
@@ -485,17 +460,17 @@ class WaitNotices:
         self._thread.start()
 
     def _run(self) -> None:
-        state = WaitState()
+        since, peers, next_s = 0.0, "", FIRST_S
         while not self._closing.wait(LOOK_S):
-            if (waiting := self._waiting()) is not None:
-                state, line = wait_notice(state, waiting.waiting_since, time.monotonic(),
-                                          functools.partial(self._told, waiting))
-                if line:
-                    self._log(line, logging.WARNING)
-
-    def _told(self, waiting: Waiting) -> tuple[str, str]:
-        peers = ", ".join(map(self._called, waiting.missing())) or "other ranks"
-        return peers, f"up to {waiting.waits_s:.0f} s ({self._silent_s:.0f} s without a sign of life)"
+            waiting, now = self._waiting(), time.monotonic()
+            if (begun := waiting.waiting_since) != since:
+                if peers:
+                    self._log(f"continues after {now - since:.0f} s of waiting for {peers}", logging.WARNING)
+                since, peers, next_s = begun, "", FIRST_S
+            elif since and now - since >= next_s:
+                peers, next_s = ", ".join(map(self._called, waiting.missing())) or "other ranks", GROWTH * next_s
+                self._log(f"waiting for {peers}: {now - since:.0f} s, up to {waiting.waits_s:.0f} s "
+                          f"({self._silent_s:.0f} s without a sign of life)", logging.WARNING)
 
     def close(self) -> None:
         self._closing.set()
