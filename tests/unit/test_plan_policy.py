@@ -123,6 +123,24 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
         assert rank.lead.idle, "the plan before is not on trial"
 
 
+def test_a_controller_that_keeps_the_plan_proposes_none() -> None:
+    rank = searching()
+    rank.found(candidate(plan_of(0.1), plain=plan_of(0.5, "identity()")), keep=True)
+    rank.step(1.0, times=JUDGED)
+    assert rank.request() == TuningRequest.NOTHING
+    assert len(rank.lead.verdicts) == 1
+
+
+def test_a_search_gets_the_planners_form_of_the_active_plan() -> None:
+    planned, run = plan_of(0.5), plan_of(0.5, "int8()")
+    rank = trying(candidate(planned)._replace(runnable=run))
+    rank.search()
+    assert rank.lead.order[:2] == (run, planned)
+    rank.active = START  # the script has set it
+    rank.search()
+    assert rank.lead.order[:2] == (START, None)
+
+
 def test_the_result_of_a_replaced_search_is_ignored() -> None:
     rank = searching()
     old = rank.lead.order

@@ -102,6 +102,17 @@ def test_the_next_comparison_waits_until_it_is_paid_for(rows: list[GradientError
     assert (state.compare_at, state.samples) == (11 + steps, 1)
 
 
+@pytest.mark.parametrize(("cost_s", "before", "after"), [
+    # One comparison in n steps of 0.1 s may take n x 1 ms.
+    (0.008, FEWEST, 2 * FEWEST), (0.0081, FEWEST, FEWEST), (0.0, MOST, MOST), (0.032, 2 * FEWEST, 2 * FEWEST),
+    (0.0321, 2 * FEWEST, FEWEST), (1.0, FEWEST, FEWEST),
+])
+def test_cheap_comparisons_examine_more(cost_s: float, before: int, after: int) -> None:
+    assert decided(begun(elements=before), row(cost_s=cost_s))[0].elements == after
+    overlapped = begun(structs.replace(SPARSE, overlapped=True), elements=before)
+    assert decided(overlapped, row(cost_s=cost_s))[0].elements >= before, "there the cost is the wait"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(1e-4, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30))
 def test_comparisons_never_cost_more_than_allowed(prices: list[tuple[float, float]]) -> None:
@@ -142,6 +153,22 @@ def test_a_residual_counts_by_its_mean_and_gets_time_to_drain() -> None:
     draining = [dots_of(0.6, residual=60.0 * 0.8**i) for i in range(8)]
     assert len(set(levels(begun(), *draining))) == 1, "one change, and then it drains"
     assert levels(begun(), *[dots_of(0.6, residual=60.0)] * 6)[-1] > 0.1
+
+
+def test_earlier_comparisons_fade() -> None:
+    state = quality.decide(begun(), [row(GOOD)], 0.1, acts=True)[0]
+    state = quality.decide(state, [row(Dots(1.0, 1.0, 1.0, 0.0))], 0.1, acts=True)[0]
+    assert state.summed == Dots(1.5, 1.3, 1.5, 0.5)
+
+
+@pytest.mark.parametrize(("seen", "complains"), [
+    (dots_of(0.11), False), (dots_of(0.09), True), (dots_of(0.6, residual=20.0), False), (dots_of(0.6, residual=21.0), True),
+])
+def test_without_a_budget_usual_values_are_allowed_and_many_pieces_must_agree(seen: Dots, complains: bool) -> None:
+    state = begun(PlanLevels(0.01, 0.01, compared=True, cosine=0.1, residual=20.0))
+    for number in range(FEWEST_SEEN):
+        state, change, _ = quality.decide(state, [row(seen, seen)], 0.1, acts=True)
+        assert (change is not None) is (complains and number == FEWEST_SEEN - 1)
 
 
 def test_plans_of_the_user_are_only_judged_and_each_complaint_is_reported_once() -> None:
