@@ -437,7 +437,8 @@ def test_as_alone_on_the_union(name: str, how: str, path: str) -> None:
     *((name, "module", "inside the node") for name in (
         "accumulation in no_sync()", "grad_scaler_with_infs_on_one_rank", "unused_parameters", "odd_layouts",
         "uneven_batches")),
-    *((name, "hook", "service") for name in ("accumulation in no_sync()", "uneven_batches")),
+    *((name, "hook", "service") for name in ("accumulation in no_sync()", "uneven_batches", "sparse")),
+    ("sparse", "ddp", "service"),
 ])
 def test_as_alone_where_ddp_is_not_or_by_its_hook_or_inside_a_node(name: str, how: str, path: str) -> None:
     same_as_alone(name, how, path)
