@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from support.coordinators import WAIT_S, Failures, all_opened, quick  # noqa: F401  (a fixture)
 from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
-from support.membership import elastic, members, running, server, worker
+from support.membership import beat, elastic, members, running, server, ticked, worker
 from support.meshes import soon
 from support.serving import JOB, PLAN, Pair, view_of
 from support.summation import Doubles, ask, hub_of_a_test, next_stalled, push, served, service  # noqa: F401  (a fixture)
@@ -19,7 +19,7 @@ from commlayer import records
 from commlayer.cluster import client, epoch_change, membership, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.epoch_change import EpochChange, wire_generation
-from commlayer.cluster.messages import Heartbeat, PeerExit
+from commlayer.cluster.messages import FINISHED, Heartbeat, PeerExit
 from commlayer.cluster.summation_server import DataServer, Stalled
 from commlayer.config import host_port
 from commlayer.errors import PeerLost, Refused
@@ -132,6 +132,18 @@ def test_where_all_must_stay_all_hear_who_was_dropped() -> None:
 def test_nobody_else_can_send_anyone_away(teller: str, peer: str) -> None:
     state = says(teller, peer, running(3, servers=2))
     assert not any(place.dead for place in state.registrations.values())
+
+
+def test_a_server_that_is_gone_has_no_say() -> None:
+    dead = ticked(beat(ticked(running(2), 0.0, 9.0), "w0", "w1", now=9.0), 10.0, 10.0)
+    left = membership.leave(running(2), "s0", FINISHED)
+    for state in (dead, left):
+        assert not says("s0", "worker 1", state).registrations["w1"].dead
+
+
+def test_what_a_server_quotes_stands_in_one_line() -> None:
+    state, _ = membership.heartbeat(running(2), "s0", 1.0, Heartbeat("s0", dropped=(PeerExit("worker 1", "a\nb"),)))
+    assert state.registrations["w1"].dead == "was dropped (by server 0): a\\nb"
 
 
 def test_a_certificate_that_is_for_diallers_alone_takes_no_servers_seat() -> None:

@@ -70,6 +70,42 @@ def test_a_limit_that_is_too_low_rises_to_the_links_rate(round_trip_s: float, st
     assert result.nbytes >= link * round_trip_s
 
 
+@pytest.mark.parametrize("round_trip_s", [0.001, 0.03, 0.2])
+def test_the_kernel_may_send_what_the_credit_lets_through_and_anything_before_it_does(round_trip_s: float) -> None:
+    rate, credit = 100 * MEGABIT, Credit()
+    assert credit.nbytes_s == 0.0
+    for i in range(1 + SETTLE_READINGS):
+        assert credit.nbytes_s == 0.0
+        credit.update(float(i), LinkSample(rate, round_trip_s))
+    assert credit.nbytes_s == pytest.approx(credit.nbytes / round_trip_s)
+    assert credit.nbytes_s > 1.25 * rate, "room to find that the link has become faster"
+    credit.update(10.0, LinkSample(2 * rate, round_trip_s))
+    assert credit.nbytes_s == 0.0, "a rate that grows has no limit"
+
+
+def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_one_again() -> None:
+    rate, round_trip_s = 100 * MEGABIT, 0.03
+    result = settled(rate, round_trip_s)
+    short = result.nbytes
+    for _ in range(20):
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+        result.idle()
+        result.wait_s(0)  # there was nothing to send
+    assert result.nbytes == short
+    for _ in range(20):
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+        result.wait_s(0)  # and nothing is under way any more
+    longest = result.nbytes
+    assert longest > 2 * short
+    assert longest == pytest.approx(rate * (round_trip_s + flow_control.MAX_QUEUE_S), rel=0.01)
+    for _ in range(5):
+        result.wait_s(0)  # it fills the link again: that counts once
+    assert result.nbytes == longest
+    for _ in range(5000):
+        assert result.wait_s(int(2 * result.nbytes)) > 0.0
+    assert result.nbytes == short
+
+
 def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     result = settled(100 * MEGABIT, 0.03)
     before = result.nbytes

@@ -207,6 +207,20 @@ def test_who_leaves_because_of_another_is_told_of_once_it_is_known_whether_that_
     assert heard(membership.leave(state, "s1", "an error of its own"), "w0", 9.7) == ["server 1", "worker 2"]
 
 
+@pytest.mark.parametrize("name", ["", " (ben)"])
+def test_who_leaves_because_of_one_that_left_waits_for_the_same_news(name: str) -> None:
+    state = membership.leave(running(3), "w2", "PeerLost: server 0: connection lost")
+    state = membership.leave(state, "w1", f"it had an error: worker 2{name}: left the job: PeerLost: server 0: connection lost")
+    assert heard(state, "w0", 1.0) == []
+    assert heard(beat(state, "s0", now=1.0), "w0", 1.1) == ["worker 1", "worker 2"]
+
+
+@pytest.mark.parametrize("reason", ["finished", "KeyboardInterrupt", "ValueError: no room", "PeerLost: server 7: no such one",
+                                    "PeerLost: worker 2: itself", "PeerLost: coordinator 10.0.0.1:1: no answer"])
+def test_who_leaves_because_of_nobody_is_told_of_at_once(reason: str) -> None:
+    assert heard(membership.leave(running(3), "w2", reason), "w0", 0.1) == ["worker 2"]
+
+
 def test_a_coordinator_that_was_stopped_blames_nobody_for_it() -> None:
     state = ticked(running(3), 0.0, 3.0)
     state = membership.tick(state, 600.0, DEAD_AFTER_S)

@@ -88,6 +88,23 @@ def test_dense_gradients_are_torchs_own_step_bit_for_bit(name: str) -> None:
     assert ours_kept == theirs_kept
 
 
+@pytest.mark.parametrize("name", ["sgd momentum and decay", "adamw decay"])
+def test_no_weight_is_further_behind_than_the_lag(name: str) -> None:
+    race = Race(CASES[name], lag=6)
+    race.step(race.lazy.detach().clone().to_sparse())
+    for t in range(70):
+        for group in race.optimizer.param_groups:
+            group["lag"] = 250 if 30 <= t < 40 else 6
+        race.step(draw(race.shape, 3))
+        state = race.optimizer.state[race.lazy]
+        behind = (state["lazy_steps"] - state["stamp"].long()) % 256
+        assert behind.max() < len(state["rows"])
+        if t < 30 or t > 60:
+            assert behind.max() <= 6
+    race.optimizer.flush()
+    assert fits(race, name), race.errors()
+
+
 @pytest.mark.parametrize("name", ["sgd nesterov and decay", "adamw decay"])
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_checkpoint_goes_on_bit_for_bit_whoever_is_saved_first(name: str, flush: bool) -> None:

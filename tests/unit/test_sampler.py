@@ -173,6 +173,28 @@ class Numbers(Dataset[int]):
         return index
 
 
+def test_micro_batches_weigh_one_together() -> None:
+    sampler = Sampler(23, 10, shares=[7, 3], rank=0, cap=3, shuffle=False)
+    seen = [(own, round(sampler.fraction, 3), sampler.last) for own in sampler.follow(sampler)]
+    assert seen[:3] == [([0, 1, 2], 0.429, False), ([3, 4], 0.286, False), ([5, 6], 0.286, True)]
+    assert len(sampler) == 0
+    sampler.set_epoch(1)
+    assert len(sampler) == len(list(sampler.follow(sampler)))
+
+
+def test_token_weights_come_from_the_batch() -> None:
+    class Accumulating(Noted):
+        def no_sync(self) -> Any:
+            import contextlib
+
+            return contextlib.nullcontext()
+
+    sampler = Sampler(8, 8, shares=[8], rank=0, cap=4, shuffle=False)
+    session = Accumulating()
+    seen = [(sampler.fraction, session.n) for _ in sampler.follow(sampler, session, weigh=lambda own: 1.0 + max(own))]
+    assert seen == [(4 / 12, 12.0), (8 / 12, 12.0)]
+
+
 def test_with_dataloader_workers() -> None:
     sampler = Sampler(Numbers(), 8, shares=[5, 3], rank=0, seed=1)
     loader = DataLoader(Numbers(), batch_sampler=sampler, num_workers=1, prefetch_factor=2, persistent_workers=True)

@@ -346,6 +346,12 @@ def test_single_spikes_move_nothing() -> None:
     assert len([event for event in mode.balancer.events if isinstance(event, Note)]) == 19
 
 
+def test_a_change_must_gain_enough() -> None:
+    slower = cluster(Disturbance(1, 25, 200, added_s=0.02))
+    assert moves(played(slower, 60)[1]) >= 1
+    assert moves(played(slower, 60, SharePolicy(gain_least=0.5))[1]) == 0
+
+
 def test_without_a_profile_it_finds_the_balance() -> None:
     _, steps = played(cluster(), 40, profiled=False)
     assert steps[0].shares == (128, 128, 128, 128)
