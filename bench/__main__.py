@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "fuzz": "bench.fuzz",
     "kernels": "bench.kernels",
     "learning": "bench.learning",
+    "longrun": "bench.longrun",
     "memory": "bench.memory",
     "nodes": "bench.nodes",
     "overhead": "bench.overhead",

@@ -97,9 +97,15 @@ Make = Callable[[int], TrainingTask]
 """Creates a task from a seed."""
 
 
-def train(way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -> list[float]:
-    """Returns the validation loss at `looks` points; NaN after weights have become non-finite. Raises InvalidInput for a task
-    that cannot be trained."""
+def warm(step: int) -> float:
+    return min(1.0, step / WARMUP)
+
+
+def train(
+    way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
+) -> list[float]:
+    """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
+    rate as a fraction of the task's. Raises InvalidInput for a task that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
@@ -109,7 +115,7 @@ def train(way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS) -
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
-        trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], min(1.0, step / WARMUP))
+        trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
             curve.append(_validated(way, task.validation(trainer.learnt())))
             if not math.isfinite(curve[-1]):

@@ -1,0 +1,234 @@
+"""`python -m bench longrun`: convergence factors of local steps over long trainings with a decayed learning rate.
+
+Virtual workers in one process train models of different kinds for 2,000 steps and more, with the package's codecs, residuals,
+sums, local steps and outer optimizers. The synchronous training is run at several lengths, each with its own whole schedule.
+The factor of another training is its length over the length at which the synchronous one reaches the same final loss.
+
+Each finished training is a line of bench/longrun_runs.jsonl. Ctrl-C stops; the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+from torch import nn
+from torch.nn import functional
+
+from bench import learning_tasks, report, virtual_training
+from bench.energy_models import Layer
+from bench.learning_run import optimizer_of
+from bench.virtual_training import Variant
+
+STORE = Path(__file__).with_name("longrun_runs.jsonl")
+STEPS, WARMUP, LOOKS = 2000, 100, 20
+SHORTER = (0.25, 0.4, 0.6, 0.8, 1.0)
+"""Lengths of the synchronous trainings, as fractions of `STEPS`."""
+LAST = 0.05
+"""The learning rate at the end, as a fraction of its peak."""
+LETTERS, CONTEXT = 96, 64
+PACKAGES = ("numpy", "scipy", "sklearn")
+
+
+@functools.cache
+def corpus() -> tuple[torch.Tensor, torch.Tensor]:
+    """Docstrings of installed packages as character numbers: for training, and every fifth file held out."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        for i, file in enumerate(sorted(Path(spec.origin).parent.rglob("*.py"))):
+            if "/tests/" in str(file):
+                continue
+            try:
+                tree = ast.walk(ast.parse(file.read_text("utf-8")))
+            except SyntaxError:  # for a newer Python
+                continue
+            parts[i % 5 == 4].append("\n".join(
+                ast.get_docstring(n) or "" for n in tree if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)))
+    learnt, held = ("\n".join(part) for part in parts)
+    places = {c: i for i, (c, _) in enumerate(Counter(learnt).most_common(LETTERS - 1))}
+    return tuple(torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in (learnt, held))  # type: ignore[return-value]
+
+
+class Transformer(nn.Module):
+    """Predicts the next character: 2.2 M parameters at width 192 with 5 layers."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Parameter(torch.zeros(CONTEXT, width))
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]
+
+
+def transformer(width: int, layers: int, size: int, rates: Mapping[str, float], seed: int) -> learning_tasks.Task:
+    torch.manual_seed(seed)
+    learnt, held = corpus()
+
+    def rows(text: torch.Tensor, starts: torch.Tensor) -> learning_tasks.Batch:
+        seen = text[starts[:, None] + torch.arange(CONTEXT + 1)]
+        return seen[:, :-1], seen[:, 1:]
+
+    def batches(rank: int, world: int) -> Iterator[learning_tasks.Batch]:
+        del world
+        generator = torch.Generator().manual_seed(1000 * (1 + seed) + rank)
+        while True:
+            yield rows(learnt, torch.randint(len(learnt) - CONTEXT - 1, (size,), generator=generator))
+
+    def loss(model: nn.Module, batch: learning_tasks.Batch) -> torch.Tensor:
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    return learning_tasks.Task(Transformer(width, layers), batches, loss,
+                               rows(held, torch.linspace(0, len(held) - CONTEXT - 2, 256).long()), dict(rates))
+
+
+TASKS: dict[str, Callable[[int], learning_tasks.Task]] = {
+    "transformer-2m": lambda seed: transformer(192, 5, 8, {"adam": 2e-3, "sgd": 0.3}, seed),
+    "transformer-350k": lambda seed: transformer(96, 3, 8, {"adam": 2e-3, "sgd": 0.3}, seed),
+    "gru": learning_tasks.gru, "conv": learning_tasks.conv,
+}
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    way: Variant
+    steps: int = STEPS
+    schedule: str = "cosine"
+
+    @property
+    def key(self) -> str:
+        return json.dumps({**structs.asdict(self.way), "steps": self.steps, "schedule": self.schedule}, sort_keys=True)
+
+    @property
+    def synchronous(self) -> tuple[Case, ...]:
+        return tuple(self._replace(way=self.way.dense, steps=round(part * STEPS)) for part in SHORTER)
+
+
+def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "cosine", batches: int = 1) -> list[Case]:
+    """The trainings of one task, the most telling first."""
+    dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches)
+    local = [structs.replace(dense, codec="int4()", codes="updates", every=every, outer=outer)
+             for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
+    alone = structs.replace(dense, workers=1)
+    first = [Case(dense, STEPS, schedule), Case(alone, STEPS, schedule), *(Case(way, STEPS, schedule) for way in local[:3])]
+    return first + list(first[0].synchronous) + [Case(way, STEPS, schedule) for way in local[3:]]
+
+
+def rate_at(step: int, steps: int, schedule: str) -> float:
+    """The learning rate at a step, as a fraction of its peak.
+
+    >>> rate_at(50, 2000, "cosine"), rate_at(2000, 2000, "cosine"), rate_at(2000, 2000, "constant")
+    (0.5, 0.05, 1.0)
+    """
+    warm = min(1.0, step / WARMUP)
+    if schedule == "constant":
+        return warm
+    return warm * (LAST + (1 - LAST) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2) if step > WARMUP else warm
+
+
+def train(case: Case) -> list[float]:
+    def make(seed: int) -> virtual_training.TrainingTask:
+        task = TASKS[case.way.task](seed)
+        rate = case.way.rate or task.rates[case.way.optimizer]
+        return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(case.way, model, rate), task.batches,
+                                             task.loss, task.validation)
+
+    return virtual_training.train(case.way, make, steps=case.steps, looks=LOOKS,
+                                  rate=lambda step: rate_at(step, case.steps, case.schedule))
+
+
+class Store:
+    """Finished trainings: final loss, curve and seconds of each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.curves: dict[str, list[float]] = {}
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+            one = json.loads(line)
+            self.curves[one["case"]] = one["curve"]
+
+    def add(self, case: Case, curve: Sequence[float], seconds: float) -> None:
+        self.curves[case.key] = [*curve]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"case": case.key, "curve": [round(loss, 5) for loss in curve],
+                                   "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
+
+    def final(self, case: Case) -> float | None:
+        curve = self.curves.get(case.key)
+        return curve[-1] if curve else None
+
+
+def factor_of(case: Case, store: Store) -> float | None:
+    """Steps over those of the synchronous training that ends at the same loss; None if trainings are missing. Beyond the
+    shortest synchronous training it is extrapolated over the logarithm of the length."""
+    loss = store.final(case)
+    points = [(math.log(each.steps), final) for each in case.synchronous if (final := store.final(each)) is not None]
+    if loss is None or len(points) < 2:
+        return None
+    points.sort()
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if loss >= y1 or (x1, y1) == points[-1]:
+            slope = (y1 - y0) / (x1 - x0)
+            return math.exp(math.log(case.steps) - (x0 + (loss - y0) / slope)) if slope < 0 else None
+    return None
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", choices=[*TASKS], action="append", help="only this task; may be repeated")
+    parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
+    parser.add_argument("--batches", type=int, default=1, help="task batches per worker and step, as one larger batch")
+    parser.add_argument("--show", action="store_true", help="only print what is measured")
+
+
+def run(quick: bool, args: argparse.Namespace) -> report.Result:
+    """Trains what is missing. A row for each training."""
+    torch.set_num_threads(1)
+    store, planned = Store(STORE), [
+        case for seed in range(args.seeds) for task in (args.task or TASKS)
+        for case in cases(task, args.optimizer, args.workers, seed, args.schedule, args.batches)[: 5 if quick else None]]
+    try:
+        for case in planned:
+            if not args.show and case.key not in store.curves:
+                begin = time.perf_counter()
+                store.add(case, train(case), time.perf_counter() - begin)
+                print(f"{case.way.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
+                      file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
+    rows: list[dict[str, Any]] = []
+    for case in planned:
+        if (final := store.final(case)) is not None:
+            factor = factor_of(case, store)
+            rows.append({"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
+                         "loss": round(final, 4), **({"factor": round(factor, 2)} if factor else {})})
+    return {"rows": rows, "summary": {"trainings": len(rows), "missing": len(planned) - len(rows)}}
+
+
+def label(case: Case) -> str:
+    way = case.way
+    if way.workers == 1:
+        return "alone"
+    if not way.updates:
+        return "synchronous"
+    return f"H={way.every} {way.codec} {way.outer or 'matched'}"

@@ -1,0 +1,47 @@
+"""`bench longrun`: factors from final losses, the schedule, and a store that resumes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from bench import longrun
+from bench.longrun import STEPS, Case, Store, cases, factor_of, rate_at
+from bench.virtual_training import Variant
+
+DENSE = Case(Variant("gru", "adam"))
+LOCAL = DENSE._replace(way=structs.replace(DENSE.way, codec="int4()", codes="updates", every=32))
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 6.0])
+def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_loss(tmp_path: Path, slower: float) -> None:
+    """Losses that fall with the logarithm of the length."""
+    store = Store(tmp_path / "runs.jsonl")
+    assert factor_of(LOCAL, store) is None
+    for case in DENSE.synchronous:
+        store.add(case, [9.0, 3 - 0.1 * math.log(case.steps)], 1.0)
+    assert factor_of(LOCAL, store) is None
+    store.add(LOCAL, [9.0, 3 - 0.1 * math.log(STEPS / slower)], 1.0)
+    assert factor_of(LOCAL, store) == pytest.approx(slower, rel=0.01)
+    assert factor_of(LOCAL, Store(tmp_path / "runs.jsonl")) == pytest.approx(slower, rel=0.01)
+
+
+def test_the_rate_warms_up_and_then_falls_to_its_last_part_or_stays() -> None:
+    rates = [rate_at(step, STEPS, "cosine") for step in range(1, STEPS + 1)]
+    assert rates[0] < 0.05
+    assert max(rates) > 0.98
+    assert rates[-1] == pytest.approx(longrun.LAST)
+    assert all(a >= b for a, b in zip(rates[longrun.WARMUP + 1:], rates[longrun.WARMUP + 2:], strict=False))
+    assert rate_at(STEPS, STEPS, "constant") == 1.0
+
+
+def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longrun, "LOOKS", 1)
+    planned = cases("gru", "adam", 2, 0)
+    assert len({case.key for case in planned}) == len(planned) - 1, "the longest synchronous training is named twice"
+    for case in planned[:4]:
+        loss, = longrun.train(case._replace(steps=32))
+        assert 0 < loss < 5
