@@ -131,7 +131,8 @@ class UnevenInputs:
         if not self._rows.under_way:
             return
         try:
-            flags = self._rows.read(self._deadline_s, worker.now.failed)
+            with self._connection.groups.waits("exchange of which ranks still have batches"):  # so that the wait is logged
+                flags = self._rows.read(self._deadline_s, worker.now.failed)
         except CommError as error:
             self._connection.broke(error)
             return
