@@ -355,7 +355,7 @@ def attach_module(
         driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,
                               ddp=None if ddp is None else QuietDDP(ddp), clips=norm is not None)
     else:
-        driver = SoloDriver(model, connection, optimizer)
+        driver = SoloDriver(model, connection, optimizer, settings)
     return Session(driver, replica, clipping(named, optimizer, norm))
 
 

@@ -28,6 +28,7 @@ from commlayer.engine.quiet_ddp import QuietDDP
 from commlayer.engine.sparse_averages import SparseRows, keep_entries, make_dense, make_sparse, sparse_averages, stepped_lazily
 from commlayer.engine.step_loop import StepLoop
 from commlayer.engine.sync_modes import useless_of
+from commlayer.engine.trace import trace_once
 from commlayer.engine.uneven_inputs import TWICE, UnevenInputs
 from commlayer.errors import InvalidInput, cause_of
 from commlayer.optim import OuterSGD
@@ -36,9 +37,10 @@ from commlayer.optim import OuterSGD
 class SoloDriver:
     """The driver of a session without other workers, which only counts steps."""
 
-    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
         """Counts the optimizer's steps, or backward passes if there is no optimizer with hooks."""
         self.connection, self.observers = connection, Observers()
+        trace_once(connection, self.observers, config.trace, planning=False)
         self.in_join = False
         self._syncing = True
         trained = [p for _, p in parameters_of(model)]

@@ -54,11 +54,11 @@ APART = 1.05
 """Distance between two steps in the drawing, relative to the longest step, predicted or measured."""
 
 
-def trace_once(connection: DistributedJob, observers: Observers, file: str, *, planning: bool) -> None:
+def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
     """Starts a trace when the plan is final, if `file` is not empty. `planning`: commlayer is still searching for a plan."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
-    elif file:
+    elif file and isinstance(connection, DistributedJob):
         Tracer(connection, observers, Path(file), STEPS, planning=planning, warm=WARM_STEPS)
 
 

@@ -71,7 +71,7 @@ def train(rank: int, how: str, address: str) -> dict[str, Any]:
                 nn.functional.mse_loss(wrapped(x), y).backward()
         optimizer.step()
     results = {"stats": session.metrics(), "step": session.step, "nbytes": nbytes, "unsent": 0}
-    if (local := session.inspect.connection.local) is not None:
+    if (local := getattr(session.inspect.connection, "local", None)) is not None:
         results["unsent"] = local.unsent
     session.close()
     return results
