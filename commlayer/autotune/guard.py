@@ -21,6 +21,7 @@ from commlayer.engine.connection import DistributedJob
 from commlayer.engine.gradient_comparison import SampledPiece
 from commlayer.loss_budget import BUDGET
 from commlayer.observe.fidelity import Dots
+from commlayer.observe.noise_scale import NoiseScale
 from commlayer.records import Plan
 
 LOSSES_KEPT = 4096
@@ -55,6 +56,7 @@ class QualityGuard:
         self._piece: SampledPiece | None = None
         self._prepared_s = 0.0
         self._error: GradientError | None = None
+        self._noise, self._logged_noise = NoiseScale(), 0.0
         self._state = quality.begin(bounds, self._levels())
 
     def report(self, loss: float | torch.Tensor) -> None:
@@ -112,8 +114,28 @@ class QualityGuard:
 
     # ---- deciding
 
+    def _observe_noise(self, rows: Sequence[GradientError]) -> None:
+        """Updates the gradient noise scale, and logs it when it is known and when it has doubled or halved."""
+        if not quality.is_usable(rows):
+            return
+        # Each node's exact gradients are weighted so that their sum is the mean; without residuals a node reports none.
+        squares = [row.sent.xx for row in rows if row.sent.xx > 0]
+        nodes = self._groups.world // self._groups.ranks_per_node
+        summed = self._state.summed.xx
+        if len(squares) < nodes or nodes == 1:
+            return
+        self._noise = self._noise.plus([nodes**2 * square for square in squares], summed)
+        batches = self._noise.known * self._groups.ranks_per_node
+        self._connection.worker.counters.noise_scale = batches
+        if batches and not 0.5 < self._logged_noise / batches < 2:
+            self._logged_noise, world = batches, self._groups.world
+            steps = (1 + batches) / (1 + batches / world)
+            self._connection.log(f"gradient noise scale: about {batches:.2g} batches of one worker; one worker alone would "
+                                 f"need {steps:.2f} times as many steps as these {world}")
+
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
         self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)
+        self._observe_noise(rows)
         self._connection.terms.floor = self._state.planner_floor if self.acts else self._connection.terms.floor
         if complaint is not None:
             self._connection.say(f'{complaint.text}; the plan stays as it was asked for (guard="act" would make its codecs '

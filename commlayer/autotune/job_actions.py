@@ -131,6 +131,7 @@ class JobActions:
         collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
+        timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale)
         if groups.ranks_per_node == 1:
             timing = structs.replace(timing, filled=filled_of(worker, groups.world))
         if local is None:  # an update of local steps is not a gradient

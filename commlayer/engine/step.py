@@ -40,6 +40,8 @@ class Counters:
     decode_s: float = 0.0
     exposed_s: float = 0.0
     guard_s: float = 0.0
+    noise_scale: float = 0.0
+    """Gradient noise scale in batches of one worker; 0: not known."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

@@ -34,6 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commlayer
+from commlayer.autotune import quality
 from commlayer.engine import trace
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of
@@ -45,8 +46,8 @@ from commlayer.records import Job, Timing
 
 WORLD = 2
 STEPS, H = 9, 4
-KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "guard_s", "reconnects",
-        "resent_nbytes", "kept_nbytes"]
+KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "guard_s", "noise_scale",
+        "reconnects", "resent_nbytes", "kept_nbytes"]
 
 _ranks = ranks_first(WORLD)
 
@@ -102,6 +103,32 @@ def test_alone_steps_count_too(how: str, monkeypatch: pytest.MonkeyPatch) -> Non
     stats = train(0, how, "")["stats"]
     assert list(stats) == KEYS
     assert stats == {name: STEPS * (name == "steps") for name in KEYS}
+
+
+def noisy(rank: int, address: str, noise: float) -> list[float]:
+    """Trains on gradients of ones with noise of this standard deviation, so that the noise scale is its square in batches."""
+    quality.TIME_PART = 1e9
+    model = nn.Linear(16384, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    generator, found = torch.Generator().manual_seed(rank), []
+    with commlayer.attach(model, optimizer, compression="topk(ratio=0.3)",
+                          config=quick(join=address, guard="warn", max_loss=0.5)) as session:
+        for _ in range(120):
+            optimizer.zero_grad()
+            model(1 + noise * torch.randn(1, 16384, generator=generator)).sum().backward()
+            optimizer.step()
+            found.append(session.metrics()["noise_scale"])
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.5, 2.0])
+def test_the_noise_scale_of_gradients_is_a_metric(noise: float) -> None:
+    """Within 30 % of the truth, on all ranks alike; 0 until enough steps were compared."""
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(noisy, servers.address, noise)
+    assert first == second
+    assert first[0] == 0.0
+    assert first[-1] == pytest.approx(noise**2, rel=0.3)
 
 
 # ---- observers

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,7 @@ from commlayer.observe.link_monitor import (
     slower,
     throughput,
 )
+from commlayer.observe.noise_scale import ENOUGH, HIDDEN, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
 from commlayer.observe.step_trace import (
     EXCHANGE,
@@ -460,3 +462,22 @@ def test_what_lies_between_push_and_result_is_one_exchange_in_the_runtimes_words
     lab, home = ({e.op: e for e in nodes[n] if e.bucket == 1} for n in (0, 1))
     assert lab["encode@cpu"].end_s == lab[EXCHANGE].start_s
     assert home[EXCHANGE].end_s > lab[EXCHANGE].end_s > home[EXCHANGE].start_s, "the host waits for the homes' payloads"
+
+
+@pytest.mark.parametrize("truth", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_noise_scale_is_estimated_from_squared_norms(truth: float, workers: int) -> None:
+    draw, known = np.random.default_rng(1), NoiseScale()
+    for step in range(60):
+        assert (known.known == 0.0) == (step < ENOUGH)
+        gradients = 1 + truth**0.5 * draw.standard_normal((workers, 4000))
+        known = known.plus([float((g**2).sum()) for g in gradients], float((gradients.mean(0) ** 2).sum()))
+    assert known.batches == pytest.approx(truth, rel=0.3)
+
+
+def test_equal_gradients_have_no_noise_and_hidden_signals_a_finite_scale() -> None:
+    known, hidden = NoiseScale(), NoiseScale()
+    for _ in range(ENOUGH):
+        known, hidden = known.plus([2.0, 2.0], 2.0), hidden.plus([2.0, 2.0], 1.0)
+    assert known.batches == 0.0
+    assert 10 < hidden.batches <= 2 / HIDDEN + 1e-6

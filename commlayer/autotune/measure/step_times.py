@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
+from commlayer.observe.noise_scale import NoiseScale
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
@@ -28,8 +29,6 @@ from commlayer.records import Job, Timing
 WARM_STEPS, STEPS = 2, 5
 DRAWS = 8
 """Batches whose gradients are compared."""
-LEAST_NOISE = 1e-4
-"""Least part of a gradient's squared norm that counts as noise: less is rounding."""
 
 
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
@@ -64,27 +63,17 @@ def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    one = 0.0
-    for _ in range(DRAWS):
+    squares = [0.0] * DRAWS
+    for draw in range(DRAWS):
         model.zero_grad()
         loss_of().backward()
         for total, p in zip(sums, parameters, strict=True):
             if p.grad is not None:
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
                 total += gradient
-                one += float(gradient.float().square().sum()) / DRAWS
+                squares[draw] += float(gradient.float().square().sum())
     model.zero_grad()
-    return noise_of_squares(one, sum(float((total / DRAWS).square().sum()) for total in sums), DRAWS)
-
-
-def noise_of_squares(one: float, mean: float, count: float) -> float:
-    """The noise scale in batches, from the mean squared norm of `count` gradients and the squared norm of their mean.
-
-    A signal that the noise hides counts as a tenth of the mean, so that the result stays finite. 0: no noise.
-    """
-    noise = (one - mean) * count / (count - 1)
-    signal = (count * mean - one) / (count - 1)
-    return noise / max(signal, mean / 10) if noise > LEAST_NOISE * one else 0.0
+    return NoiseScale().plus(squares, sum(float((total / DRAWS).square().sum()) for total in sums)).batches
 
 
 class _Watch:
