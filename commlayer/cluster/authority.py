@@ -30,7 +30,7 @@ from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVIC
 CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
-"""How long before its time of issue a certificate becomes valid, for nodes whose clocks are slow."""
+"""A new certificate is valid from this long before its time of issue, because a node's clock may be slow."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
 
 
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
-    """Issues a certificate and creates the node's folder, which is returned. `dials_only`: the certificate is not valid for
-    servers. `again`: replaces and revokes the node's present certificate."""
+    """Issues a certificate for node `name`. Creates and returns the node's folder. `dials_only`: the certificate is not valid
+    for servers. `again`: replaces and revokes the node's present certificate."""
     if not NAME.fullmatch(name):
         raise InvalidInput("E-CLI-OPTION",
                            f"node name: got {name!r}, allowed: 1 to 63 letters, digits, '.', '_' and '-', starting with a "
@@ -81,7 +81,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
     _check_days(days)
     with _locked(folder):
         key, authority = _authority(folder)
-        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # before anything is written
+        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # read before any file is written
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
             raise InvalidInput("E-KEYS",
@@ -109,7 +109,7 @@ def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = Fa
 
 
 def revoke(folder: Path, name: str) -> int:
-    """Revokes all certificates of that node permanently. Returns how many were not revoked before."""
+    """Permanently revokes all certificates of node `name`. Returns the number of certificates that were not revoked before."""
     with _locked(folder):
         key, authority = _authority(folder)
         certificates = issued(folder)
@@ -198,8 +198,8 @@ def _read(path: Path) -> bytes:
 
 
 def _remedy(path: Path) -> str:
-    """Returns what the user can do about a damaged or missing file of the CA. Every node's folder has copies of the CA's public
-    files. An older revocation list would admit revoked certificates."""
+    """Returns advice for the user if the CA's file `path` is damaged or missing. Every node's folder has copies of the CA's
+    public files. An older revocation list would admit revoked certificates."""
     if path.name == CA_KEY:
         return ("restore it from a backup of that folder; without one create a new CA with `commlayer keys init --dir`, and "
                 "new keys for every node")

@@ -1,10 +1,9 @@
 """Child processes of a training process: summation servers that it starts, and the sidecar that sends its heartbeats.
 
-A child's standard input is a pipe that closes when the parent process ends, and then the server ends too. It also polls its
+A child's standard input is a pipe that closes when the parent process ends; the child then ends too. The child also polls the
 parent's process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that
 called attach() ends.) The pipe first carries the job's secret. The parent announces an orderly end on the pipe, so the child
-can tell that from a crash of the parent.
-"""
+can tell that from a crash of the parent. """
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class EmbeddedServer:
         part = {"join": join, "workers": workers, "servers": servers, "parent": os.getpid(), "sums": number is not None,
                 "number": -1 if number is None else number}
         if join:
-            # A configured port is the coordinator's, which may be on this machine, as may other servers.
+            # The configured port may be in use on this machine, by the coordinator or by another server.
             config = msgspec.structs.replace(config, port=0)
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", RUN, str(ROOT), json.dumps(part)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -126,13 +125,13 @@ def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 # can read command lines and environments.
 
 END_LINE = b"end\n"
-"""Line that the parent sends when the child is to end."""
+"""The line that the parent writes to the child's standard input to request that the child end."""
 LOOK_S = 1.0
 EXIT_S = 5.0
 
 
 def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
-    """Sends a line to the child. If the child has ended, does nothing: other code detects that."""
+    """Writes a line to the child's standard input. If the child has ended, does nothing: other code detects that end."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line + b"\n")
@@ -140,8 +139,8 @@ def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def read_line(descriptor: int = 0) -> bytes:
-    """Called in the child: reads the first line of standard input and no byte more. Returns b"" if the parent ended before it
-    sent the line."""
+    """Called in the child: reads the first line of standard input and no further byte. Returns b"" if the parent ended before
+    it sent the line."""
     line = b""
     while not line.endswith(b"\n"):
         more = os.read(descriptor, 1)
@@ -153,7 +152,7 @@ def read_line(descriptor: int = 0) -> bytes:
 
 def follow_parent(parent: int, stop: threading.Event, orphaned: Callable[[], None]) -> None:
     """Called in the child: sets `stop` when the parent requests an end or has ended. If the parent has ended without a request,
-    calls `orphaned` first. Kills the child if it is still running EXIT_S seconds later."""
+    calls `orphaned` first. Kills this process if it is still running EXIT_S seconds after that."""
 
     def follow() -> None:
         message = b""

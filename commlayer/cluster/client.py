@@ -55,8 +55,8 @@ CALL_S, MIN_CALL_S = 5.0, 0.05
 """Usual and shortest timeout of a call, in seconds."""
 CHECK_S = 1.0
 NAME_S = 5.0
-"""Seconds after which a host name that cannot be resolved is an error. The name of a container exists only after the container
-has started."""
+"""Seconds for which a host name may be unresolvable before that is an error. The name of a container exists only after the
+container has started."""
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
 answered."""
@@ -67,7 +67,7 @@ OnSilence = Callable[[float], None]
 answer."""
 OnLeft = Callable[[PeerExit], None]
 OnView = Callable[[View], None]
-"""Called when the coordinator reports a newer epoch. Only the members of that epoch continue."""
+"""Function that is called with a newer epoch when the coordinator reports one. Only the members of that epoch continue."""
 R = TypeVar("R", bound=Record)
 
 
@@ -88,7 +88,8 @@ def tls_credentials(keys: Keys | None) -> TlsCredentials | None:
 
 
 def fingerprint(keys: Keys | None) -> bytes:
-    """Returns the fingerprint of this node's certificate, to which its proofs of the secret are bound; b"" without keys."""
+    """Returns the fingerprint of this node's certificate; b"" without keys. Every proof that this node knows the job's secret
+    covers the fingerprint."""
     return keys.own.fingerprint if keys else b""
 
 
@@ -115,8 +116,8 @@ class CoordinatorChannel:
         self._connected = ready
 
     def _check_certificate(self, timeout_s: float) -> None:
-        """Checks the coordinator's certificate over a separate connection, if the connection may be a new one. Raises Refused
-        if the certificate is not of this job or was revoked, on every later call too."""
+        """If gRPC may have reconnected, checks the coordinator's certificate over a separate connection. Raises Refused, now
+        and on every later call, if the certificate is not of this job or was revoked."""
         if self._checked != self._connections:
             # Read first: if the connection is lost during the check, the next call checks again.
             connections, self._checked = self._connections, -1
@@ -154,10 +155,9 @@ class CoordinatorChannel:
 
     def request(self, method: str, request: Record, kind: type[R], deadline: float, timeout_s: float = CALL_S,
                 lost_s: float = math.inf) -> R:
-        """Repeats a call until it is answered; a repeated call must have no further effect. `timeout_s`: of each call.
+        """Repeats an idempotent call until the coordinator answers. `timeout_s`: timeout of each call.
 
-        Raises the last error after `deadline`, or when the coordinator has refused connections for `lost_s`.
-        """
+        Raises the last error after `deadline`, or when the coordinator has refused connections for `lost_s` seconds."""
         backoff, lost_since = Backoff(deadline, self._closed), math.inf
         while True:
             try:
@@ -170,12 +170,12 @@ class CoordinatorChannel:
 
     def register(self, request: Callable[[float], Join], wait_s: float, answer_s: float, *, plan: bytes = b"",
                  ended: threading.Event | None = None, log_wait: Callable[[str], None] = lambda _: None) -> JoinReply:
-        """Repeats a registration until it is complete. `request` is called with the seconds since the first one.
+        """Repeats a registration until all processes have joined. `request` gets the seconds since the first attempt, and
+        returns the Join message to send.
 
-        Raises Refused with the coordinator's reason; DeadlineExceeded if the coordinator does not answer for `answer_s`, or
-        others have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait`: called with each new line about what
-        is missing.
-        """
+        Raises Refused with the coordinator's reason; DeadlineExceeded if the coordinator does not answer for `answer_s`, or if
+        other processes have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait` is called with each new
+        line that says which processes are missing."""
         begin = answered = time.monotonic()
         missing = logged = ""
         ended = ended or threading.Event()
@@ -228,7 +228,8 @@ class CoordinatorChannel:
         """Uploads a plan in parts, each in a call of its own, because no call may be large."""
         if len(plan) > MAX_PLAN_NBYTES:
             raise InvalidInput("E-PLAN-REFUSED",
-                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: let it fuse more into a bucket")
+                               f"the plan has {len(plan)} bytes, allowed {MAX_PLAN_NBYTES}: create a plan with "
+                               "fewer, larger buckets")
         digest = messages.digest_of(plan)
         for begin in range(0, len(plan), PART_NBYTES):
             part = messages.PlanPart(digest, len(plan), begin, plan[begin : begin + PART_NBYTES])
@@ -273,7 +274,7 @@ class MembershipEvents(NamedTuple):
 class Membership:
     """This process's registration in the job.
 
-    `keep`: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
+    `keep`: True: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
     """
 
     def __init__(self, link: CoordinatorChannel, request: Join, seat: JoinReply, config: Config,
@@ -290,16 +291,17 @@ class Membership:
         self.left: dict[str, PeerExit] = {}
         """Peers that left in order, by peer name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
-        """Set when every worker has left or died, so a server may end."""
+        """Event that is set when every worker has left or died. A server may end then."""
         self.failed = False
-        """Whether the job ended with an error: not all of its last workers finished."""
+        """True: the job ended before all of its last workers had finished."""
         self.remaining: tuple[str, ...] = ()
         """Names of workers that were still in the job when this process left."""
         self._channel, self._token, self._config, self._events = link, request.token, config, events
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
         self.report: Callable[[], Mapping[str, Any]] = dict
-        """Returns fields of the next heartbeat about data connections and sums. Set by their owner."""
+        """Function that returns the fields of the next heartbeat about data connections and sums. The worker's Uplink or the
+        server's DataServer sets this function."""
         self._closing = threading.Event()
         self._failed = False
         self._keeper = child_processes.start_sidecar({
@@ -334,7 +336,7 @@ class Membership:
 
     @property
     def _call_s(self) -> float:
-        """Timeout of a call. Shorter than dead_after_s, so after a stuck call there is time for another one."""
+        """Timeout of a call. The timeout is shorter than dead_after_s, so another call fits in after one that got no answer."""
         return min(CALL_S, self._config.dead_after_s / 3)
 
     def _stop(self) -> None:
@@ -403,8 +405,8 @@ class Membership:
 
 
 def root_cause(lost: Sequence[CommError]) -> CommError:
-    """Returns the failure, among several reported at once, that no other reported failure caused; the first one if all name
-    another."""
+    """Returns the root cause among failures that were reported together: the first failure that names none of the other failed
+    peers. If every failure names another peer, returns the first one."""
     return next((one for one in lost if not any(messages.names(one.what, other.peer) for other in lost if other is not one)),
                 lost[0])
 

@@ -1,7 +1,6 @@
 """Collectives of torch.distributed with deadlines and named errors.
 
-All ranks of a group must make its calls in the same order; the caller ensures that.
-"""
+All ranks of a group must call the group's collectives in the same order; the caller ensures this. """
 
 from __future__ import annotations
 
@@ -18,21 +17,21 @@ from commlayer.errors import CommError, InvalidInput
 
 
 class NodeGroups(NamedTuple):
-    """Process groups of this node's ranks. Calls of one group must have the same order on all ranks; calls of different groups
-    need not."""
+    """Process groups of this node's ranks. All ranks must call the collectives of one group in the same order. Calls of
+    different groups need no common order."""
 
     out: Channel
-    """Group for summing gradients inside the node, as they become final."""
+    """Group that sums gradients inside the node, as soon as the gradients are final."""
     back: Channel
-    """Group for distributing results inside the node, as they arrive."""
+    """Group that distributes averaged gradients inside the node, as soon as they arrive from outside."""
     late: Channel
-    """Group for sums and results of buckets whose exchange ends after their step."""
+    """Group that sums and distributes, inside the node, buckets whose exchange ends after their step."""
     ready: Channel | None
-    """CPU group that is used before each call on `back`, until all ranks are ready. A collective that waits on a GPU would
-    block the GPU's computation. None if tensors are on the CPU."""
+    """CPU group on which ranks wait for each other before each call on `back`. Without that wait, a collective that waits on a
+    GPU would block the GPU's computation. None if tensors are on the CPU."""
     late_ready: Channel | None
-    """CPU group like `ready`, used before calls on `late`. It is separate because two threads use `ready` and `late_ready` in
-    no common order."""
+    """CPU group on which ranks wait for each other before each call on `late`. Two threads use `ready` and `late_ready` in no
+    common order, so the two groups are separate."""
 
 
 class Groups:
@@ -109,8 +108,8 @@ class Groups:
 
     @contextlib.contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Context manager around a collective between two steps that waits for other ranks: sets `waiting_since` and names
-        errors."""
+        """Context manager around a collective between two steps that waits for other ranks: sets `waiting_since`, and turns
+        torch's errors into a CommError that names the collective."""
         self.waiting_since = time.monotonic()
         try:
             with torch_errors(what):
@@ -119,7 +118,8 @@ class Groups:
             self.waiting_since = 0.0
 
     def gather_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Gathers a small tensor of every rank and returns the rows in rank order. Blocks until all ranks have sent theirs."""
+        """Gathers a small tensor of every rank. Returns one tensor with a row per rank, in rank order. Blocks until all ranks
+        have sent their tensors."""
         with self.waits("all-gather"):
             work, rows = rows_of_all(x, self.world, self._all)
             work.wait()
@@ -266,7 +266,7 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
     except CommError as error:
         if failure is None or isinstance(failure, CommError):
             raise (failure or error) from None
-        raise failure from error  # the others have not learned of it
+        raise failure from error  # the other ranks have not received this rank's failure
     if failure is not None:
         raise failure
     failed = [str(rank) for rank, row in enumerate(rows) if row[0]]
@@ -276,7 +276,8 @@ def all_or_none(groups: Groups | None, what: str, numbers: int = 0) -> Iterator[
 
 
 def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
-    """Gathers one row of integers per rank; blocks. Without groups returns only `row`."""
+    """Gathers one list of integers per rank; blocks. Returns the lists in rank order; only this rank's `row` if `groups` is
+    None."""
     if groups is None:
         return [row]
     rows: list[list[int]] = groups.gather_all(torch.tensor(row, dtype=torch.int64, device=groups.device)).tolist()
@@ -284,7 +285,8 @@ def gather(groups: Groups | None, row: list[int]) -> list[list[int]]:
 
 
 def gather_bytes(groups: Groups | None, data: bytes) -> list[bytes]:
-    """Gathers byte strings of different lengths and returns them in rank order; blocks. Without groups returns only `data`."""
+    """Gathers byte strings of different lengths; blocks. Returns them in rank order; only this rank's `data` if `groups` is
+    None."""
     if groups is None:
         return [data]
     sizes = [row[0] for row in gather(groups, [len(data)])]
@@ -301,8 +303,8 @@ CLOSE_S = 2.0
 
 
 class RowChannel:
-    """Asynchronous exchange of small rows of numbers over a CPU process group of its own. Rows therefore neither wait for
-    gradients nor change the order of gradient collectives.
+    """Exchanges small rows of numbers between all ranks, asynchronously, over a separate CPU process group. The rows therefore
+    neither wait for gradients nor change the order of gradient collectives.
 
     All ranks create the channel together at the start, since creating a group waits for every member. Each user gets a separate
     `Rows`. All ranks must start exchanges in the same order, over all users.
@@ -319,12 +321,14 @@ class RowChannel:
         return self._users[-1]
 
     def regroup(self, members: Members) -> None:
-        """Switches to other members with a new group. Exchanges in flight are dropped. A collective call of the new members."""
+        """Switches to other members over a new process group. All new members must call this together. Exchanges in flight are
+        dropped."""
         self.members, self._group = members, members.group(timeout_s=self._late_s, backend="gloo")
         self.forget()
 
     def allow(self, late_s: float) -> None:
-        """Sets how much later than the others a rank may start an exchange from now on, in seconds; at least `timeout_s`."""
+        """Sets, in seconds, how much later than the other ranks one rank may start an exchange from now on; `timeout_s` at
+        least."""
         late_s = max(late_s, self.timeout_s)
         if late_s != self._late_s:
             self.members.allow(self._group, late_s)

@@ -65,14 +65,13 @@ class Coordinator:
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
                  journal: CoordinatorJournal | None = None, job_token: str = "", embedded: bool = False) -> None:
-        """Starts to listen, and a thread that detects failures.
+        """Starts to listen, and starts a thread that detects failures.
 
-        `workers`: how many to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`. `journal`:
-        records this job; a job that it already contains is resumed. `job_token`: the secret, if this process generated it; ""
-        otherwise. `embedded`: a training process started this coordinator. All its members are in one cluster, so a silent
-        process counts as dead at once. An embedded coordinator serves only one job; any other coordinator is replaced for the
-        next job if its job failed.
-        """
+        `workers`: number of workers to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
+        `journal`: records this job; a job that it already contains is resumed. `job_token`: the secret, if this process
+        generated it; "" otherwise. `embedded`: True: a training process started this coordinator. All its members are in one
+        cluster, so a silent process counts as dead at once. An embedded coordinator serves only one job; any other coordinator
+        is replaced for the next job if its job failed."""
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
                                f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
@@ -99,7 +98,7 @@ class Coordinator:
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
-                                             door=self._door, journal=journal,
+                                             admission=self._admission, journal=journal,
                                              noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._rendezvous.begin()
@@ -167,8 +166,8 @@ class Coordinator:
         self.over.wait(TOLD_HEARTBEATS * self._config.heartbeat_s)
 
     def _lost(self) -> dict[int, str]:
-        """Maps the rank of each worker that died or left with an error to the reason. Finished workers are not included, since
-        they may still use the key-value store."""
+        """Returns the reason for each worker that died or left with an error, keyed by rank. Finished workers are not
+        included, since they may still use the key-value store."""
         with self._lock:
             return {p.rank: p.dead or f"left the job: {p.left}" for p in self._state.registrations.values()
                     if p.join.kind == "worker" and (p.dead or p.left not in ("", messages.FINISHED))
@@ -179,7 +178,7 @@ class Coordinator:
         places = self._state.registrations.values()
         return self._rendezvous.staying({p.rank for p in places if p.join.kind == "worker" and p.dead})
 
-    def _door(self) -> AdmissionState:
+    def _admission(self) -> AdmissionState:
         with self._lock:
             return epoch_change.admission(self._state, self._clock(), TOLD_HEARTBEATS * self._config.heartbeat_s,
                                           max(self._patience_s, self._config.dead_after_s))
@@ -253,9 +252,9 @@ class Coordinator:
                             sum(p.join.kind == "worker" for p in present), servers)
         if view is None:
             return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
-        door, shut = self._door(), self._rendezvous.closed_reason()
-        return msgspec.structs.replace(reply, begun=True, plan=view.plan, free_seats=0 if shut else state.workers - door.size,
-                                       closed_reason=shut, full=door.full)
+        admission, shut = self._admission(), self._rendezvous.closed_reason()
+        return msgspec.structs.replace(reply, begun=True, plan=view.plan, closed_reason=shut, full=admission.full,
+                                       free_seats=0 if shut else state.workers - admission.size)
 
     def _tick(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -300,12 +299,13 @@ class Coordinator:
             self._revoked = revoked
 
     def _set(self, state: membership.State) -> None:
-        """Makes `state` the present one. Starts a new epoch if enough workers are left, writes the journal, and logs what has
-        changed. Call it with the lock held, so that no reply reports a change before the change is in the journal."""
+        """Replaces the coordinator's state by `state`. Starts a new epoch if enough workers are left, writes the journal, and
+        logs what has changed. Call it with the lock held, so that no reply reports a change before the change is in the
+        journal."""
         before, self._state = self._state, epoch_change.next_view(state)
         state, view, former = self._state, self._state.view, before.view
         if view is not None and former is None:
-            self._rendezvous.begin()  # first: a journal with registrations also holds what sites stored
+            self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
         if self._journal is not None and view is not None and journaled_part(before) != journaled_part(state):
             self._journal.write(CoordinatorRecord(self.address, self._made, state))
         for token, place in state.registrations.items():
@@ -333,7 +333,7 @@ class Coordinator:
         log.info("continuing with %d workers%s%s", len(view.members), names and f"; left: {names}", new and f"; joined: {new}")
 
     def _method(self, name: str, kind: type[Q], act: Callable[[Q], Record | Awaitable[Record]]) -> Answer:
-        """Wraps a handler of calls: verifies, decodes, handles, encodes."""
+        """Wraps the handler `act` of a call: verifies and decodes the request, calls `act`, and encodes the reply."""
 
         async def answer(data: bytes, peer: str) -> bytes:
             reply = act(self._opened(name, kind, data, peer))
@@ -342,7 +342,7 @@ class Coordinator:
         return answer
 
     def _opened(self, name: str, kind: type[Q], data: bytes, peer: str) -> Q:
-        """Verifies, decodes and sanitizes a call, and adds the caller's certificate to a registration."""
+        """Verifies a call, and returns its decoded and sanitized request. Adds the caller's certificate to a Join request."""
         caller = self._port.caller(peer)
         try:
             body = self._judge.opened(peer, name, data, caller.fingerprint if caller else b"")
@@ -368,8 +368,8 @@ class Coordinator:
             self._refusals.refused(where, f"its {name} call does not prove that the caller knows the job's secret")
 
     def _broke(self, peer: str, error: CorruptFrame) -> str:
-        """Returns the error for a caller that broke the protocol. The caller's connection is closed after the error has been
-        sent."""
+        """Returns the error for a caller that broke the protocol. The caller's connection is closed after the reply with the
+        error."""
         where = self._port.where(peer)
         self._refusals.refused(where, error.what)
         self._port.distrust(peer)
@@ -381,18 +381,18 @@ def _revoked(request: messages.Join, serials: frozenset[int]) -> bool:
 
 
 class StoreHangs:
-    """Workers that hang, as far as other workers wait for them in the key-value store."""
+    """Finds workers that hang: other workers wait in the key-value store for keys that the hung worker has to write."""
 
     def __init__(self) -> None:
         self.suspects: dict[int, float] = {}
-        """Maps a rank to when its worker was first seen to hang."""
+        """Maps a rank to the time at which its worker was first found to hang."""
         self._waited: dict[int, float] = {}
-        """Maps a rank to when its worker was last seen waiting for other ranks."""
+        """Maps a rank to the time at which its worker was last waiting for other ranks."""
 
     def find(self, state: membership.State, pending: Sequence[PendingWait], now: float, config: Config, patience_s: float
              ) -> dict[int, str]:
         """Maps the rank of each worker that hangs to the reason. A worker counts as hung one heartbeat interval after it was
-        first seen to hang, since unread messages may disprove it."""
+        first seen to hang, because a message that the coordinator has not read yet may show that the worker is active."""
         self._waited |= {rank: now for one in pending for rank in one.waited_s}
         ago_s = {rank: now - last for rank, last in self._waited.items()}
         late = epoch_change.hung_in_store(state, pending, config.deadline_s, ago_s, patience_s)
@@ -409,7 +409,8 @@ class Plans:
 
     def __init__(self) -> None:
         self._chunks: dict[str, dict[int, bytes]] = {}
-        """Maps the digest of an incomplete plan to its chunks, by their first byte."""
+        """Maps the digest of an incomplete plan to its chunks. Each chunk is keyed by the position of its first byte in the
+        plan."""
         self._whole: dict[str, bytes] = {}
 
     def take(self, part: PlanPart) -> None:

@@ -40,7 +40,7 @@ data BLOB)"""
 
 
 class CoordinatorRecord(Record, frozen=True):
-    """The coordinator's part of the journal."""
+    """What the journal records about the job: the coordinator's address, the secret, and the registrations, epoch and plan."""
 
     address: str
     token: str
@@ -104,8 +104,8 @@ class CoordinatorJournal:
         self._commit(("DELETE FROM row WHERE name = ?", (name,)) if row is None else _replace("row", name, row))
 
     def wait(self) -> None:
-        """Waits until a pending write has ended. While a slow disk blocks a write, the coordinator cannot receive calls. Sites
-        must not count as silent in that time."""
+        """Waits until a pending write has ended. While a slow disk blocks a write, the coordinator cannot receive calls, so
+        sites must not count as silent in that time."""
         with self._lock:
             return
 
@@ -167,7 +167,7 @@ def _replace(table: str, name: str, record: Record) -> Statement:
 
 
 def without_times(kept: CoordinatorRecord) -> CoordinatorRecord:
-    """Returns what is written to the journal: everything except times."""
+    """Returns a copy of `kept` without times, as it is written to the journal."""
     registrations = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hung=())
                      for token, place in kept.state.registrations.items()}
     state = msgspec.structs.replace(kept.state, registrations=registrations, ticked_s=None, held=None)

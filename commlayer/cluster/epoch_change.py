@@ -22,8 +22,8 @@ from commlayer.records import MALFORMED, Member, Record, View
 from commlayer.transport.protocol import SERVER_BASE, Message, peer_name
 
 MAX_FORMER = 64
-"""How many departed workers keep their registration after all others have switched to an epoch without them. A departed worker
-that returns is sent the reason. The limit bounds the state of a job that sites leave and join for weeks."""
+"""Maximum number of departed workers whose registrations are kept after all others have switched to an epoch without them. A
+departed worker that returns is sent the reason. The limit bounds the state of a job that sites leave and join for weeks."""
 UNLESS = ", unless it is served with --min-workers"
 """Added to a reason for refusal only if the caller is a site, because `min_workers` has an effect only with sites."""
 
@@ -52,7 +52,7 @@ def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[s
 
 
 def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
-    """Stores a server's report of waiting sums, and evicts workers that hang, if the others can continue.
+    """Stores a server's report of sums that wait for contributions. Evicts workers that hang, if the others can continue.
 
     A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums it cannot
     contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at the
@@ -93,14 +93,13 @@ def record_overdue(state: State, token: str, report: Overdue | None, now: float,
 
 def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, ago_s: Mapping[int, float], patience_s: float
             ) -> dict[int, str]:
-    """Maps the rank of each worker for which others wait too long in the key-value store to the reason. The caller evicts a
-    worker only if a later call returns it again.
+    """Finds workers for which others wait too long in the key-value store. Returns the reason by rank. The caller evicts a
+    worker only if a later call returns that worker again.
 
-    Such a worker does not wait itself. At least half of the present workers have waited for it for `limit_s`, or for their own
-    limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker missing in that sum
-    may delay the others. The exception: all workers except those to be blamed wait in the store. `ago_s`: maps a rank to the
-    seconds since that worker itself last waited; it gets `patience_s` after that.
-    """
+    A blamed worker does not wait itself, and at least half of the present workers have waited for that worker for `limit_s`, or
+    for their own limit if that is longer. While a sum waits on a server, the result is usually empty, because the worker
+    missing in that sum may delay the others. The result is not empty if all workers except the blamed ones wait in the store.
+    `ago_s`: maps a rank to the seconds since that worker itself last waited; it gets `patience_s` after that. """
     if state.view is None or not state.min_workers or not pending or inelastic_workers(state):
         return {}
     present = _present_ranks(state)
@@ -245,9 +244,9 @@ class EpochChange(Record, frozen=True):
     view: View
     """The new epoch. Only its members contribute from now on, in this order; joining members come last."""
     step: int
-    """The step in progress. No member has received it completely. The server rolls it back and all members repeat it."""
+    """The step in progress. No member has received all of its results. The server rolls it back and all members repeat it."""
     undone: dict[int, int]
-    """Maps a bucket to the part of the previous step that was not applied, in the same form as in the PUSH of this step."""
+    """Maps a bucket to the slices of the previous step that the workers did not apply, as one bit per slice."""
     plan: bytes
     """The plan to use in this epoch."""
 

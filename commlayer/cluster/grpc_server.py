@@ -39,8 +39,8 @@ REPLY_ARRIVES_S = 1.0
 HANDSHAKE_S, CONNECT_S = 5.0, 5.0
 PIECE_NBYTES = 64 << 10
 KEEPALIVE_S, SILENT_S = 10, 60.0
-"""Seconds between keepalive probes, and of silence until a connection is closed. A machine that vanished must not occupy a
-connection with its two threads."""
+"""Seconds between two keepalive probes, and seconds of silence after which a connection is closed. A machine that vanished
+must not occupy a connection with its two threads."""
 
 
 class _TlsConnection(NamedTuple):
@@ -54,7 +54,8 @@ class _TlsConnection(NamedTuple):
 
 class GrpcPort:
     """A port with a gRPC server. It listens from construction on if there are keys, and serves after start(). `refused` is
-    called with the address of a refused peer and the reason. gRPC's names of connections identify them in all methods."""
+    called with the address of a refused peer and the reason. All methods identify a connection by the name that gRPC gives
+    it."""
 
     def __init__(self, keys: Keys | None, bind: str, port: int, refused: Callable[[str, str], None]) -> None:
         self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
@@ -84,7 +85,7 @@ class GrpcPort:
 
     def caller(self, peer: str) -> PeerCertificate | None:
         """Returns the certificate of a connection; None without keys. Raises AuthenticationFailed if the port requires TLS and
-        the connection did not use TLS, or is distrusted."""
+        the connection did not use TLS, or distrust() was called for the connection."""
         if self._keys is None:
             return None
         with self._lock:
@@ -115,8 +116,8 @@ class GrpcPort:
             return self._known[peer].where if peer in self._known else peer
 
     def distrust(self, peer: str) -> None:
-        """Treats a TLS connection as unauthenticated, and closes it after REPLY_ARRIVES_S seconds, in which the pending reply
-        can arrive. Call it on the event loop."""
+        """Treats a TLS connection as unauthenticated from now on. Closes the connection after REPLY_ARRIVES_S seconds, in
+        which the pending reply can arrive. Call this on the event loop."""
         with self._lock:
             if peer in self._known:
                 self._distrusted.add(peer)

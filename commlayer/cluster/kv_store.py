@@ -20,10 +20,10 @@ so a larger total is a leak. A joining worker needs a window of chunks (10 MB), 
 process group."""
 MAX_NAME_NBYTES = 256
 KEY_NBYTES = 256
-"""Bytes that each key, and each remembered addition, costs in addition to its name and value."""
+"""Bytes that each key, and each remembered token of an addition, counts in addition to its name and value."""
 MAX_TOKENS = 1024
-"""Maximum number of remembered additions per number, which are needed to recognize repeated requests. The oldest are
-forgotten."""
+"""Maximum number of tokens that are remembered per numeric key, one token per addition. A repeated request is recognized by
+its token. The oldest tokens are dropped."""
 MAX_FOUND_NBYTES = MAX_REPLY_NBYTES - (1 << 20)
 """Maximum size of the values in one reply. The rest of the reply's limit is for its other fields."""
 
@@ -39,11 +39,11 @@ class Row(Record, frozen=True):
 
 
 class KvStore:
-    """Values and numbers by key. Call all methods in the event loop's thread. `save` is called after each change of a row, None
-    if it was dropped, and before any reader sees the change."""
+    """Values and numbers by key. Call all methods in the event loop's thread. `save` is called with each changed row (None: the
+    row was dropped), before any reader sees the change."""
 
     def __init__(self, workers: int = 0, rows: Iterable[tuple[str, Row]] = ()) -> None:
-        """`workers`: of the job, for the limit on the size of all values."""
+        """`workers`: number of the job's workers, which the limit on the size of all values depends on."""
         self.save: Callable[[str, Row | None], None] = lambda *_: None
         self.rows: dict[str, Row] = dict(rows)
         self.nbytes = sum(_charge(name, row) for name, row in self.rows.items())

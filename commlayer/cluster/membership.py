@@ -89,13 +89,13 @@ class State(Record, frozen=True):
     """The job continues without lost workers while at least this many workers are left (epoch_change.py). 0: the loss of any
     worker ends the job."""
     held: tuple[int, int, float] | None = None
-    """While a worker joins: (step, rank, since when) if only that rank keeps the sums of that step waiting, else None
-    (epoch_change.py)."""
+    """While a worker joins: (step, rank, since when) if the sums of that step wait only for the contribution of that rank.
+    Otherwise None. See epoch_change.py."""
 
 
 def join(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
-    """Registers the process, refuses it, or repeats the reply to a registered one. The last process that the job waits for
-    starts epoch 1."""
+    """Registers a process, or refuses it. A registered process is sent its reply again. Epoch 1 starts with the last process
+    that the job waits for."""
     place = state.registrations.get(request.token)
     if place is not None:
         if not place.present:
@@ -169,7 +169,7 @@ def leave(state: State, token: str, reason: str, exchanges: int = -1) -> State:
 
 
 def verdict_pending(state: State, place: Registration) -> bool:
-    """Returns whether the process left because of a peer that is neither dead nor known to be alive.
+    """Returns whether the process named a lost peer when it left, and that peer is neither dead nor known to be alive.
 
     In this case either the peer or only the link between the two may be lost. The departure is not reported until the peer is
     dead or sends a heartbeat. Otherwise the first process that lost the connection to the peer would be named as the cause.
@@ -258,13 +258,14 @@ def over(state: State) -> bool:
 
 
 def failure(state: State) -> str:
-    """Returns why a job that is over ended before its last workers had finished; "" if they finished or the job is not over."""
+    """Returns why the job failed: how its last workers ended before they had finished. "" if they finished, or the job is not
+    over."""
     if state.view is None or not over(state):
         return ""
     of = {m.rank for m in state.view.members}
     ends = [p for p in state.registrations.values() if p.join.kind == "worker" and p.rank in of and p.left != FINISHED]
     first = min(ends, key=lambda p: (not p.dead, bool(p.blamed_peer)),
-                default=None)  # the cause before those that failed with it
+                default=None)  # the root cause comes before the failures that followed from it
     return "" if first is None else f"{first.peer}: {first.dead or f'left the job: {first.left}'}"
 
 

@@ -49,9 +49,9 @@ class Join(Record, frozen=True):
     protocol: int
     version: str
     rank: int = ANY
-    """Of a site: requested index among the sites. Ranks are assigned in the order of these indices."""
+    """For a site: requested index among the sites. Ranks are assigned in the order of these indices."""
     world: int = 0
-    """Number of workers that the sender expects; 0: the number that the coordinator was started with. Of a site: number of its
+    """Number of workers that the sender expects; 0: the number that the coordinator was started with. For a site: number of its
     own workers."""
     node: int = 0
     """Index of the sender's machine. ANY, for a server: the node of workers with the same `name`, else a new node."""
@@ -83,7 +83,7 @@ class Join(Record, frozen=True):
     """Serial number of the caller's certificate in hex, as in the revocation list; "" without TLS. Stored with the
     registration."""
     dials_only: bool = False
-    """Whether the caller's certificate is not valid for servers."""
+    """True: the caller's certificate is not valid for servers."""
     gradients: int = ANY
     """For a worker: number of leading tensors that are gradients; the others are model buffers. ANY: all are gradients."""
     leave: str = ""
@@ -95,18 +95,18 @@ class Join(Record, frozen=True):
 
 
 class JoinReply(Record, frozen=True):
-    """Reply to Join. It contains `error`, or what is missing, or once all have joined the rank and the epoch (for a site: the
-    ranks of its workers)."""
+    """Reply to Join. It contains an error; or which processes are missing; or, once all have joined, the rank and the epoch
+    (for a site: the ranks of its workers)."""
 
     error: str = ""
     rank: int = ANY
-    """Of a site: rank of its first worker; the others have the ranks after it."""
+    """For a site: rank of its first worker. The site's other workers have the ranks after that."""
     view: View | None = None
     plan: bytes = b""
     missing: str = ""
     plan_wanted: bool = False
-    """The process is not registered, because the coordinator lacks the plan with that digest. Upload the plan in chunks, then
-    join again."""
+    """True: the process is not registered, because the coordinator lacks the plan with the request's digest. Upload the plan in
+    chunks, then join again."""
     world: int = 0
     """For a site: number of the job's workers, once ranks are assigned."""
     node: int = ANY
@@ -115,7 +115,7 @@ class JoinReply(Record, frozen=True):
     meeting: str = ""
     """For a site: random name of the coordinator's rendezvous. Each process of the coordinator has a new name."""
     joins: bool = False
-    """For a site: the job is already running and admits this site, whose ranks are the last ones of `world`."""
+    """True for a site that the running job admits. The site's ranks are the last ones of `world`."""
     min_workers: int = 0
     """For a site: the coordinator's setting `min_workers`. The job continues while at least this many workers are left."""
 
@@ -184,11 +184,12 @@ class HeartbeatReply(Record, frozen=True):
     failed: tuple[PeerExit, ...] = ()
     departed: tuple[PeerExit, ...] = ()
     job_done: bool = False
-    """Whether every worker has left or is dead."""
+    """True: every worker has left or died."""
     job_failed: bool = False
-    """Whether the job is over and not all of its last workers finished."""
+    """True: the job is over, but not all of its last workers finished."""
     view: View | None = None
-    """An epoch that is newer than the sender's, whose members are the job's from now on; None if the sender has the newest."""
+    """The newest epoch, if the sender does not have it yet; otherwise None. From now on the members of the job are those of
+    this epoch."""
 
 
 class Leave(Record, frozen=True):
@@ -213,7 +214,7 @@ class KvRequest(Record, frozen=True):
     """Keys to read, each with the rank that writes it (ANY: unknown)."""
     wait_s: float = 0.0
     without: bool = False
-    """Do not wait for keys whose writers are gone, and report no error for them."""
+    """True: the call does not wait for keys whose writers are gone, and reports no error for such keys."""
     view: int = 0
     """Generation of the epoch to which the writes belong; they are ignored if there is a newer epoch. 0: always written."""
     rank: int = ANY
@@ -232,7 +233,7 @@ class KvReply(Record, frozen=True):
     error: str = ""
     sum: int = 0
     over: bool = False
-    """Whether the missing values will never be written, because their writers are gone."""
+    """True: the missing values will never be written, because their writers are gone."""
     lost: str = ""
     """Name of the lost peer that `error` is about; "" if `error` is about the caller."""
 
@@ -271,7 +272,7 @@ class StatusReply(Record, frozen=True):
     closed_reason: str = ""
     """For a running job: why it admits no workers; "" if it does."""
     full: bool = False
-    """Whether the job has all its workers; it admits another one after one of them leaves."""
+    """True: the job has all its workers, so it admits another worker only after one has left."""
 
 
 MAX_STATUS_NBYTES = 192 << 10

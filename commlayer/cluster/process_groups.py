@@ -204,7 +204,7 @@ class PendingCollective:
         self._work, self._what, self._on_device = work, what, on_device
 
     def is_over(self) -> bool:
-        """Returns whether `wait` would return at once."""
+        """Returns whether the collective has ended, so `wait` would return at once."""
         work = self._work
         return work is None or bool(work.is_completed())
 

@@ -32,8 +32,8 @@ WAIT_EXPIRES_S = 10.0
 """Seconds without a call after which a rank no longer counts as waiting. A waiting rank calls every MAX_WAIT_S. It may repeat a
 lost call as late as after site_client.BYTES_S, and does not count as waiting until then."""
 MAX_WAITS = 1 << 16
-"""Maximum number of keys for which ranks count as waiting: one chunk of each member, several chunks in flight, in each process
-group."""
+"""Maximum number of recorded pairs of a key and a rank that waits for that key. The number allows one chunk of each member,
+several chunks in flight, in each process group."""
 Clock = Callable[[], float]
 
 
@@ -52,14 +52,14 @@ class RendezvousService:
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  min_workers: int = 0, clock: Clock = time.monotonic,
-                 door: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
+                 admission: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
                  noticed_s: float = 0.0) -> None:
-        """`silence_s`: a site counts as gone after this many seconds without a call. `door`: returns whether the running job
-        admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
+        """`silence_s`: a site counts as gone after this many seconds without a call. `admission`: returns whether the running
+        job admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
         begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds."""
         self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore(workers)
         self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
-        self._min_workers, self._door, self._noticed_s = min_workers, door, noticed_s
+        self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
         self._lock = threading.Lock()
         self._settled = 1
         self._waits: dict[tuple[str, int], _Wait] = {}
@@ -83,10 +83,10 @@ class RendezvousService:
         return frozenset(site.ranks), f"its home {site.who} {why}"
 
     def register(self, request: Join) -> JoinReply:
-        door = self._door()
+        admission = self._admission()
         with self._lock:
             before = self._state
-            state, reply = sites.register(before, request, self._clock(), door, 2 * self._noticed_s)
+            state, reply = sites.register(before, request, self._clock(), admission, 2 * self._noticed_s)
             self._set(state)
         reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
         if reply.error and request.token not in before.former:
@@ -98,7 +98,7 @@ class RendezvousService:
             return KvReply(error=why)
         store, newest = self._store, 1
         if request.put or request.add:
-            newest = max(1, (self._door() or sites.AdmissionState()).generation)
+            newest = max(1, (self._admission() or sites.AdmissionState()).generation)
         # Writes for an earlier epoch are dropped, so all readers that know the newer epoch read the same values.
         put = request.put if not request.view or request.view >= newest else ()
         store.put(put, newest)
@@ -164,9 +164,9 @@ class RendezvousService:
 
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""
-        door = self._door() or sites.AdmissionState()
+        admission = self._admission() or sites.AdmissionState()
         with self._lock:
-            return sites.closed_reason(self._state, door)
+            return sites.closed_reason(self._state, admission)
 
     def staying(self, dead: Collection[int]) -> bool:
         """Returns whether a site is present that may still call, since sites stay registered until their scripts end. If the
@@ -207,8 +207,8 @@ class RendezvousService:
         return next((coded("E-PEER-LOST", f"worker {rank}: {lost[rank]}") for rank in one.ranks if rank in lost), "")
 
     def _set(self, state: sites.Sites) -> None:
-        """Makes `state` the present one. Logs sites that have joined or left, and writes them to the journal once the job has
-        begun. Call it with the lock held."""
+        """Replaces the state of the sites by `state`. Logs sites that have joined or left, and writes them to the journal once
+        the job has begun. Call it with the lock held."""
         before, self._state = self._state, state
         for token, site in state.present.items():
             if token not in before.present:

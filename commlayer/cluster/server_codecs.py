@@ -23,7 +23,7 @@ UNDONE = "_undone"
 MEMORY_SLACK_NBYTES = 1024
 """Bytes allowed in a snapshot's size for the names of tensors that are not always present."""
 SLACK_NBYTES = 16 << 20
-"""Bytes allowed in addition to payloads and state, for headers, plans and probes."""
+"""Bytes that a receiver allows in addition to payloads and state, for headers, plans and probes."""
 
 
 class CodecOps:
@@ -36,7 +36,8 @@ class CodecOps:
         self._state = codec.init_server(self._spec)
         seed(self._state, job, bucket.id, SERVER)
         self.unit = (in_updates(codec), weights)
-        """Unit of the sums. Residuals can be inherited only between equal units."""
+        """Unit of the sums: whether gradients are multiplied by the learning rate before they are compressed, and whether
+        weight updates are summed instead of gradients. Residuals can be inherited only between equal units."""
         self.rounds, self.codec, self.bound = len(codec.rounds), codec.id, codec.bound(self._spec)
         self.in_means = codec.keeps
         self.means = buffers and of_means(codec)
@@ -70,7 +71,7 @@ class CodecOps:
         return self._codec.emit(r, acc, self._state, out)
 
     def undo(self, slices: int) -> None:
-        """Rolls back slices of the last result, given as bits. Rolling a slice back again has no effect."""
+        """Rolls back slices of the last result. `slices` has one bit per slice. Rolling a slice back again has no effect."""
         if fresh := slices & ~self._undone & (1 << len(self._bucket.slices)) - 1:
             self._undone |= fresh
             self._codec.undo_server(self._state, ranges_of(self._bucket.slices, fresh))
@@ -81,8 +82,8 @@ class CodecOps:
         self._undone = (1 << len(self._bucket.slices)) - 1
 
     def worth_giving_back(self, members: int) -> bool:
-        """Returns whether the payloads of this many members take at most half the memory of their sum, and allow it to be
-        computed again."""
+        """Returns whether the server should keep the payloads of this many members instead of their sum. True if the payloads
+        take at most half the memory of the sum, and the sum can be computed again from the payloads."""
         return self.in_means and self.rounds == 1 and not self.means and members * self.bound <= 2 * self._spec.numel
 
     def give_back(self, acc: Any) -> None:
@@ -114,7 +115,7 @@ class CodecOps:
 
     @property
     def memory_nbytes(self) -> int:
-        """Upper bound of the size of remember(), in bytes."""
+        """Upper bound, in bytes, of the snapshot that remember() returns."""
         return len(self.remember()) + 4 * self._spec.numel + MEMORY_SLACK_NBYTES
 
     def remember(self) -> bytes:
@@ -132,7 +133,7 @@ class CodecOps:
         self._undone = int(undone.item()) + (1 << 63)
 
     def begin_anew(self) -> None:
-        """Resets the codec's server state to that before the first step; residuals are lost."""
+        """Resets the codec's server state to the state before the first step; residuals are lost."""
         self._state = self._codec.init_server(self._spec)
         seed(self._state, self._job, self._bucket.id, SERVER)
         self._undone, self._mean = 0, None

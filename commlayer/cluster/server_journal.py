@@ -68,8 +68,8 @@ class ServerJournal:
     intact entries among the recovered ones, keyed by bucket."""
 
     def __init__(self, path: str, *, required: bool) -> None:
-        """Locks the folder and reads an earlier journal. `required`: if there is no space for the journal, the server refuses
-        to run; otherwise it continues without one."""
+        """Locks the folder and reads an earlier journal. `required`: True: if there is no space for the journal, the server
+        refuses to run. False: the server then runs without a journal."""
         self._path, self._required = Path(path), required
         self._lock = lock_folder(self._path, LOCK, "is in use by another server: use a separate folder for each server")
         self._file: _JournalFile | None = None
@@ -197,7 +197,7 @@ class _JournalFile:
 
 
 def _layout(begin: int, sizes: Mapping[int, int]) -> tuple[dict[int, tuple[int, int]], int]:
-    """Returns the offsets of each bucket's two slots, and the size of the file. `begin`: the first free byte."""
+    """Returns the offsets of each bucket's two slots, and the size of the file. `begin`: offset of the first free byte."""
     slots, at = {}, -(-begin // ALIGN) * ALIGN
     for bucket, nbytes in sizes.items():
         slot_nbytes = -(-(_SLOT.size + nbytes) // ALIGN) * ALIGN
@@ -224,7 +224,7 @@ def read(path: Path) -> tuple[ServerIdentity, dict[int, Entry]]:
 
 
 def _entry(mapped: mmap.mmap, start: int, most: int) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields number and parts of the entry in this slot, if it is intact."""
+    """Yields sequence number, metadata and codec state of the entry in the slot at `start`, if the entry is intact."""
     number, words_nbytes, state_nbytes, check = _SLOT.unpack_from(mapped, start)
     if not number or words_nbytes + state_nbytes > most:
         return

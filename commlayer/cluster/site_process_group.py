@@ -39,7 +39,8 @@ PARTS_IN_FLIGHT = 8
 """Number of chunks in flight at once, enough to fill a link of high latency. It also limits the data that the coordinator
 stores for each member."""
 ERROR_NOTICE_S = 5.0
-"""Seconds that a wait without its own timeout lasts longer than the collective, so the error can name missing ranks."""
+"""A wait without its own timeout lasts this many seconds longer than the collective. The collective's error, which can name
+missing ranks, then comes first."""
 Rows = list[bytes | None]
 """The bytes of each member, in member order; None for members that are left out."""
 _Work: Any = dist._Work  # type: ignore[attr-defined]
@@ -98,14 +99,14 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
         finished chunk n - 2 * PARTS_IN_FLIGHT, which can be dropped."""
         self._failed = self._name = ""
         self.skip_lost = False
-        """Whether collectives leave out lost members, the same ones on all ranks. If False, a lost member is an error."""
+        """True: collectives leave out lost members, the same ones on all ranks. False: a lost member is an error."""
         self.patience_s = 0.0
-        """Seconds to wait beyond the timeout. By the end of them the coordinator has evicted a member that hangs, if the job
-        may continue without it."""
+        """Seconds that a collective waits beyond its timeout. In that time the coordinator evicts a member that hangs, if the
+        job may continue without that member."""
         self.paused_reason = ""
         """If not empty, collectives are on hold: every call fails with this text."""
         self.local_only = False
-        """Whether calls succeed locally while collectives are on hold, as if every member had this rank's data."""
+        """True: while collectives are on hold, they succeed locally, as if every member had this rank's data."""
 
     @property
     def place(self) -> str:
@@ -181,8 +182,8 @@ class RelayedGroup(_ProcessGroup):  # type: ignore[misc]
             self._thread.join(timeout_s)
 
     def move(self, kv: KvClient, place: str, ranks: Sequence[int], rank: int) -> None:
-        """Continues with other members; call it after shutdown(). DDP keeps the group object that it was created with, so
-        object must work with new members."""
+        """Continues with other members; call it after shutdown(). DDP keeps the group object that it was created with, so the
+        same object must work with new members."""
         self._thread, self._pool, self._jobs = None, None, queue.SimpleQueue()
         self._kv, self._place, self._ranks, self._mine = kv, place, list(ranks), rank
         self._next, self._failed = 0, ""
@@ -365,7 +366,7 @@ class _World(NamedTuple):
     """The world's store. torch refers only to the C++ half of this object, which calls the Python half, so the Python half is
     kept here."""
     skip_lost: bool
-    """Whether collectives of scripts leave out ranks that are gone."""
+    """True: collectives of scripts leave out ranks that are gone."""
     paused_reason: str
     """Value of RelayedGroup.paused_reason for groups that scripts use, including the default group."""
     patience_s: float

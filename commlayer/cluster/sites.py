@@ -58,11 +58,11 @@ class AdmissionState(Record, frozen=True):
     generation: int = 0
     """Generation of the job's epoch; 0 before it begins."""
     full: bool = False
-    """Whether the job has all its workers. It admits a site after one leaves."""
+    """True: the job has all its workers, so it admits a site only after another one leaves."""
     retry_reason: str = ""
     """Why a site should ask again later, if the reason for admitting none is temporary; otherwise ""."""
     all_present: bool = False
-    """Whether no worker is known to be gone."""
+    """True: no worker is known to be gone."""
 
 
 class Sites(Record, frozen=True):
@@ -81,14 +81,15 @@ class Sites(Record, frozen=True):
     """Maps the token of a departed site to the reason. Contains sites of an ended rendezvous, and sites that left after the job
     began."""
     left: Mapping[int, str] = msgspec.field(default_factory=dict)
-    """Maps a rank whose site has left since the job began to the reason."""
+    """Why each site left after the job began, keyed by the ranks of the site's workers."""
     version: str = ""
     """Version that sites must have: the coordinator's; "": that of the first site."""
 
 
-def register(state: Sites, request: Join, now: float, door: AdmissionState | None = None,
+def register(state: Sites, request: Join, now: float, admission: AdmissionState | None = None,
              grace_s: float = 0.0) -> tuple[Sites, JoinReply]:
-    """Registers a site, refuses it, or repeats its reply. `door`: whether the running job admits sites; None: it never does.
+    """Registers a site, refuses it, or repeats its reply. `admission`: whether the running job admits sites; None: it never
+    does.
 
     `grace_s`: how long a site should ask again while no worker is known to be gone. One of the job's workers may belong to the
     site's own previous process, whose silence has not been detected yet.
@@ -102,15 +103,15 @@ def register(state: Sites, request: Join, now: float, door: AdmissionState | Non
         return state, JoinReply(error=RESTARTED)
     if request.token in state.present:
         state = mark_seen(state, request.token, now)
-    elif state.begun and door is not None and (
-            door.retry_reason or (door.closed_reason and door.all_present and request.waited_s < grace_s)):
-        return state, JoinReply(missing=door.retry_reason or door.closed_reason)
-    elif problem := _problem(state, request, door):
+    elif state.begun and admission is not None and (
+            admission.retry_reason or (admission.closed_reason and admission.all_present and request.waited_s < grace_s)):
+        return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
+    elif problem := _problem(state, request, admission):
         return state, JoinReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
     elif state.begun:
-        assert door is not None
+        assert admission is not None
         number = state.workers + state.numbers
-        site = Site(request, now, number, number, door.size + request.world)
+        site = Site(request, now, number, number, admission.size + request.world)
         state = msgspec.structs.replace(state, present={**state.present, request.token: site},
                                         numbers=state.numbers + request.world)
     else:
@@ -197,16 +198,16 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
     return dict(list(former.items())[-MAX_FORMER:])
 
 
-def _problem(state: Sites, request: Join, door: AdmissionState | None) -> str:
+def _problem(state: Sites, request: Join, admission: AdmissionState | None) -> str:
     if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
     if not state.workers:
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
                      "--workers N")
-    if state.begun and door is None:
+    if state.begun and admission is None:
         return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
-    if state.begun and door is not None:
-        return _late(state, request, door)
+    if state.begun and admission is not None:
+        return _late(state, request, admission)
     free_seats = state.workers - _count(state)
     if not 1 <= request.world <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
@@ -222,12 +223,12 @@ def _problem(state: Sites, request: Join, door: AdmissionState | None) -> str:
                            "for each home")
 
 
-def _late(state: Sites, request: Join, door: AdmissionState) -> str:
+def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
     """Returns why a site that joins a running job is refused; "" if it is not."""
-    if why := closed_reason(state, door):
-        return why if why == RESTARTED else coded("E-JOB-FULL" if door.full else "E-JOB-CLOSED", why)
-    if request.world > state.workers - door.size:
-        return coded("E-WORKERS", f"has {request.world} workers, but only {state.workers - door.size} of the job's "
+    if why := closed_reason(state, admission):
+        return why if why == RESTARTED else coded("E-JOB-FULL" if admission.full else "E-JOB-CLOSED", why)
+    if request.world > state.workers - admission.size:
+        return coded("E-WORKERS", f"has {request.world} workers, but only {state.workers - admission.size} of the job's "
                                   f"{state.workers} are missing: start this home with fewer")
     if state.workers + state.numbers + request.world > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
@@ -235,9 +236,9 @@ def _late(state: Sites, request: Join, door: AdmissionState) -> str:
     return ""
 
 
-def closed_reason(state: Sites, door: AdmissionState) -> str:
+def closed_reason(state: Sites, admission: AdmissionState) -> str:
     """Returns why a running job admits no site; "" if it does."""
-    return door.closed_reason or ("" if state.ranks_assigned else RESTARTED)
+    return admission.closed_reason or ("" if state.ranks_assigned else RESTARTED)
 
 
 def _count(state: Sites) -> int:
@@ -271,7 +272,7 @@ def _in_order(present: Mapping[str, Site]) -> list[str]:
 
 
 class PendingWait(NamedTuple):
-    """A key in the key-value store that `rank` has to write and has not written, with the ranks that wait for it."""
+    """A key in the key-value store that `rank` has not written yet, although other ranks wait for that key."""
 
     rank: int
     waited_s: Mapping[int, float]

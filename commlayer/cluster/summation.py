@@ -45,8 +45,8 @@ class Summation:
     # ---- journal
 
     def remember(self, keep: WriteEntry | None) -> None:
-        """Writes all state with `keep` now, and then every change before the replies that depend on it. None stops
-        journaling."""
+        """Calls `keep` with all state now, and from then on with every change, before replies that depend on the change are
+        sent. None stops journaling."""
         self._keep = keep
         for cell in self.cells.values():
             with cell.lock:
@@ -91,8 +91,8 @@ class Summation:
     # ---- contributions
 
     def push(self, message: Message, now: float, release: Callable[[Message], None] = lambda _: None) -> list[Reply]:
-        """Handles one contribution and returns the replies to send. If this contribution allows an earlier one to be added that
-        is invalid, CorruptFrame names the sender of the earlier one.
+        """Handles one contribution and returns the replies to send. Early contributions are checked when they are added, so
+        CorruptFrame may name the sender of an earlier one.
 
         `release` is called with each message whose body is no longer needed.
         """
@@ -316,7 +316,8 @@ class Summation:
             self._remember(cell)
 
     def end(self, step: int, undone: Mapping[int, int]) -> None:
-        """Ends the epoch in the middle of that step: see BucketSum.end. Later messages of the epoch change nothing."""
+        """Ends the epoch in the middle of step `step`. Later messages of the epoch change nothing. `undone`: maps a bucket to
+        the slices of the previous step that the workers did not apply, one bit per slice."""
         for cell in self.cells.values():
             with cell.lock:
                 cell.end(step, undone.get(cell.bucket, 0))
@@ -424,12 +425,14 @@ class Stall(NamedTuple):
 
 
 class RoundSum:
-    """The sum in progress: one round of a step, with the contributions that have arrived. Between sums, the one to come."""
+    """One round of a step in progress, with the contributions that have arrived. Between two steps, the round that comes
+    next."""
 
     def __init__(self, step: int, r: int, *, begun: bool = True) -> None:
         self.step, self.round, self.open = step, r, begun
         self.next = self.summed = 0
-        """Number of members whose turn is over, and of payloads that were added."""
+        """`next`: number of members, in member order, whose contributions were handled. `summed`: number of payloads that were
+        added."""
         self.first: int | None = None
         """The member that contributed first."""
         self.early: dict[int, Message] = {}
@@ -440,7 +443,7 @@ class RoundSum:
         self.abandoned = b""
         """Text that says which member aborted the step and why; empty if none did."""
         self.resumed = False
-        """Whether the state comes from the journal and no contribution has arrived since."""
+        """True: the state comes from the journal, and no contribution has arrived since."""
 
     @property
     def expected(self) -> float:
@@ -459,24 +462,25 @@ class BucketSum:
         self.outs: dict[tuple[int, int], memoryview] = {}
         self.results: dict[tuple[int, int], tuple[Header, memoryview]] = {}
         self.recomputable = ops.worth_giving_back(len(members))
-        """Whether payloads are kept between steps instead of their sum, to save memory."""
+        """True: between steps the server keeps payloads instead of their sum, to save memory."""
         self.held: list[Message] = []
         """Payloads of the last result, in the order in which they were added, if the sum's memory was freed; otherwise
         empty."""
         self.ended = False
-        """Whether the epoch has ended, so nothing more is added."""
+        """True: the epoch has ended, so no contribution is added any more."""
         self.idle(None)
 
     def idle(self, step: int | None) -> None:
-        """Enters the state between sums. `step`: the next step; None: the first contribution decides."""
+        """Drops the contributions in progress and waits for the next step. `step`: number of that step; None: the first
+        contribution decides."""
         self.awaited, self.sum = step, RoundSum(step or 0, 0, begun=False)
 
     def begin(self, step: int, r: int) -> None:
         self.sum = RoundSum(step, r)
 
     def end(self, step: int, undone: int) -> None:
-        """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that they did not
-        apply."""
+        """Ends the epoch in a step that all workers roll back. `undone`: slices of the previous step that the workers did not
+        apply, one bit per slice."""
         self.ended = True
         rounds = range(self.ops.rounds)
         if (step, rounds[-1]) in self.results:

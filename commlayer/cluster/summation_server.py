@@ -80,7 +80,7 @@ class Stalled(Record, frozen=True):
     step: int
     missing: tuple[int, ...]
     dropped: dict[int, str] = msgspec.field(default_factory=dict)
-    """Maps each missing member that this server has dropped to the reason. These members will not contribute."""
+    """Maps each missing member that this server has dropped to the reason. The dropped members will not contribute."""
     failed: str = ""
     """Why the server itself has failed and will send no sums; "" if it has not failed."""
 
@@ -173,12 +173,11 @@ class SumServer:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
     def overdue(self, limit_s: float) -> tuple[int, tuple[int, ...]] | None:
-        """Returns the earliest step whose sums wait, and the members that kept a sum of that step waiting for `limit_s`. None
-        if no sum waits.
+        """Returns the earliest step whose sums wait for contributions, and the members for which a sum of that step has waited
+        `limit_s`. None if no sum waits.
 
         Members are blamed only if at least as many have contributed as are missing, because a small group of contributors may
-        itself delay the others elsewhere. Dropped members are not listed here, since `dropped` reports them.
-        """
+        itself delay the others elsewhere. Dropped members are not listed, since `dropped` reports them."""
         stalls, now = self._stalls, time.monotonic()
         if not stalls:
             return None

@@ -42,9 +42,8 @@ FAILED_S = 0.5
 class Uplink:
     """A worker's membership in the job and its connections to the servers.
 
-    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So it is
-    passed to every subscriber.
-    """
+    The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
+    failure is passed to every subscriber. """
 
     def __init__(self, config: Config, address: str, request: messages.Join) -> None:
         """Registers with the coordinator at `address` and waits for all processes to join. `dial` connects to servers."""
@@ -96,8 +95,8 @@ class Uplink:
         return self.membership.view
 
     def name_of(self, worker: int) -> str:
-        """Returns the name of a present or former worker's machine: from its certificate, or its host name if all certificates
-        are the same. Returns "" if the host names are the same, too."""
+        """Returns the name of a present or former worker's machine: the name in its certificate, or its host name if all
+        workers use the same certificate. Returns "" if all host names are the same, too."""
         members = (*self.view.members, *self.membership.newest.members)
         self._names |= {member.rank: (member.certificate, member.name) for member in members}
         for names in zip(*self._names.values(), strict=True):
@@ -129,7 +128,7 @@ class Uplink:
             on_view(self.membership.newest)
 
     def switch_view(self, view: View) -> None:
-        """Switches to the epoch. Departures of peers that are not in it are ignored from now on."""
+        """Switches to the epoch. Departures of peers outside that epoch are ignored from now on."""
         self.membership.view = view
 
     def finished(self, member: int) -> int:

@@ -170,7 +170,7 @@ class Meeting:
             self.journal.close()
         self.journal = CoordinatorJournal(str(self._folder))
         self.service = RendezvousService(3, 10.0, lambda: self.lost, RefusalLog(), 2, clock=lambda: self.now,
-                                         door=lambda: self.door, journal=self.journal)
+                                         admission=lambda: self.door, journal=self.journal)
 
     def begin(self) -> None:
         self.service.begin()
