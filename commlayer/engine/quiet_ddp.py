@@ -60,7 +60,7 @@ def check_silenceable(ddp: DistributedDataParallel, hook: object = None) -> None
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "attach() does not support DistributedDataParallel(mixed_precision=...), which replaces weights "
                            "around its own averaging: use torch.autocast")
-    if any(state is not hook for _, state in ddp._comm_hooks):
+    if any(hook is None or state is not hook for _, state in ddp._comm_hooks):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            "the DistributedDataParallel module has a communication hook, but attach() averages gradients "
                            "without it: create the module without the hook")

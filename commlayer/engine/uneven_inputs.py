@@ -87,7 +87,7 @@ class UnevenInputs:
         if self._scaler is None and _has_scaler():
             raise InvalidInput("E-UNEVEN-INPUTS",
                                "session.join(): the script has a GradScaler that attach() did not get, and its scale would "
-                               "differ between ranks; remedy: attach(model, optimizer, scaler=scaler)")
+                               "differ between ranks; remedy: attach(model, optimizer, grad_scaler=scaler)")
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         if foreign := [name for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in held]:
             raise InvalidInput("E-UNEVEN-INPUTS",
