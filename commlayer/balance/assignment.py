@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class JobView(Protocol):
-    """What a session says about its plan and membership."""
+    """The part of session.inspect that batch assignment needs: the job's plan and members."""
 
     @property
     def plan(self) -> Plan | None: ...
@@ -61,39 +61,39 @@ class TrainingSession(Protocol):
 
 
 class DrawnBatch(NamedTuple):
-    """One batch of a step: all of a worker's samples, or one of several micro-batches."""
+    """One batch of a step: all of a worker's samples in the step, or one of several micro-batches."""
 
     step: int
     samples: int
-    """Samples that count: 0 for a batch that only keeps its worker in the step."""
+    """Number of samples that count in the average. 0 for a batch with which a worker without samples takes part in the step."""
     repeats: int
-    """How often the batch repeats each sample to reach the least size."""
+    """How often the batch repeats each sample in order to reach the smallest allowed batch."""
     last: bool
     computed: int
-    """Samples in the batch, repeats included."""
-    whole: int
-    """Samples of all workers in the step."""
+    """Number of samples in the batch, including repeats."""
+    step_samples: int
+    """Number of samples of all workers in the step."""
 
 
 class StepAssignment:
-    """The current step. `fraction` and `last` are for the loop's body."""
+    """The step whose batches a training loop receives. The loop's body reads `fraction` and `last`."""
 
     def __init__(self) -> None:
         self.fraction, self.last = 1.0, True
         self.samples = self.computed = 0
-        """This worker's samples in the step, and the samples that it computes, including repeats and samples of weight
-        zero."""
+        """Number of this worker's samples in the step; and number of samples that the worker computes, including repeats and
+        samples of weight zero."""
         self.pending = False
-        """Whether the loop has the step's last batch and the step is not accounted for yet."""
+        """True: the loop has received the step's last batch, and finish() was not called since."""
         self.step: int | None = None
-        """The step whose batches the loop has."""
+        """Number of the step whose batches the loop receives; None before the first step."""
         self.session: TrainingSession | None = None
         self._local, self._steps_before = False, 0.0
 
     def run(self, batches: Sequence[tuple[Any, DrawnBatch]], session: TrainingSession | None,
-            weigh: Callable[[Any], float] | None, *, whole: bool = True) -> Iterator[Any]:
-        """Yields a step's batches; all but the last accumulate without synchronizing. `whole`: every worker that was
-        assigned a part of the step is still present."""
+            weigh: Callable[[Any], float] | None, *, all_present: bool = True) -> Iterator[Any]:
+        """Yields a step's batches; gradients are synchronized only in the last one. `all_present`: True: every worker that was
+        assigned samples of the step is still in the job."""
         weights = [_weight(batch, part, weigh) for batch, part in batches]
         total = sum(weights)
         self.samples = sum(part.samples for _, part in batches)
@@ -101,7 +101,7 @@ class StepAssignment:
         if session is not None:
             # With sample counts as weights, all workers know the total, so the session need not exchange it for short last
             # batches.
-            session.weight(total, float(batches[0][1].whole) if weigh is None and whole else None)
+            session.weight(total, float(batches[0][1].step_samples) if weigh is None and all_present else None)
         plan = None if session is None else session.inspect.plan
         self.session, self._local = session, plan is not None and plan.steps_locally
         self._steps_before = _steps(session, local=self._local)
@@ -115,20 +115,21 @@ class StepAssignment:
         self.fraction, self.last = 1.0, True
 
     def applied(self) -> bool:
-        """Whether the step of the last yielded batch was averaged (with local steps: taken). Assumed true without a
-        session, and with a session of one worker."""
+        """Returns whether the step of the last yielded batch was averaged; with local steps, whether the optimizer step was
+        taken. Assumed True without a session, or in a session of one worker."""
         if not self.pending:
             return False
         return (self.session is None or self.session.inspect.plan is None
                 or _steps(self.session, local=self._local) > self._steps_before)
 
     def finish(self) -> None:
-        """Marks the step as accounted for."""
+        """Marks the step as finished, so `applied` returns False until the next step."""
         self.pending = False
 
 
 def split(samples: int, cap: int) -> list[int]:
-    """Sizes of the micro-batches: as few as the cap allows (0: no cap), as equal as possible.
+    """Returns the sizes of the micro-batches into which `samples` are split: as few as the cap allows (0: no cap), as equal as
+    possible.
 
     >>> split(10, 4)
     [4, 3, 3]
@@ -138,18 +139,18 @@ def split(samples: int, cap: int) -> list[int]:
 
 
 def drawn_batches(
-    step: int, own: list[T], nothing: list[T], *, whole: int, least: int, cap: int
+    step: int, own: list[T], nothing: list[T], *, step_samples: int, least: int, cap: int
 ) -> Iterator[tuple[DrawnBatch, list[T]]]:
-    """A worker's samples of a step as batches. A worker without samples still takes part, with the batch `nothing` at
-    weight zero."""
+    """Splits a worker's samples of a step into batches. `own`: these samples; a worker without any still takes part, with the
+    batch `nothing` at weight zero. `step_samples`: number of samples of all workers in the step."""
     if not own:
-        yield DrawnBatch(step, 0, 1, True, len(nothing), whole), nothing
+        yield DrawnBatch(step, 0, 1, True, len(nothing), step_samples), nothing
         return
     start, sizes = 0, split(len(own), cap)
     for i, samples in enumerate(sizes):
         # Repeat every sample equally often in a batch that is too small: this keeps the mean.
         repeats = -(-least // samples)
-        part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats, whole)
+        part = DrawnBatch(step, samples, repeats, i == len(sizes) - 1, samples * repeats, step_samples)
         yield part, own[start : start + samples] * repeats
         start += samples
 
@@ -165,7 +166,7 @@ def _weight(batch: Any, part: DrawnBatch, weigh: Callable[[Any], float] | None) 
 
 
 def _steps(session: TrainingSession | None, *, local: bool) -> float:
-    """Steps that were averaged; with local steps, steps that were taken."""
+    """Returns the number of averaged steps; with local steps, the number of optimizer steps."""
     if session is None:
         return 0.0
     return float(session.step if local else session.metrics().get("exchanges", 0))

@@ -1,8 +1,8 @@
-"""The default balancer: measurements in, shares for a future step out. Pure: no clock, no threads, no network.
+"""The default balancer: computes each worker's share of the batch in future steps from measured compute times.
 
-Each worker has a line T(B) that follows its measurements. In each step the best shares are computed, and announced only if
-they gain enough. Every worker has a share: the others would wait for one without a share as well.
-"""
+Pure: no clock, no threads, no network. Each worker has a linear time model T(B), which follows the worker's measurements. In
+each step the balancer computes the best shares, and announces them if they gain enough. It gives every worker a share, since
+the others would wait for a worker without one as well."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from commlayer.records import Record
 
 EVENTS_KEPT = 1000
 OUTCOME_AFTER = 3
-"""Iterations under a decision whose median is compared with the prediction; the median ignores a single spike."""
+"""Number of steps after a decision whose median time is compared with the prediction. The median ignores a single spike."""
 
 
 class Measurement(Record, frozen=True):
-    """A worker's compute seconds in a step. A worker without a share may report a batch that it computed on its own."""
+    """One worker's compute seconds for its batch in a step. A worker without a share may report a batch that it computed on
+    its own."""
 
     worker: int
     batch: int
@@ -31,7 +32,8 @@ class Measurement(Record, frozen=True):
 
 
 class Joined(Record, frozen=True):
-    """A worker: the most samples that it computes at once, and its line if that is known. Workers are numbered from 0."""
+    """A worker that the balancer gives shares to: the most samples that the worker computes at once, and its linear time
+    model, None if unknown. Workers are numbered from 0."""
 
     worker: int
     cap: int | None = None
@@ -39,7 +41,7 @@ class Joined(Record, frozen=True):
 
 
 class Decision(Record, frozen=True):
-    """New shares for all workers from a future step on, with reason and expected gain."""
+    """New shares of all workers from a future step on, with the reason and the expected gain."""
 
     step: int
     from_step: int
@@ -48,11 +50,11 @@ class Decision(Record, frozen=True):
     micro_batches: tuple[int, ...]
     reason: str
     before_s: float
-    """Expected iteration time with the current shares."""
+    """Expected step time with the previous shares, in seconds."""
     after_s: float
-    """Infinite for shares that were given."""
+    """Expected step time with the new shares, in seconds; infinite if the caller gave these shares."""
     effect: float = 0.0
-    """The straggler effect in the step of the decision."""
+    """The straggler effect, (longest - shortest) / mean compute time, in the step of the decision."""
 
     @property
     def gain_s(self) -> float:
@@ -64,18 +66,18 @@ class Decision(Record, frozen=True):
 
 
 class Outcome(Record, frozen=True):
-    """Compares the median of the first iterations under a decision with its prediction."""
+    """Compares a decision's predicted step time with the median of the first steps under the decision."""
 
     step: int
     decided: int
-    """The step of the decision."""
+    """Number of the step in which the decision was made."""
     expected_s: float
     measured_s: float
     reason: str
     effect: float = 0.0
-    """The straggler effect in the last of these steps."""
+    """The straggler effect, (longest - shortest) / mean compute time, in the last of the compared steps."""
     whole_s: float = 0.0
-    """Time of a whole step, including communication; 0 if it was not measured."""
+    """Seconds of a complete step, including communication; 0 if not measured."""
 
     @property
     def error(self) -> float:
@@ -93,14 +95,14 @@ Event = Decision | Outcome | Note
 
 
 class SharePolicy(Record, frozen=True):
-    """When a change of shares is worth its cost."""
+    """Says when a change of shares is worth its cost."""
 
     minimum: int = 1
-    """Smallest share of a worker: 2 with BatchNorm."""
+    """Smallest share of a worker, in samples. A model with BatchNorm needs 2."""
     lead: int = 1
-    """Steps between a decision and the first step under it: 1 is the next step."""
+    """Number of steps between a decision and the first step under the decision; 1: the next step."""
     gain_least: float = 0.03
-    """Least gain of a change, as a part of the expected iteration."""
+    """Smallest gain for which shares are changed, as a fraction of the expected step time."""
 
     def __post_init__(self) -> None:
         if self.minimum < 1 or not self.gain_least >= 0:
@@ -109,20 +111,20 @@ class SharePolicy(Record, frozen=True):
 
 
 def straggler_effect(times_s: Sequence[float]) -> float:
-    """LBB's straggler effect, (longest - shortest) / mean, over the workers that computed."""
+    """Returns LBB's straggler effect, (longest - shortest) / mean, of the times of the workers that computed."""
     return (max(times_s) - min(times_s)) / (sum(times_s) / len(times_s)) if times_s else 0.0
 
 
 class Balancer:
-    """Call decide() once per step with the measurements of that step. The balancer keeps the current shares, so that it
-    can match a time to its batch."""
+    """Decides on shares from measured compute times. Call decide() once per step with the measurements of that step. The
+    balancer keeps the current shares, in order to match a time to its batch."""
 
     def __init__(
         self, joined: Sequence[Joined], total: int, policy: SharePolicy | None = None, communication: Communication = FREE,
         *, shares: Mapping[int, int] | Decision | None = None, from_step: int = 0,
     ) -> None:
-        """`shares`: current shares, or a decision announced for `from_step` with its predictions. Without them, the
-        balancer begins with the best shares by the known lines."""
+        """`shares`: current shares, or a decision announced for `from_step` with its predictions. None: the balancer begins
+        with the best shares according to the known time models."""
         self.total, self.policy, self.communication = total, policy or SharePolicy(), communication
         self.caps = [one.cap or total for one in joined]
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
@@ -143,7 +145,7 @@ class Balancer:
             self.latest = self._decision(-1, from_step, given, "given", math.inf, math.inf)
 
     def copy(self) -> Balancer:
-        """Independent: decisions of one copy do not affect the other."""
+        """Returns an independent copy: decisions of one do not affect the other."""
         clone = copy.copy(self)
         clone._online = [one.copy() for one in self._online]
         clone.events, clone._under = deque(self.events, maxlen=EVENTS_KEPT), list(self._under)
@@ -151,19 +153,20 @@ class Balancer:
 
     @property
     def shares(self) -> dict[int, int]:
-        """The latest shares. They may be announced for a later step."""
+        """The latest shares by worker. They may be announced for a later step."""
         return self.latest.by_worker
 
     @property
     def lines(self) -> list[LinearTime]:
-        """Each worker's line, or the median of the others' lines if it has none yet."""
+        """Each worker's linear time model. A worker without measurements gets the median of the other workers' models."""
         known = [one.line for one in self._online if one.known]
         typical = LinearTime(statistics.median(line.slope_s for line in known),
                        statistics.median(line.intercept_s for line in known)) if known else LinearTime(1.0)
         return [one.line if one.known else typical for one in self._online]
 
     def decide(self, step: int, measurements: Sequence[Measurement]) -> Decision | None:
-        """Takes the measurements of `step`. Returns new shares for step + lead if they are worth it."""
+        """Processes the measurements of `step`. Returns new shares from step + lead on if they are worth a change; otherwise
+        None."""
         times_s = self._observed(step, measurements)
         if step < self.latest.from_step:
             return None
@@ -177,7 +180,8 @@ class Balancer:
         return decision
 
     def _observed(self, step: int, measurements: Sequence[Measurement]) -> dict[int, float]:
-        """Seconds of the workers that computed their latest shares. Invalid times are noted and dropped."""
+        """Returns the seconds of each worker that computed its latest share. Invalid times are dropped, with a Note in
+        `events`."""
         times_s: dict[int, float] = {}
         for worker, batch, compute_s in ((one.worker, one.batch, one.compute_s) for one in measurements if one.batch > 0):
             try:
@@ -205,7 +209,7 @@ class Balancer:
             self.events.append(Outcome(step, latest.step, latest.after_s, measured_s, latest.reason, self._effect))
 
     def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:
-        """The best shares, if they shorten the iteration enough."""
+        """Returns a decision with the best shares if they shorten the step enough; otherwise None."""
         before_s = self._expected_s(self.latest.shares)
         best = solve(self.lines, self.total, self.caps, minimum=self.policy.minimum).shares
         if before_s - self._expected_s(best) < self.policy.gain_least * before_s:
@@ -213,7 +217,7 @@ class Balancer:
         return self._decision(step, step + self.policy.lead, best, "measured times changed", before_s)
 
     def _expected_s(self, shares: Sequence[int]) -> float:
-        """Iteration time of these shares by the current lines."""
+        """Returns the step time with these shares, according to the current time models."""
         rows = zip(self.lines, shares, self.caps, strict=True)
         return self._iteration_s(max(in_pieces_s(line, share, cap) for line, share, cap in rows if share))
 

@@ -1,8 +1,8 @@
-"""Tracks which ranges of an epoch's index stream each worker was assigned in which step, and what is left.
+"""Tracks which positions in an epoch's order of samples each worker was assigned in which step, and which are left.
 
-The stream is positions 0 to length - 1. A position is left, open (assigned, may still be taken back) or done; each is done
-once. Positions are assigned from the front, so positions that come back are the next to be assigned.
-"""
+An epoch has positions 0 to length - 1; a permutation maps them to samples. A position is left, open (assigned, but it may be
+taken back) or done, and each becomes done once. Positions are assigned from the front, so positions that were taken back are
+assigned next."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Range = tuple[int, int]
-"""Positions [start, stop)."""
+"""A range of positions: the first one, and the one after the last."""
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted, without empty ranges, neighbours joined. Overlap is an error: a position would be trained twice."""
+    """Returns the ranges sorted, without empty ones, with adjacent ranges joined. Raises InvalidInput if they overlap, since a
+    sample would be trained twice."""
     result: list[Range] = []
     for start, stop in sorted(r for r in ranges if r[0] < r[1]):
         if result and start < result[-1][1]:
-            raise InvalidInput("E-SAMPLER-STATE", f"consumed log: position {start} is there twice")
+            raise InvalidInput("E-SAMPLER-STATE", f"consumed log: position {start} appears twice")
         if result and start == result[-1][1]:
             result[-1] = (result[-1][0], stop)
         else:
@@ -38,16 +39,17 @@ def size(ranges: Iterable[Range]) -> int:
 
 
 class ConsumedLogState(Record, frozen=True):
-    """A consumed log as a value."""
+    """The state of a consumed log as plain values."""
 
     length: int
     left: list[Range]
     open: dict[int, dict[int, list[Range]]]
-    """By step, by worker."""
+    """Ranges that can still be taken back, by step and worker."""
 
 
 class ConsumedLog:
-    """One epoch. All members of a job keep the same log, because they make the same calls in the same order."""
+    """The consumed log of one epoch. All members of a job keep equal logs, because they make the same calls in the same
+    order."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -66,13 +68,14 @@ class ConsumedLog:
 
     @property
     def done(self) -> list[Range]:
-        """Ranges that need no further assignment."""
+        """Ranges whose samples are trained, so they are not assigned again."""
         busy = merged([*self._left, *(r for given in self._open.values() for ranges in given.values() for r in ranges)])
         edges = [0, *(edge for r in busy for edge in r), self.length]
         return merged(zip(edges[::2], edges[1::2], strict=True))
 
     def assign(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
-        """Assigns counts[worker] positions to each worker, in the order of their numbers; open until `commit`."""
+        """Assigns counts[worker] positions to each worker, in the order of worker numbers. The positions are open until
+        `commit`."""
         if step in self._open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is assigned already")
         if sum(counts.values()) > self.left:
@@ -83,20 +86,21 @@ class ConsumedLog:
         return given
 
     def commit(self, step: int, missing: Iterable[int] = ()) -> None:
-        """Closes an applied step. The ranges of workers in `missing`, which had no part in it, are left again."""
+        """Marks the positions of an applied step as done. Positions of workers in `missing`, which had no part in the step,
+        are left again."""
         if step not in self._open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is not open")
         given = self._open.pop(step)
         self._put_back(given.get(worker, []) for worker in set(missing))
 
     def take_back(self, worker: int, from_step: int = 0) -> int:
-        """Takes back what a lost worker was assigned from `from_step` on; returns the number of positions."""
+        """Takes back the positions that a lost worker was assigned from `from_step` on. Returns their number."""
         ranges = [given.pop(worker, []) for step, given in self._open.items() if step >= from_step]
         self._put_back(ranges)
         return sum(map(size, ranges))
 
     def renumber(self, number: Callable[[int], int]) -> None:
-        """Renumbers the workers; `number` must be one-to-one."""
+        """Renumbers the workers. `number` maps each old number to a new one, no two to the same."""
         self._open = {step: {number(worker): ranges for worker, ranges in given.items()} for step, given in self._open.items()}
 
     def copy(self) -> ConsumedLog:
@@ -111,7 +115,7 @@ class ConsumedLog:
 
     @classmethod
     def of(cls, kept: ConsumedLogState) -> ConsumedLog:
-        """The inverse of `state`."""
+        """Creates a consumed log from the value that `state` returned."""
         log = cls(kept.length)
         log._left, log._open = merged(kept.left), kept.open
         given = [r for by_worker in kept.open.values() for ranges in by_worker.values() for r in ranges]
@@ -137,35 +141,36 @@ class ConsumedLog:
 
 
 class EpochProgress:
-    """Advances an epoch step by step; `step` is the next one to assign."""
+    """Assigns the positions of an epoch step by step; `step` is the next one to assign."""
 
     def __init__(self, log: ConsumedLog, schedule: SharesSchedule, step: int, batch: int, *, drop: bool) -> None:
-        """`drop`: leave out a last step that is not full."""
+        """`drop`: True: a last step with fewer samples than `batch` is left out."""
         self.consumed, self.step = log, step
         self._schedule, self._batch, self._drop = schedule, batch, drop
 
     def copy(self) -> EpochProgress:
-        """A copy to look ahead with; it shares only the schedule."""
+        """Returns a copy with which a caller can look ahead. The copy shares only the schedule."""
         return self.restarted(self.consumed.copy(), self._schedule, self.step)
 
     def restarted(self, log: ConsumedLog, schedule: SharesSchedule, step: int) -> EpochProgress:
-        """With another log, schedule and step."""
+        """Returns the same epoch with another log, schedule and step."""
         return EpochProgress(log, schedule, step, self._batch, drop=self._drop)
 
     def is_exhausted(self) -> bool:
-        """Whether no positions are left to assign."""
+        """Returns whether no positions are left to assign."""
         return self.consumed.left < (self._batch if self._drop else 1)
 
     def is_last_step(self) -> bool:
-        """Whether the next step is the last one."""
+        """Returns whether the next step is the last one."""
         full, rest = self.steps_left()
         return full + bool(rest) <= 1
 
     def is_finished(self) -> bool:
-        """Whether the epoch is over. A loss that is announced for a later step but began in this epoch is applied now.
+        """Returns whether the epoch is over. If a worker's loss is announced for a later step but began in this epoch, first
+        takes back that worker's positions.
 
-        Call it only on the trained course, which is at the same step on all workers.
-        """
+        Call this only for the steps already trained, not for those drawn in advance: only the former are the same on all
+        workers."""
         if not self.is_exhausted():
             return False
         for worker, first in self._schedule.pull(self.step).items():
@@ -173,7 +178,7 @@ class EpochProgress:
         return self.is_exhausted()
 
     def advance(self, keep_from: int) -> dict[int, list[Range]]:
-        """Assigns the next step. Steps before `keep_from` can no longer be taken back."""
+        """Assigns the next step and returns each worker's ranges. Steps before `keep_from` can no longer be taken back."""
         for worker, first in self._schedule.losses(self.step).items():
             self.consumed.take_back(worker, first)
         for step in [s for s in self.consumed.open if s < keep_from]:
@@ -183,7 +188,7 @@ class EpochProgress:
         return given
 
     def steps_left(self) -> tuple[int, int]:
-        """Full steps left, and the positions of a short last one."""
+        """Returns the number of full steps left, and the number of positions in a shorter last step."""
         full, rest = divmod(self.consumed.left, self._batch)
         return full, 0 if self._drop else rest
 
@@ -194,8 +199,8 @@ class EpochProgress:
 
 
 TABLE = 1 << 20
-"""8 MB and about 0.1 s per epoch. A Feistel network over few bits would be far from random; above this size it has at
-least 20."""
+"""Longest epoch whose order is kept in memory: 8 MB and about 0.1 s. A longer order is computed by a Feistel network. Over few
+bits such a network would be far from random; above this length it has at least 20 bits."""
 ROUNDS = 6
 MASK = (1 << 64) - 1
 
@@ -203,18 +208,17 @@ Array = npt.NDArray[np.uint64]
 
 
 def mix(x: Array) -> Array:
-    """The finalizer of splitmix64: each bit of the result depends on all bits of x."""
+    """Returns the finalizer of splitmix64: each bit of the result depends on all bits of `x`."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Permutation:
-    """Position in the stream -> index of a sample."""
+    """Maps a position in the epoch's order to the index of a sample."""
 
     def __init__(self, length: int, seed: int, epoch: int, *, longest_table: int = TABLE) -> None:
-        """Up to `longest_table` positions the order is kept in memory, above it is computed. Must be the same on all
-        members."""
+        """`longest_table`: longest order that is kept in memory; a longer one is computed. Must be equal on all members."""
         self.length = length
         key = mix(np.array([seed & MASK], dtype=np.uint64)) + np.uint64(epoch)
         ids = np.arange(1, ROUNDS + 1, dtype=np.uint64)

@@ -19,21 +19,22 @@ from commlayer.balance.balancer import Balancer, Decision, Joined, SharePolicy, 
 from commlayer.balance.time_models import Cubic
 
 FINE, RAPID = 0.05, 0.3
-"""Thresholds of the straggler effect."""
+"""Straggler effects, (longest - shortest) / mean compute time, above which LBB tunes finely or rapidly."""
 STEP = 1
-"""Samples of a fine tuning."""
+"""Number of samples that a fine tuning moves."""
 WINDOW = 30
-"""Iterations after a rapid tuning in which only fine tuning is allowed."""
+"""Number of steps after a rapid tuning in which only fine tuning is allowed."""
 
 
 def spread_s(curves: Sequence[Cubic], batches: Sequence[float]) -> float:
-    """max T - min T over all workers. A worker without a share counts with its launch cost T(0)."""
+    """Returns max T - min T over all workers. A worker without a share counts with its launch cost T(0)."""
     times = [curve.time_s(batch) for curve, batch in zip(curves, batches, strict=True)]
     return max(times) - min(times)
 
 
 def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None]) -> list[float]:
-    """Real shares that minimize the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the released code."""
+    """Returns fractional shares that minimize the spread (the paper's equation 3), by SLSQP from (2, ..., 2) as in the
+    released code."""
     optimum = minimize(
         # In milliseconds, because the solver's tolerance is absolute.
         lambda batches: 1e3 * spread_s(curves, batches),
@@ -47,14 +48,15 @@ def spread_shares(curves: Sequence[Cubic], total: int, caps: Sequence[int | None
 
 
 def round_halves(real: Sequence[float]) -> list[int]:
-    """Rounding after profiling: the larger half of the shares up, the smaller half down. The sum may miss the total."""
+    """Rounds fractional shares as LBB does after profiling: the larger half up, the smaller half down. The sum may miss the
+    total."""
     order = sorted(range(len(real)), key=lambda i: real[i])
     low = set(order[: len(real) // 2])
     return [math.floor(batch) if i in low else math.ceil(batch) for i, batch in enumerate(real)]
 
 
 class Lbb:
-    """LBB's coordinator in the training loop. `curves` are the cubic profile models."""
+    """LBB's coordinator in the training loop. `curves`: the cubic time models from profiling."""
 
     def __init__(self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None] | None = None) -> None:
         self.curves, self.total = list(curves), total
@@ -72,7 +74,7 @@ class Lbb:
         return self._shares
 
     def observe(self, step: int, times_s: Sequence[float]) -> None:
-        """Algorithm 2: no change, fine tuning or rapid tuning for the next iteration."""
+        """Applies the paper's algorithm 2: no change, fine tuning or rapid tuning of the shares of the next step."""
         self._since_rapid += 1
         effect = straggler_effect(times_s)
         if effect < FINE:
@@ -92,7 +94,8 @@ class Lbb:
         return shares
 
     def _rapid(self, times_s: Sequence[float]) -> list[int]:
-        """New lines through (0, a0 of the profile) and each worker's last point."""
+        """Returns shares that minimize the spread of new time models: lines through (0, a0 of the profile) and each worker's
+        last measurement."""
         rough = [
             Cubic(0.0, 0.0, (time_s - curve.a0_s) / share if share else curve.a1_s, curve.a0_s)
             for curve, share, time_s in zip(self.curves, self._shares, times_s, strict=True)
@@ -105,12 +108,12 @@ class Lbb:
 
 
 class LbbBalancer(Balancer):
-    """LBB instead of the default decisions, with shares that can be assigned. Communication does not count."""
+    """A Balancer that decides as LBB does, with shares adjusted so that they can be assigned. Communication does not count."""
 
     def __init__(
         self, curves: Sequence[Cubic], total: int, caps: Sequence[int | None], first: Decision, policy: SharePolicy,
     ) -> None:
-        """`curves` are the cubic profile models. `first`: the current or announced shares."""
+        """`curves`: the cubic time models from profiling. `first`: the current or announced shares."""
         super().__init__([Joined(worker, cap) for worker, cap in enumerate(caps)], total, policy, shares=first)
         self._lbb = Lbb(curves, total, caps)
         self._lbb.take(first.shares)
@@ -123,7 +126,7 @@ class LbbBalancer(Balancer):
 
     @staticmethod
     def begin(curves: Sequence[Cubic], total: int, caps: Sequence[int | None], minimum: int) -> list[int]:
-        """The shares that LBB computes from profiles, adjusted so that they can be assigned."""
+        """Returns the shares that LBB computes from profiles, adjusted so that they can be assigned."""
         wanted = list(Lbb(curves, total, caps).shares(0))
         return adjusted_to_total(wanted, total, minimum, order=sorted(range(len(wanted)), key=lambda i: -wanted[i]))
 
@@ -134,7 +137,7 @@ class LbbBalancer(Balancer):
         return makespan_s
 
     def _proposed(self, step: int, times_s: Mapping[int, float]) -> Decision | None:
-        """Algorithm 2 of the paper, once all workers with a share have measured it."""
+        """Applies the paper's algorithm 2, once all workers with a share have measured it."""
         shares = self.latest.shares
         if any(share and worker not in times_s for worker, share in enumerate(shares)):
             return None
@@ -151,7 +154,8 @@ class LbbBalancer(Balancer):
         return self._decision(step, step + self.policy.lead, adjusted, reason, max(times), after_s)
 
     def _predicted_s(self, worker: int, share: int, time_s: float) -> float:
-        """Prediction by the worker's own model: the line through the profile's launch cost and the measured point."""
+        """Returns the time of `share` by the worker's own model: the line through the profile's launch cost and the measured
+        point."""
         curve, before = self._lbb.curves[worker], self.latest.shares[worker]
         if not share:
             return 0.0
@@ -159,8 +163,8 @@ class LbbBalancer(Balancer):
 
 
 def adjusted_to_total(wanted: Sequence[int], total: int, minimum: int, order: Sequence[int]) -> list[int]:
-    """Shares near `wanted` with the sum `total`, each 0 or at least `minimum`. `order`: the first gives first, the last takes
-    first.
+    """Returns shares near `wanted` with the sum `total`, each 0 or at least `minimum`. Workers give up samples in `order`, and
+    receive missing samples in reverse order.
 
     >>> adjusted_to_total([166, 168, 159, 20], 512, 1, order=[3, 0, 1, 2])
     [166, 168, 159, 19]

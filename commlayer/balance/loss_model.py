@@ -13,22 +13,24 @@ from commlayer.records import Record, decode, encode
 
 
 class LossPoint(Record, frozen=True):
-    """A measured loss penalty relative to dense training, on the same batch if that was tried; 0.01 for one per cent."""
+    """A codec's measured loss penalty: the relative increase of the loss over dense training, on the same batch if that was
+    tried. 0.01 means one per cent."""
 
     codec: str
-    """Its name, such as "topk"."""
+    """Name of the codec's family, for example "topk"."""
     ratio: float
     penalty: float
 
 
 class LossModel(Record, frozen=True):
-    """Penalties, interpolated over log(ratio); a smaller ratio never has a smaller penalty."""
+    """Loss penalties of codecs by compression ratio, interpolated over log(ratio). A smaller ratio never has a smaller
+    penalty."""
 
     points: tuple[LossPoint, ...]
 
     def penalty(self, codec: str, ratio: float = 1.0) -> float:
-        """Penalty of a codec given by name or spelling; infinite for an unmeasured codec, or below the smallest measured
-        ratio."""
+        """Returns the relative loss penalty of a codec, given by name or spelling. Infinite for an unmeasured codec, or below
+        the smallest measured ratio."""
         curve = self._curve(family(codec))
         if not curve or ratio < curve[0][0] * (1 - 1e-9):
             return math.inf
@@ -39,7 +41,7 @@ class LossModel(Record, frozen=True):
         return (1 - way) * p0 + way * p1  # exact at both ends, because `least_ratio` compares with measured values
 
     def least_ratio(self, codec: str, budget: float) -> float | None:
-        """The smallest ratio whose penalty is within the budget; None if no measured one is."""
+        """Returns the smallest ratio whose penalty is within the budget; None if no measured ratio is."""
         curve = self._curve(family(codec))
         inside = [i for i, (_, penalty) in enumerate(curve) if penalty <= budget]
         if not inside:
@@ -51,7 +53,8 @@ class LossModel(Record, frozen=True):
         return float(r1 * (r0 / r1) ** ((budget - p1) / (p0 - p1)))
 
     def _curve(self, name: str) -> list[tuple[float, float]]:
-        """Sorted by ratio, penalties made monotonic by taking the larger one."""
+        """Returns the codec's points (ratio, penalty) sorted by ratio. A penalty below that of a larger ratio is raised to
+        that one."""
         ratios = sorted({p.ratio for p in self.points if p.codec == name}, reverse=True)
         curve: list[tuple[float, float]] = []
         for ratio in ratios:
@@ -61,7 +64,7 @@ class LossModel(Record, frozen=True):
 
 
 def family(codec: str) -> str:
-    """The family of a name or spelling: "topk" of "error_feedback(topk(ratio=0.01))"."""
+    """Returns the family of a codec given by name or spelling: "topk" for "error_feedback(topk(ratio=0.01))"."""
     return codec if codec.isidentifier() else parse_spec(codec).core.family
 
 
@@ -70,7 +73,7 @@ def write(path: Path, model: LossModel) -> None:
 
 
 def read(path: Path) -> LossModel:
-    """Reads a model that `write` wrote; a one-line ValueError for an invalid file."""
+    """Reads a model that `write` wrote. Raises a ValueError of one line for an invalid file."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -1,8 +1,7 @@
 """The profiling phase: which batches fit into a worker's memory, and how long they take.
 
-Batches are powers of two until memory ends (LBB). Bisection then refines the limit, and headroom stays for memory that
-training needs beyond a profile run (codec buffers, fragmentation).
-"""
+Batches are powers of two until memory runs out, as in LBB. Bisection then refines the limit. Headroom is left for memory that
+training needs beyond a profile run (codec buffers, fragmentation). """
 
 from __future__ import annotations
 
@@ -27,34 +26,36 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Run = Callable[[int], float]
-"""Runs forward and backward of a batch and returns its seconds. Raises MemoryError if memory ends (the caller converts
-torch's error)."""
+"""Function that runs forward and backward of a batch and returns the seconds. It raises MemoryError if memory runs out (the
+caller converts torch's error)."""
 
 REPEATS = 9
-"""Timed runs per batch, of which the middle three count. One untimed run comes first, in which kernels are selected."""
+"""Timed runs per batch; the mean of the middle three is the batch's time. One untimed run comes first, in which kernels are
+selected."""
 HEADROOM = 0.1
 REFINE = 1 / 16
-"""Relative precision of the memory limit."""
+"""Bisection ends when the memory limit is known within this fraction."""
 LIMIT_S = 30.0
 """Default time limit of profiling, in seconds."""
 PART_OF_TIME = 0.25
 """With a time limit, the runs of a batch take at most this part of the remaining time, since larger batches follow."""
 
 Left = Callable[[], float]
-"""Returns the seconds until profiling must end."""
+"""Function that returns the seconds until profiling must end."""
 
 
 class WorkerProfile(Record, frozen=True):
-    """A worker's measurements: points (batch, seconds) and the cap, 0 if not even the smallest batch fitted."""
+    """One worker's profile: measured points (batch, seconds), and the cap: the largest batch that fits into memory, 0 if none
+    did."""
 
     points: tuple[tuple[int, float], ...]
     cap: int
     ended: bool
-    """Memory ended below the total batch; otherwise the cap is the total."""
+    """True: memory ran out below the total batch. False: the cap is the total batch."""
 
 
 def ladder(total: int) -> list[int]:
-    """The batches of a profile.
+    """Returns the batches that a profile measures: powers of two, then the total.
 
     >>> ladder(20)
     [2, 4, 8, 16, 20]
@@ -80,7 +81,7 @@ def profile(
 
 
 def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:
-    """The mean of the middle third, or None if memory ends."""
+    """Returns the mean of the middle third of the batch's times; None if memory runs out."""
     until_s = left_s() * (1 - PART_OF_TIME)
     try:
         run(batch)
@@ -96,7 +97,7 @@ def _timed(run: Run, batch: int, repeats: int, left_s: Left) -> float | None:
 
 
 def _memory_end(run: Run, fits: int, fails: int, left_s: Left) -> int:
-    """The largest batch that runs, between one that does (or 0) and one that does not."""
+    """Returns the largest batch that runs, by bisection. `fits`: a batch that runs (or 0); `fails`: one that does not."""
     while fails - fits > max(1, int(REFINE * fails)) and left_s() > 0:
         middle = (fits + fails) // 2
         try:
@@ -108,30 +109,31 @@ def _memory_end(run: Run, fits: int, fails: int, left_s: Left) -> int:
 
 
 SharesOf = Callable[[Sequence[Cubic], int, Sequence[int | None], int], list[int]]
-"""Shares from cubic models, total, caps and minimum."""
+"""Function that computes shares from cubic time models, the total, caps and the minimum share."""
 
 
 class InitialShares(Record, frozen=True):
-    """The first decision. `lines` are the models near these shares, from which the balancer continues."""
+    """The first decision after profiling. `lines`: linear time models near these shares, with which the balancer continues."""
 
     decision: Decision
     lines: tuple[LinearTime, ...]
     cubics: tuple[Cubic, ...]
     notes: tuple[Note, ...] = ()
-    """Measured times that were invalid and dropped."""
+    """One note for each measured time that was invalid and dropped."""
 
 
 def initial_shares(
     profiles: Sequence[WorkerProfile], total: int, before: Mapping[int, int], *, step: int, minimum: int = 1,
     shares_of: SharesOf | None = None,
 ) -> InitialShares:
-    """Shares from `step` on that replace `before`. `shares_of` replaces the default solver. ValueError if a worker has no
-    room."""
-    needed = 2 * minimum - 1  # so that a share above the cap can be cut into parts of at least the minimum
+    """Computes shares from `step` on, which replace `before`. `shares_of` replaces the default solver. Raises ValueError if a
+    worker's memory is too small for any share."""
+    needed = 2 * minimum - 1  # a share above the cap is split into micro-batches of at least the minimum
     for worker, profile in enumerate(profiles):
         if profile.ended and profile.cap < needed:
             raise InvalidInput("E-SHARES-ARGUMENT",
-                               f"worker {worker}: its memory holds {profile.cap} samples (headroom kept), needed are {needed}: "
+                               f"worker {worker}: its memory holds {profile.cap} samples (with headroom), but needs "
+                               f"at least {needed}: "
                                "free memory, take a smaller model, or start without it")
     invalid: list[Note] = []
     points = [_valid_points(worker, profile.points, step, invalid) for worker, profile in enumerate(profiles)]
@@ -167,8 +169,8 @@ def _valid_points(worker: int, points: Points, step: int, invalid: list[Note]) -
 
 
 def _local_line(points: Points, batch: int) -> LinearTime:
-    """The line through the points on both sides of a batch. A worker without points is assumed slow, so that it begins
-    with little."""
+    """Returns the line through the points on both sides of a batch. A worker without points is assumed to be slow, so its
+    first share is small."""
     if len(points) < 2:
         size, time_s = points[0] if points else (1, 1.0)
         return LinearTime(time_s / size)

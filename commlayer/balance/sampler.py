@@ -40,7 +40,8 @@ from commlayer.records import Record, decode
 
 
 class Sampler:
-    """This worker's batches of indices. The samples of a step do not depend on how far each worker has drawn in advance."""
+    """Yields this worker's batches of sample indices. The samples of a step do not depend on how far each worker has drawn in
+    advance."""
 
     def __init__(
         self, data: Sized | int, batch: int, *, shares: Sequence[int] | Mapping[int, int] | None = None,
@@ -49,14 +50,13 @@ class Sampler:
     ) -> None:
         """`batch` samples per step over all workers, split by `shares` (None: evenly over `world`).
 
-        `least`: smallest batch that the model can take, 2 with BatchNorm. `cap`: most samples that this worker computes at
-        once (0: no limit); a larger share comes in micro-batches. Rank and world default to torchrun's.
-        """
+        `least`: smallest batch that the model can take, 2 with BatchNorm. `cap`: most samples that this worker computes at once
+        (0: no limit); a larger share is split into micro-batches. Rank and world default to torchrun's. """
         self.length = data if isinstance(data, int) else len(data)
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
         self._all_workers = world is None and shares is None
-        """Whether the sampler serves all workers of the job."""
+        """True: the sampler serves all workers of the job, since neither `world` nor `shares` was given."""
         self.rank: int = rank if rank is not None else launch.rank if launch else 0
         self._world = world if world is not None else launch.world if launch else 0
         if self.rank < 0 or self.rank >= self._world > 0:
@@ -75,9 +75,9 @@ class Sampler:
         self._assignment = StepAssignment()
         self._membership = SamplerMembership()
         self._loaded = False
-        """Whether a state was loaded and `follow` has not run since."""
+        """True: a state was loaded, and `follow` has not run since."""
         self._lead = 0
-        """Batches that the loader may draw in advance, by its own settings."""
+        """Number of batches that the loader may draw in advance, according to its settings."""
         self._trained = EpochProgress(ConsumedLog(self.length), self._schedule, 0, batch, drop=drop_last)
         self._begin(self._trained.consumed, 0)
 
@@ -95,31 +95,31 @@ class Sampler:
 
     @property
     def fraction(self) -> float:
-        """Factor for the current batch's loss: its part of this worker's weight in the step."""
+        """Factor for the loss of the current batch: the batch's fraction of this worker's weight in the step."""
         return self._assignment.fraction
 
     @property
     def last(self) -> bool:
-        """Whether the current batch is this worker's last of the step, after which the optimizer steps."""
+        """True: the current batch is this worker's last one of the step, so the optimizer steps after it."""
         return self._assignment.last
 
     @property
     def samples(self) -> int:
-        """This worker's samples in the current step; 0 if it takes part with weight zero."""
+        """Number of this worker's samples in the current step; 0 if the worker takes part with weight zero."""
         return self._assignment.samples
 
     @property
     def computed(self) -> int:
-        """Samples that this worker computes in the current step, including those of weight zero."""
+        """Number of samples that this worker computes in the current step, including those of weight zero."""
         return self._assignment.computed
 
     @property
     def announced(self) -> tuple[int, dict[int, int]]:
-        """The newest shares and their first step; -1 for the shares of the constructor."""
+        """First step of the newest shares (-1: they are from the constructor), and these shares by worker."""
         return self._schedule.newest_step, dict(self._schedule.newest)
 
     def share(self, step: int) -> int:
-        """This worker's samples in a full step."""
+        """Returns the number of this worker's samples in a full step."""
         return self._schedule.shares(step).get(self.rank, 0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -133,8 +133,8 @@ class Sampler:
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int], *, lost: Mapping[int, int] | None = None) -> None:
         """Sets the shares from `step` on. Every worker must call it before any worker draws that step.
 
-        `lost`: vanished worker -> the first step averaged without it. Its samples from that step on are assigned again.
-        """
+        `lost`: maps a vanished worker to the first step that was averaged without that worker. Its samples from that step on
+        are assigned again. """
         named = checked_shares(shares, self.batch, self.least)
         if step < self.drawn:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
@@ -147,8 +147,8 @@ class Sampler:
 
     def follow(self, loader: Iterable[Any], session: TrainingSession | None = None, *,
                weigh: Callable[[Any], float] | None = None) -> Generator[Any, None, None]:
-        """The loader's batches to the end of the epoch. Reports each step's weight to the session, and marks trained steps in
-        the consumed log.
+        """Yields the loader's batches until the end of the epoch. Reports each step's weight to the session, and marks trained
+        steps in the consumed log.
 
         `weigh`: a batch's weight, such as its number of tokens. Default: its number of samples.
         """
@@ -181,7 +181,7 @@ class Sampler:
         finally:
             self._assignment.step = None
             self._commit_if_applied()
-            self._ahead = self._trained  # the next pass draws again what was drawn but not trained
+            self._ahead = self._trained  # the next pass draws again the steps that were drawn but not trained
 
     def _pass(self, loader: Iterable[Any], session: TrainingSession | None,
               weigh: Callable[[Any], float] | None) -> Iterator[Any]:
@@ -196,7 +196,7 @@ class Sampler:
                 step = self._assignment.step = self.step
                 if session is not None:
                     self._membership.session_steps[step] = session.step
-                yield from self._assignment.run(parts, session, weigh, whole=step >= self._membership.mixed_until)
+                yield from self._assignment.run(parts, session, weigh, all_present=step >= self._membership.mixed_until)
                 if session is not None and session.inspect.may_leave:
                     # All workers must learn of departures after the same step. At the end of the epoch all steps are
                     # exchanged: a worker that leaves in the next epoch then takes no samples of this one with it.
@@ -207,8 +207,8 @@ class Sampler:
                 parts = []
 
     def _match_session_steps(self, session: TrainingSession) -> None:
-        """After loading a state. A save may fall between two exchanges: the last steps before it exist only in the weights
-        of the worker that took them."""
+        """After a state was loaded, matches the session's steps that are not exchanged yet with the sampler's steps. A save
+        may fall between two exchanges; the steps since the first one exist only in the weights of the worker that took them."""
         if self._loaded and session.inspect.may_leave:
             behind = range(session.inspect.carried, session.step)
             given = zip(reversed(behind), sorted(self._trained.consumed.open, reverse=True), strict=False)
@@ -216,8 +216,8 @@ class Sampler:
         self._loaded = False
 
     def _finished(self, session: TrainingSession | None) -> bool:
-        """Whether the epoch is over. If a loop was interrupted after its last step, exchanges the local steps that are
-        still pending."""
+        """Returns whether the epoch is over. If a loop was interrupted after its last step, first exchanges the local steps
+        that are still pending."""
         if (session is not None and self._trained.is_exhausted() and session.inspect.may_leave
                 and session.inspect.carried < session.step):
             session.flush()
@@ -225,8 +225,9 @@ class Sampler:
         return self._trained.is_finished()
 
     def _update_membership(self, step: int, session: TrainingSession | None) -> None:
-        """Processes membership after `step`. Other workers take over the share of one that left, and its samples that were
-        not exchanged. A worker that joined takes part with weight zero first, and gets a share from the same step on."""
+        """Processes departures and joins after `step`. Other workers take over the share of a worker that left, and its
+        samples that were not exchanged. A worker that joined takes part with weight zero first; all joined workers get a share
+        from the same step on."""
         if session is not None:
             self._update_members(step, session)
             carried, may_leave = session.inspect.carried, session.inspect.may_leave
@@ -252,7 +253,8 @@ class Sampler:
             self._schedule.add(change, amends=True)
 
     def _membership_change(self, step: int, session: TrainingSession, membership: SamplerMembership) -> Announcement | None:
-        """The announcement for membership changes after `step`, which `membership` takes note of."""
+        """Returns the announcement of shares for membership changes after `step`; None without a change. Updates
+        `membership`."""
 
         def lost_from(member: int) -> int:
             parted = session.inspect.parted(member)
@@ -262,11 +264,10 @@ class Sampler:
         return membership.update(step, session.inspect.members, shares, self.batch, self.least, lost_from)
 
     def epoch_of(self, session: TrainingSession) -> int:
-        """The current or next epoch. For a site that has joined a running job, that of the other workers.
+        """Returns the current or next epoch. At a site that has joined a running job, returns the other workers' epoch.
 
-        `for epoch in range(sampler.epoch_of(session), epochs)` begins with it. `follow` has no batches for epochs that the
-        others have finished.
-        """
+        Use it as `for epoch in range(sampler.epoch_of(session), epochs)`. `follow` yields no batches for epochs that the other
+        workers have finished."""
         given = self._received_state(session)
         return self.epoch + self._trained.is_finished() if given is None else joining_epoch(given)
 
@@ -278,13 +279,14 @@ class Sampler:
         return f"sampler of {self.length} samples, batch {self.batch}, seed {self.seed}"
 
     def _join_state(self) -> str:
-        """The state that a joining worker needs."""
+        """Returns the state that a joining worker needs, as JSON."""
         membership = self._membership
         return text_of(JoinState(self._state(), list(membership.numbers), sorted(membership.departed), membership.mixed_until,
                                  self._membership.session_steps, self._assignment.pending))
 
     def _received_state(self, session: TrainingSession | None) -> JoinState | None:
-        """The state from workers of the running job, until it is used."""
+        """Returns the state that workers of the running job sent to this worker when it joined; None after that state was
+        used."""
         if session is None or (given := session.inspect.given.get(self._name)) is None:
             return None
         return decode(given.encode(), JoinState, "state of the others' sampler")
@@ -318,7 +320,7 @@ class Sampler:
     # ---- for the DataLoader
 
     def __iter__(self) -> Iterator[list[int]]:
-        """From the first step that is not trained to the end of the epoch."""
+        """Yields batches of indices, from the first step that is not trained to the end of the epoch."""
         self._queue.clear()
         ahead = self._ahead = self._trained.copy()
         while not ahead.is_exhausted():
@@ -326,12 +328,12 @@ class Sampler:
             given = ahead.advance(self._keep_from)
             own, nothing = self._indices.at(given.get(self.rank, [])), self._indices.at([(0, self.least)])
             step_samples = sum(stop - start for spans in given.values() for start, stop in spans)
-            for part, indices in drawn_batches(step, own, nothing, whole=step_samples, least=self.least, cap=self.cap):
+            for part, indices in drawn_batches(step, own, nothing, step_samples=step_samples, least=self.least, cap=self.cap):
                 self._queue.append(part)
                 yield indices
 
     def __len__(self) -> int:
-        """Batches left in this epoch at the current shares."""
+        """Returns the number of batches left in this epoch with the current shares."""
         full, rest = self._trained.steps_left()
         short = scaled(self._schedule.shares(self.step), rest).get(self.rank, 0)
 
@@ -343,7 +345,7 @@ class Sampler:
     # ---- mid-epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of training as plain values, the same on every worker after the same step."""
+        """Returns the state of training as plain values, equal on every worker after the same step."""
         self._commit_if_applied()
         state, membership, session = self._state(), copy.copy(self._membership), self._assignment.session
         # A departure in the current step is processed only after it. The state is for the workers that remain.
@@ -384,7 +386,7 @@ class Sampler:
         self._loaded = True
 
     def _other_workers(self, kept: SamplerState) -> bool:
-        """Whether the job's number of workers has changed, if both numbers are known."""
+        """Returns whether the job's number of workers has changed since the save. False if a number is unknown."""
         if self._world and kept.world:
             return self._world != kept.world
         return 0 < self._world <= max((worker for a in kept.schedule for worker in a.shares), default=-1)
@@ -398,7 +400,7 @@ class Sampler:
 
     @property
     def _keep_from(self) -> int:
-        """Assignments of steps before this one are final, whichever worker leaves."""
+        """First step whose assignments may still change. Those of earlier steps are final, whichever worker leaves."""
         return min([self.step - KEEP_STEPS, *self._membership.session_steps, *self._schedule.lost_since(self.step)])
 
     def _commit_if_applied(self) -> None:
@@ -406,7 +408,7 @@ class Sampler:
             self._commit()
 
     def _commit(self) -> None:
-        """Advances the trained course by the step that was drawn."""
+        """Marks the step that was drawn as trained."""
         if self._assignment.pending:
             self._assignment.finish()
             self._trained.advance(self._keep_from)
@@ -414,19 +416,19 @@ class Sampler:
 
 
 def _lead_of(loader: Any) -> int:
-    """From a torch DataLoader's settings."""
+    """Returns how many batches the loader draws in advance, from a torch DataLoader's settings."""
     return (getattr(loader, "num_workers", 0) or 0) * (getattr(loader, "prefetch_factor", 0) or 0)
 
 
 class SequentialOrder:
-    """The stream in the dataset's own order."""
+    """Reads the samples in the dataset's own order, without shuffling."""
 
     def at(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
         return [index for start, stop in ranges for index in range(start, stop)]
 
 
 class SamplerState(Record, frozen=True):
-    """A sampler as a value: the same on all workers at the same step."""
+    """The state of a sampler as plain values, equal on all workers at the same step."""
 
     length: int
     batch: int
@@ -438,7 +440,7 @@ class SamplerState(Record, frozen=True):
     world: int = 0
     """Number of workers that the sampler was made for. 0: unknown. -1: workers have left or joined since."""
     left: list[int] = field(default_factory=list)
-    """The present workers, in the order of their ranks."""
+    """Numbers of the present workers, in the order of their ranks."""
 
 
 class JoinState(Record, frozen=True):
@@ -448,24 +450,24 @@ class JoinState(Record, frozen=True):
     numbers: list[int]
     departed: list[int]
     mixed_until: int
-    """As in Roster."""
+    """See SamplerMembership.mixed_until."""
     session_steps: dict[int, int]
-    """As in Sampler."""
+    """See SamplerMembership.session_steps."""
     mid_step: bool
-    """Whether the worker joins in the middle of a step."""
+    """True: the worker joins in the middle of a step."""
 
 
 def text_of(state: Record) -> str:
-    """A record with numbers as keys, as canonical JSON."""
+    """Returns canonical JSON of a record whose maps have numbers as keys."""
     return msgspec.json.encode(msgspec.to_builtins(state, str_keys=True), order="deterministic").decode()
 
 
 def renumbering(left: Sequence[int]) -> Callable[[int], int]:
-    """Renumbers the workers in `left` from 0 on; all others come after them."""
+    """Returns a function that renumbers the workers in `left` from 0 on; all other workers come after them."""
     places = {worker: place for place, worker in enumerate(left)}
     return lambda worker: places.get(worker, len(places) + worker)
 
 
 def joining_epoch(given: JoinState) -> int:
-    """The epoch that is in progress there, or the next one."""
+    """Returns the epoch in which the running job is; the next one if that epoch's last step is over."""
     return given.state.epoch + (not given.mid_step and not ConsumedLog.of(given.state.consumed).left)

@@ -1,4 +1,4 @@
-"""The schedule of shares: which shares apply from which step on, and which workers are lost."""
+"""The schedule of shares: which shares of the batch apply from which step on, and which workers are lost."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 KEEP_STEPS = 64
-"""How many steps back a loss may be announced. More steps than can complete before a dead worker is noticed, since no step
-completes without it."""
+"""Maximum number of steps between a worker's loss and its announcement. Fewer steps can complete before a dead worker is
+detected, since no step completes without that worker."""
 
 Shares = dict[int, int]
-"""Worker -> its part of a step's samples."""
+"""Maps a worker to its number of samples in a step."""
 
 
 class Announcement(Record, frozen=True):
-    """Shares from `step` on. What a lost worker was assigned is assigned again."""
+    """Announces shares from `step` on. The samples that a lost worker was assigned are assigned again."""
 
     step: int
     shares: Shares
     lost: dict[int, int] = msgspec.field(default_factory=dict)
-    """Worker -> the first step that it had no part in."""
+    """Maps each lost worker to the first step in which it had no part."""
 
 
 def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least: int) -> Shares:
-    """Validated shares by worker; a sequence numbers workers from 0."""
+    """Validates shares and returns them by worker. A sequence is for workers from 0 on."""
     named = dict(shares) if isinstance(shares, Mapping) else dict(enumerate(shares))
     for worker, share in named.items():
         if not isinstance(share, int) or isinstance(share, bool) or share < 0:
@@ -43,7 +43,7 @@ def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least:
 
 
 def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
-    """Validates the fixed sizes. `workers` is 0 if explicit shares define the workers."""
+    """Raises InvalidInput if the sizes do not fit together. `workers`: 0 if explicit shares define the workers."""
     if least < 1:
         raise InvalidInput("E-SHARES-ARGUMENT", f"least {least}: allowed is 1 or more")
     if batch < max(1, workers * least):
@@ -56,7 +56,7 @@ def check_sizes(batch: int, workers: int, *, least: int, cap: int) -> None:
 
 
 def even_shares(batch: int, workers: int) -> list[int]:
-    """As equal as possible, the first ones larger.
+    """Returns shares that are as equal as possible; the first ones are larger.
 
     >>> even_shares(8, 3)
     [3, 3, 2]
@@ -65,7 +65,7 @@ def even_shares(batch: int, workers: int) -> list[int]:
 
 
 def scaled(shares: Mapping[int, int], total: int) -> Shares:
-    """`total` split in proportion to the shares; ties go to the smaller number.
+    """Splits `total` in proportion to the shares; on a tie the worker with the smaller number gets the sample.
 
     >>> scaled({0: 6, 1: 2, 2: 0}, 5)
     {0: 4, 1: 1, 2: 0}
@@ -75,7 +75,7 @@ def scaled(shares: Mapping[int, int], total: int) -> Shares:
 
 
 class SharesSchedule:
-    """A job's announcements, in the order of their steps."""
+    """All announcements of shares in a job, in the order of their steps."""
 
     def __init__(self, shares: Shares) -> None:
         self._all = [Announcement(0, shares)]
@@ -84,14 +84,15 @@ class SharesSchedule:
 
     @classmethod
     def of(cls, announcements: Sequence[Announcement]) -> SharesSchedule:
-        """The inverse of `since`."""
+        """Creates a schedule from the announcements that `since` returned."""
         schedule = cls({})
         schedule._all, schedule.newest_step = list(announcements), announcements[-1].step or -1
         return schedule
 
     @classmethod
     def restarted(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
-        """A schedule with these shares from `step` on. It replaces the result of `since(step)` but keeps its losses."""
+        """Returns a schedule with these shares from `step` on. It replaces the shares in `announcements`, the result of
+        `since(step)`, but keeps the losses."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
         schedule = cls.of([Announcement(step, shares, lost)])
         schedule.newest_step = step - 1  # allows another announcement for this step
@@ -101,8 +102,7 @@ class SharesSchedule:
         """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive them late still
         agree.
 
-        `amends`: the step may be that of the newest announcement, which is then extended.
-        """
+        `amends`: True: if the newest announcement is for the same step, it is extended. """
         step = announcement.step
         if step < self.newest_step or (step == self.newest_step and not amends):
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -116,20 +116,20 @@ class SharesSchedule:
         return self._all[-1].shares
 
     def shares(self, step: int) -> Shares:
-        """The shares at a step."""
+        """Returns the shares in a step."""
         return next(a.shares for a in reversed(self._all) if a.step <= step)
 
     def losses(self, step: int) -> dict[int, int]:
-        """Losses announced for exactly this step."""
+        """Returns the losses that are announced for exactly this step: the first step without each lost worker."""
         return next((a.lost for a in self._all if a.step == step), {})
 
     def lost_since(self, step: int) -> list[int]:
-        """First steps of the losses announced for this step and later ones."""
+        """Returns, for losses announced for this step and later ones, the first step without the lost worker."""
         return [first for a in self._all if a.step >= step for first in a.lost.values()]
 
     def pull(self, step: int) -> dict[int, int]:
-        """Applies announced losses that began before `step` from `step` on, with their shares and all announcements up to
-        them."""
+        """Applies, already from `step` on, announced losses that began before `step`, with the shares announced for them.
+        Returns the first step without each lost worker."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
         if not due:
             return {}
@@ -138,7 +138,7 @@ class SharesSchedule:
         return {worker: first for a in due for worker, first in a.lost.items()}
 
     def since(self, step: int) -> list[Announcement]:
-        """The announcement that applies at a step, and all later ones."""
+        """Returns the announcement that applies in a step, and all later ones."""
         force = next(i for i, a in reversed(list(enumerate(self._all))) if a.step <= step)
         return self._all[force:]
 
@@ -153,24 +153,26 @@ batches in advance than this: a loader that does is rejected."""
 
 
 class SamplerMembership:
-    """The same on all workers after the same step."""
+    """Which workers take part in the sampler's job. Equal on all workers after the same step."""
 
     def __init__(self, numbers: Sequence[int] = (), departed: Sequence[int] = (), mixed_until: int = 0) -> None:
         self.numbers = tuple(numbers)
-        """Session member numbers, by the sampler's worker number. Empty: the members are not known yet."""
+        """Maps the sampler's worker numbers, as indices, to the session's member numbers. Empty while the members are not
+        known."""
         self.departed = frozenset(departed)
-        """Sampler numbers of workers that left."""
+        """The sampler's numbers of the workers that left."""
         self.mixed_until = mixed_until
-        """Before this step, samples may be assigned to workers that have left."""
+        """Steps before this one may have samples that are assigned to workers that have left."""
         self.session_steps: dict[int, int] = {}
-        """If workers may leave: sampler step -> session step, for steps that were not yet exchanged at the last check."""
+        """If workers may leave: maps the sampler's step to the session's step, for steps that were not exchanged at the last
+        check."""
         self._current = self.numbers
         self.changed = bool(self.departed)
-        """Whether the membership differs from the first one."""
+        """True: workers have left or joined since the start."""
 
     @property
     def left(self) -> list[int]:
-        """The sampler's present workers, in the order of their ranks."""
+        """Numbers of the sampler's present workers, in the order of their ranks."""
         return [worker for worker in range(len(self.numbers)) if worker not in self.departed]
 
     def set_members(self, members: Sequence[int]) -> None:
@@ -178,8 +180,9 @@ class SamplerMembership:
 
     def update(self, step: int, members: Sequence[int], shares: Shares, batch: int, least: int,
              lost_from: Callable[[int], int]) -> Announcement | None:
-        """The announcement for a membership change after `step`; None without one. `shares`: those planned for the step at
-        which it takes effect. `lost_from`: the first step without a lost member, by the session's member number."""
+        """Returns the announcement of shares for a membership change after `step`; None without a change. `shares`: the shares
+        planned for the step in which the change takes effect. `lost_from` maps a lost member's session number to the first
+        step without that member."""
         if members == self._current:
             return None
         self._current = tuple(members)
@@ -196,8 +199,8 @@ class SamplerMembership:
 
 
 def with_joined(shares: Mapping[int, int], joined: Sequence[int], batch: int, least: int) -> Shares:
-    """These shares scaled to the batch, with an even part for each worker that joined. If a share would fall below `least`,
-    all parts are even; if even parts are too small as well, the new workers get none.
+    """Scales these shares to the batch, and adds an even part for each worker that joined. If a share falls below `least`, all
+    parts are even; if even parts are too small as well, the new workers get none.
 
     >>> with_joined({0: 6, 2: 6}, [3], 12, 1)
     {0: 4, 2: 4, 3: 4}
@@ -216,8 +219,8 @@ def with_joined(shares: Mapping[int, int], joined: Sequence[int], batch: int, le
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Shares proportional to the weights, with the sum `total`; ties go to the earlier one. If all weights are 0, all count
-    equally. Exact for any weights, so that all machines get the same shares.
+    """Returns shares proportional to the weights, with the sum `total`; on a tie the earlier one is larger. If all weights are
+    0, all count equally. The arithmetic is exact, so all machines get the same shares.
 
     >>> apportion([6, 2, 0], 5), apportion([0, 0], 3)
     ([4, 1, 0], [2, 1])

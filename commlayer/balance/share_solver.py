@@ -12,8 +12,8 @@ from commlayer.records import Record
 
 
 class Communication(NamedTuple):
-    """An iteration's communication: seconds, and the part of the compute time that can hide them. Overlap 0: it starts after
-    the slowest worker has computed (a blocking all-reduce)."""
+    """Communication of one step: seconds, and the fraction of the compute time that hides communication. Overlap 0:
+    communication starts after the slowest worker has computed (a blocking all-reduce)."""
 
     seconds: float = 0.0
     overlap: float = 0.0
@@ -26,19 +26,18 @@ FREE = Communication()
 
 
 class Solution(Record, frozen=True):
-    """Shares in the order of the models."""
+    """Shares of the workers, in the order of their time models."""
 
     shares: tuple[int, ...]
     micro_batches: tuple[int, ...]
-    """Pieces, each within the worker's cap, in which a share is computed; more than 1 is gradient accumulation."""
+    """Number of pieces, each within the worker's cap, in which each share is computed. More than 1 means gradient
+    accumulation."""
     makespan_s: float
 
 
 def shares(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = (), *, minimum: int = 1) -> list[int]:
-    """How many of `total` samples each worker gets so that the slowest finishes first; the sum is `total` exactly.
-
-    A cap bounds the samples that a worker computes at once (None: no bound); a larger share means micro-batches, each with its
-    own launch cost. `minimum` is 2 for a model with BatchNorm.
+    """Returns how many of `total` samples each worker gets so that the slowest worker finishes first; the sum is exactly
+    `total`.
 
     >>> from commlayer.balance import LinearTime
     >>> shares([LinearTime(0.5931, 5.90), LinearTime(0.5808, 7.15), LinearTime(0.6023, 8.29), LinearTime(2.6714, 50.98)], 512)
@@ -48,7 +47,7 @@ def shares(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] =
 
 
 def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = (), *, minimum: int = 1) -> Solution:
-    """Like shares(), with the resulting times."""
+    """Returns the same shares as shares(), with the resulting times."""
     room = [min(cap or total, total) for cap in caps or [None] * len(models)]
     if not models or len(room) != len(models) or minimum < 1 or total < len(models) * minimum or min(room) < minimum:
         raise InvalidInput("E-SHARES-ARGUMENT",
@@ -62,7 +61,7 @@ def solve(models: Sequence[TimeModel], total: int, caps: Sequence[int | None] = 
     workers, sizes = range(len(models)), range(total + 1)
 
     def within(limit_s: float) -> list[int]:
-        """The most samples that each worker finishes in a time, at least the minimum."""
+        """Returns the most samples that each worker finishes within `limit_s`, but at least the minimum."""
         return [max(minimum, bisect_right(sizes, limit_s, minimum, key=lambda share: time_s(worker, share)) - 1)
                 for worker in workers]
 

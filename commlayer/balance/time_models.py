@@ -16,7 +16,7 @@ from commlayer.records import Record
 
 
 class TimeModel(Protocol):
-    """Any T(B) that does not fall. The unit of time is the caller's, the same for all workers of a problem."""
+    """A time model: any function T(B) that never decreases. The caller chooses the unit of time, the same for all workers."""
 
     def time_s(self, batch: float) -> float: ...
 
@@ -39,8 +39,8 @@ class LinearTime(Record, frozen=True):
 
 
 class Piecewise(Record, frozen=True):
-    """Linear between knots. Beyond the first and last knot the nearest line is extended, unless that leads to negative
-    times or to free samples: then time is proportional to the batch."""
+    """Time model that is linear between measured points. Beyond the first and last point the nearest line is extended, unless
+    that leads to negative times or to free samples; then time is proportional to the batch."""
 
     batches: tuple[float, ...]
     times_s: tuple[float, ...]
@@ -77,8 +77,8 @@ class Cubic(Record, frozen=True):
 
 
 def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
-    """Time of a share in as few micro-batches as the cap allows, as equal as possible: the micro-batches of a real loop. A
-    share that is faster than a smaller one in fewer, larger pieces counts as taking as long."""
+    """Returns the time of a share that is computed in micro-batches: as few as the cap allows, as equal as possible, as in a
+    training loop. Never less than the time of a smaller share in fewer, larger pieces."""
     if batch <= cap:
         return model.time_s(batch)
     pieces = -(-batch // cap)
@@ -88,11 +88,11 @@ def in_pieces_s(model: TimeModel, batch: int, cap: int) -> float:
 
 
 Points = Sequence[tuple[int, float]]
-"""(batch, seconds)."""
+"""Measured points: pairs (batch, seconds)."""
 
 
 def fit_line(points: Points) -> LinearTime:
-    """Least squares of relative errors, so that small batches count as much as large ones."""
+    """Fits a line by least squares of relative errors, so small batches count as much as large ones."""
     batches, times = _arrays(points)
     slope, intercept = np.polyfit(batches, times, 1, w=1 / times)
     if intercept < 0:
@@ -103,14 +103,15 @@ def fit_line(points: Points) -> LinearTime:
 
 
 def fit_cubic(points: Points) -> Cubic:
-    """LBB's profile model: plain least squares, as published. Fewer than four distinct batches lower the degree."""
+    """Fits LBB's cubic time model by plain least squares, as published. With fewer than four distinct batches the degree is
+    lower."""
     batches, times = _arrays(points)
     degree = min(3, len(set(batches)) - 1)
     return Cubic(*[0.0] * (3 - degree), *(float(c) for c in np.polyfit(batches, times, degree)))
 
 
 def fit_piecewise(points: Points) -> Piecewise:
-    """Medians per batch, none below that of a smaller batch."""
+    """Returns the model through the median of each batch; a median is never below that of a smaller batch."""
     batches, times = _arrays(points)
     knots = np.unique(batches)
     risen = np.maximum.accumulate([np.median(times[batches == knot]) for knot in knots])
@@ -128,31 +129,34 @@ def _arrays(points: Points) -> tuple[np.ndarray, np.ndarray]:
 Seen = Literal["follows", "suspect", "jumped"]
 
 FACTOR_SHARE = 0.1
-"""Weight of the explanation that a jump is a factor; the rest is for an offset."""
+"""Weight of the explanation that a jump is a factor on the worker's times; the remaining weight is for a constant that was
+added."""
 FORGET = 0.8
-"""Weight that a measurement keeps per later one: a memory of about five."""
+"""Factor by which each measurement reduces the weight of earlier ones: about five measurements count."""
 FORGET_DRIFT = 0.5
-"""The same while errors have a constant sign, as under a thermal ramp: a memory of two."""
+"""Like FORGET, while errors have a constant sign, as when a device heats up: about two measurements count."""
 DRIFT = 1.5
-"""Mean error, in standard deviations of the noise, above which errors count as having a constant sign."""
+"""Errors count as having a constant sign if their mean exceeds this many standard deviations of the noise."""
 GATE = 4.0
-"""Standard deviations beyond which a measurement is not noise."""
+"""A measurement that is off by more standard deviations than this is an outlier, not noise."""
 GATE_LEAST = 0.08
-"""Also required: this part of the expected time. Smaller errors are followed as drift."""
+"""A measurement must also be off by this fraction of the expected time to be an outlier. Smaller errors are followed as
+drift."""
 CONFIRM = 2
-"""Outliers in one direction that make a jump; fewer are a spike and change nothing."""
+"""Number of consecutive outliers in one direction that count as a jump. Fewer count as a spike and change nothing."""
 NOISE = 0.02
-"""Relative noise that is assumed until it is measured."""
+"""Relative noise of a measured time that is assumed until the noise is measured."""
 MOVED = 0.15
-"""Relative change of the share (and at least one sample) after which offset and slope can be distinguished."""
+"""Relative change of a worker's share (and at least one sample) after which launch cost and seconds per sample can be
+distinguished."""
 
 
 SHORTEST_S, LONGEST_S = 1e-9, 1e9
-"""Plausible measured times. Beyond them squared errors would underflow or overflow."""
+"""Range of valid measured times. Outside of it squared errors would underflow or overflow."""
 
 
 def checked_time(worker: int, time_s: float) -> float:
-    """Returns a valid time; the error for an invalid one names the worker."""
+    """Returns the time if it is valid; otherwise raises InvalidInput, which names the worker."""
     if not SHORTEST_S <= time_s <= LONGEST_S:
         raise InvalidInput("E-TIME-MODEL",
                            f"worker {worker}: measured time {time_s} s, allowed is {SHORTEST_S} to {LONGEST_S}; it is left out")
@@ -160,7 +164,8 @@ def checked_time(worker: int, time_s: float) -> float:
 
 
 class OnlineLine:
-    """Follows one worker. `start` is its profile line; without one the first measurement is read as mostly slope."""
+    """Fits a line to one worker's times, measurement by measurement. `start`: the line from profiling; None: the first
+    measurement is assumed to be mostly seconds per sample."""
 
     def __init__(self, start: LinearTime | None = None) -> None:
         self._a = start.intercept_s if start else 0.0
@@ -188,7 +193,7 @@ class OnlineLine:
         return LinearTime(self._s, self._a)
 
     def observe(self, batch: int, time_s: float) -> Seen:
-        """Takes a measured time for a share above 0."""
+        """Processes the measured time of a share above 0."""
         if not self._known:
             self._a, self._s, self._known = 0.1 * time_s, 0.9 * time_s / batch, True
             self._widen(batch, 0.5 * time_s, 0.5)
@@ -202,7 +207,7 @@ class OnlineLine:
         error_s = time_s - expected_s
         spread_s = math.sqrt(self._variance(batch) + self._noise_s2)
         settles = self._jumped_at is not None and self._moved(self._jumped_at, batch)
-        # The measurement that decides a guess may be far from it and is no outlier.
+        # The measurement that shows whether a jump was a factor or a constant may be far off, and is no outlier.
         if not settles and abs(error_s) > max(GATE * spread_s, GATE_LEAST * expected_s):
             return self._outlier(batch, time_s, error_s)
         self._outliers.clear()
@@ -240,7 +245,7 @@ class OnlineLine:
         return abs(batch - before) >= max(1.0, MOVED * before)
 
     def _widen(self, batch: int, error_s: float, factor_share: float) -> None:
-        """Adds the covariance of a jump of error_s seen at `batch`: the mixture of both explanations."""
+        """Adds the uncertainty after a jump by `error_s` at `batch`: a mixture of a factor and an added constant."""
         expected_s = max(self._a + self._s * batch, 1e-12)
         rate = error_s / expected_s
         q = factor_share
@@ -259,7 +264,7 @@ class OnlineLine:
         spread = va + vb * batch
         if spread <= 0:
             return
-        # Forget only in the measured direction: no other direction has new information.
+        # Reduce old weight only in the measured direction: no other direction has new information.
         more = (1 / forget - 1) / spread
         aa, ab, bb = aa + more * va * va, ab + more * va * vb, bb + more * vb * vb
         va, vb, spread = va / forget, vb / forget, spread / forget
@@ -274,7 +279,7 @@ class OnlineLine:
         self._bound(batch)
 
     def _bound(self, batch: int) -> None:
-        """Keeps launch cost and time per sample nonnegative, and the time at the current share unchanged."""
+        """Keeps launch cost and seconds per sample nonnegative, and the time at `batch` unchanged."""
         now_s = max(self._a + self._s * batch, 1e-9)
         least = 1e-3 * now_s / batch
         if self._a < 0:

@@ -1,7 +1,6 @@
-"""Searches for fast settings within the loss budget, on short proxy runs.
+"""Searches for fast settings within the loss budget, by short proxy runs.
 
-The first trial is dense; all others are compared with it.
-"""
+The first trial is dense; all other trials are compared with it."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 Settings = dict[str, Any]
-"""Settings of a proxy run: a value per dimension, with `codec` spelled out."""
+"""Settings of a proxy run: one value per dimension of the search space, with the complete spelling in `codec`."""
 
 
 class Dimension(Record, frozen=True):
-    """`low` to `high` on a logarithmic scale, or a choice."""
+    """One setting in the search space: a range from `low` to `high` on a logarithmic scale, or a choice."""
 
     name: str
     low: float = 0.0
@@ -33,7 +32,7 @@ class Dimension(Record, frozen=True):
 
     @property
     def width(self) -> int:
-        """Number of coordinates: one per choice for text, since text has no order."""
+        """Number of coordinates of this dimension: one per choice for text, since text has no order; otherwise 1."""
         return len(self.choices) if self.choices and isinstance(self.choices[0], str) else 1
 
     def coordinates(self, value: Any) -> list[float]:
@@ -45,23 +44,24 @@ class Dimension(Record, frozen=True):
         return [self.choices.index(value) / max(1, len(self.choices) - 1)]
 
     def at(self, u: float) -> Any:
-        """The value at a fraction of the range."""
+        """Returns the value at the fraction `u` of the range."""
         if self.choices:
             return self.choices[min(len(self.choices) - 1, int(u * len(self.choices)))]
         return float(f"{self.low * (self.high / self.low) ** u:.4g}")
 
 
 class SearchSpace(Record, frozen=True):
-    """All dimensions. `codec` is a choice of spellings in which {ratio} stands for the ratio."""
+    """All dimensions of a search. `codec` is a choice of spellings in which {ratio} stands for the compression ratio."""
 
     dimensions: tuple[Dimension, ...]
 
     def at(self, units: list[float]) -> Settings:
-        """The raw settings at a point of the unit cube, one coordinate per dimension."""
+        """Returns the raw settings at a point of the unit cube, one coordinate per dimension."""
         return self.plain({d.name: d.at(u) for d, u in zip(self.dimensions, units, strict=True)})
 
     def plain(self, settings: Settings) -> Settings:
-        """Normalizes equivalent settings: a codec without ratio gets the highest ratio, and local steps exclude staleness."""
+        """Returns one form for equivalent settings: a codec without ratio gets the highest ratio, and local steps exclude
+        staleness."""
         if settings.get("stale") and settings.get("local_steps", 1) > 1:
             settings = settings | {"stale": 0}
         ratio = next((d for d in self.dimensions if d.name == "ratio"), None)
@@ -70,7 +70,7 @@ class SearchSpace(Record, frozen=True):
         return settings
 
     def coordinates(self, settings: Mapping[str, Any]) -> list[float]:
-        """These settings as coordinates for the engine."""
+        """Returns these settings as coordinates for the search engine."""
         return [x for d in self.dimensions for x in d.coordinates(settings[d.name])]
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class SearchSpace(Record, frozen=True):
 
 
 def spelled(settings: Settings) -> Settings:
-    """Settings for a proxy: the ratio inserted into the codec, staleness as a bool."""
+    """Returns settings for a proxy run: the ratio inserted into the codec's spelling, staleness as a bool."""
     stale = {"stale": bool(settings["stale"])} if "stale" in settings else {}
     return settings | stale | {"codec": str(settings["codec"]).replace("{ratio}", f"{settings['ratio']:g}")}
 
@@ -90,13 +90,14 @@ def spelled(settings: Settings) -> Settings:
 CODECS = ("fp16()", "int8()", "topk(ratio={ratio}, values='int8')")
 DENSE = "identity()"
 EXACT: dict[str, Any] = {"codec": DENSE, "local_steps": 1, "stale": 0}
-"""The values that do not change what is trained."""
+"""Values of settings with which training is exact."""
 
 
 def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float] = (0.001, 0.3),
                   batches: tuple[int, ...] = (64, 128, 256), local_steps: tuple[int, ...] = (1,),
                   staleness: bool = False) -> SearchSpace:
-    """Codec, ratio and batch. Local steps and staleness only on request, since neither is exact."""
+    """Returns the default search space: codec, ratio and batch. Local steps and staleness are included only on request, since
+    neither is exact."""
     codec, batch = Dimension("codec", choices=(DENSE, *codecs)), Dimension("batch", choices=batches)
     dimensions = [codec, Dimension("ratio", *ratio), batch]
     if any(n > 1 for n in local_steps):
@@ -109,27 +110,27 @@ def default_space(*, codecs: tuple[str, ...] = CODECS, ratio: tuple[float, float
 
 
 class Search(Record, frozen=True):
-    """Identifies the search that a store's trials belong to."""
+    """Identifies a search. A store keeps the trials of one search."""
 
     task: str
     space: SearchSpace
     budget: float
-    """Allowed relative increase of the loss, 0.005 for half a per cent."""
+    """Allowed relative increase of the loss; 0.005 means half a per cent."""
     seed: int = 0
 
 
 class TuningTrial(Record, frozen=True):
-    """One proxy run. A failed one has its reason in `error`; its figures do not count."""
+    """One proxy run. If it failed, `error` is the reason, and its time and loss do not count."""
 
     settings: dict[str, Any]
-    """Raw settings as the search space has them."""
+    """Raw settings, in the form of the search space."""
     seconds: float
     loss: float
     error: str = ""
 
 
 class Store:
-    """An append-only file. An incomplete last line, from a crash, is dropped."""
+    """An append-only file of trials. An incomplete last line, from a crash, is dropped."""
 
     def __init__(self, path: Path, search: Search) -> None:
         self.path, self.trials = path, list[TuningTrial]()
@@ -148,7 +149,7 @@ class Store:
             write_whole({path: b"".join(complete_lines)})
 
     def add(self, trial: TuningTrial) -> None:
-        """The trial is in the file when this returns."""
+        """Appends the trial. It is in the file when this returns."""
         with self.path.open("ab") as file:
             file.write(encode(trial) + b"\n")
         self.trials.append(trial)
@@ -157,7 +158,7 @@ class Store:
 RANDOM_TRIALS = 8
 CANDIDATES = 1500
 LENGTHS = (0.05, 10.0)
-"""Range of length scales in the unit cube, from which maximum likelihood chooses."""
+"""Range of the Gaussian process's length scales in the unit cube, from which maximum likelihood chooses."""
 
 
 METHODS = ("bayesian", "nelder-mead")
@@ -173,10 +174,10 @@ class Engine:
         self._values: list[float] = []
 
     def ask(self) -> Settings:
-        """Settings not tried yet; the best again if none is left."""
+        """Returns settings that are not tried yet; the best ones again if none is left."""
         if self._method == "nelder-mead":
             return nelder_mead(self._space, self._tried, self._values, self._seed) or self._best()
-        import numpy as np  # loaded late: `commlayer tune --help` and stored searches need none
+        import numpy as np  # imported late, because `commlayer tune --help` and stored searches do not need it
 
         # Seeded by the number of trials, so that a resumed search continues like an uninterrupted one.
         candidates = self._candidates(np.random.default_rng([self._seed, len(self._tried)]))
@@ -192,7 +193,7 @@ class Engine:
         return self._tried[min(range(len(self._values)), key=self._values.__getitem__)]
 
     def _candidates(self, random: np.random.Generator) -> list[Settings]:
-        """Random settings and variations of the best, without those already tried."""
+        """Returns random settings and variations of the best, without those already tried."""
         candidates = [self._space.at(list(row)) for row in random.random((CANDIDATES, len(self._space.dimensions)))]
         if self._tried:
             best = self._best()
@@ -204,7 +205,7 @@ class Engine:
         return [settings for settings in candidates if _key(settings) not in seen]
 
     def _most_promising(self, candidates: list[Settings]) -> Settings:
-        """The candidate with the largest expected improvement."""
+        """Returns the candidate with the largest expected improvement."""
         import numpy as np
         from skopt.acquisition import gaussian_ei
         from skopt.learning import GaussianProcessRegressor
@@ -227,23 +228,24 @@ def _key(settings: Settings) -> tuple[tuple[str, Any], ...]:
 
 
 FIRST_MOVE = 0.4
-"""Size of the first simplex in the unit cube. Smaller ones would not leave the choice that they begin with."""
+"""Size of the first Nelder-Mead simplex in the unit cube. A smaller one would stay in the choices in which it begins."""
 NEARBY = 0.05
-"""A simplex of this size, with values that differ by less than this, has converged: trials are better spent elsewhere."""
+"""A Nelder-Mead simplex of this size, with values that differ by less than this, has converged. Further trials begin
+elsewhere."""
 RESTARTS = 200
 
 
 class _Untried(Exception):
-    """Raised in the objective for settings without a value."""
+    """Raised in the objective for settings that have not been tried."""
 
 
 def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[float], seed: int) -> Settings | None:
-    """The next settings of a Nelder-Mead search that has seen these values; None if it finds no other settings.
+    """Returns the next settings of a Nelder-Mead search that has tried `tried` with the results `values`; None if it finds no
+    other settings.
 
-    scipy's search runs again with the known values up to the first settings without one, so a resumed search continues like an
-    uninterrupted one, and equal settings are tried once. The search begins in the middle, and after it has converged at random
-    places.
-    """
+    scipy's search runs again with the known values, up to the first settings that have none. So a resumed search continues
+    like an uninterrupted one, and equal settings are tried once. The search begins in the middle; after it has converged, it
+    begins again at random places."""
     import numpy as np
     from scipy.optimize import minimize
 
@@ -268,19 +270,19 @@ def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[
 
 
 Proxy = Callable[[Settings], Mapping[str, Any]]
-"""Trains for a short time with these settings: {"seconds": ..., "loss": ...}."""
+"""Function that trains for a short time with these settings and returns {"seconds": ..., "loss": ...}."""
 
 STEEP = 50.0
-"""Penalty for exceeding the budget: each extra per cent of loss counts as half as much time again."""
+"""Penalty for a loss above the budget: each extra per cent of loss counts as half as much time again."""
 
 NEEDED = 'needed is a dict such as {"seconds": 3.1, "loss": 0.142}'
 LONGEST = 80
-"""Longest excerpt of a proxy's result in an error."""
+"""Maximum number of characters of a proxy's result in an error."""
 DENSE_FAILED = "the dense run failed, with which all others are compared"
 
 
 def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int) -> Iterator[TuningTrial]:
-    """Runs trials until there are `trials`, counting those of earlier calls; yields each new one."""
+    """Runs trials until there are `trials` of them, including those of earlier calls. Yields each new one."""
     if store.trials and store.trials[0].error:
         raise InvalidInput("E-TUNE-BASELINE",
                            f"{DENSE_FAILED}: {store.trials[0].error}; delete {store.path}, or give another --store")
@@ -297,12 +299,12 @@ def tune(proxy: Proxy, store: Store, search: Search, engine: Engine, trials: int
 
 
 def first(space: SearchSpace) -> Settings:
-    """Dense and exact settings, with all other dimensions at the middle."""
+    """Returns the settings of the first trial: dense and exact, all other dimensions at the middle."""
     return space.plain({d.name: EXACT[d.name] if d.name in EXACT else d.at(0.5) for d in space.dimensions})
 
 
 def run(proxy: Proxy, settings: Settings) -> TuningTrial:
-    """One trial. If the proxy fails, the trial is recorded as failed and the search continues."""
+    """Runs one trial. If the proxy fails, the trial is recorded as failed and the search continues."""
     try:
         result: Any = proxy(spelled(settings))
     except Exception as error:
@@ -317,17 +319,17 @@ def run(proxy: Proxy, settings: Settings) -> TuningTrial:
 
 
 def excess(trial: TuningTrial, dense: TuningTrial) -> float:
-    """Increase of the loss over dense training, relative to dense training's loss."""
+    """Returns the increase of the loss over dense training, relative to dense training's loss."""
     return (trial.loss - dense.loss) / max(abs(dense.loss), 1e-9)
 
 
 def price(trial: TuningTrial, dense: TuningTrial, budget: float) -> float:
-    """The objective: the seconds, increased if the loss exceeds the budget."""
+    """Returns the search's objective: the trial's seconds, increased if the loss exceeds the budget."""
     return trial.seconds * (1 + STEEP * max(0.0, excess(trial, dense) - budget))
 
 
 def score(trials: Sequence[TuningTrial], budget: float) -> float:
-    """The last trial's objective for the engine: the logarithm of its price. A failed trial counts as the worst."""
+    """Returns the last trial's objective for the engine: the logarithm of its price(). A failed trial counts as the worst."""
     *others, last = trials
     if last.error:
         return max((math.log(price(t, trials[0], budget)) for t in others if not t.error), default=0.0)
@@ -335,17 +337,16 @@ def score(trials: Sequence[TuningTrial], budget: float) -> float:
 
 
 def best(trials: Sequence[TuningTrial], budget: float) -> TuningTrial:
-    """The fastest trial within the budget; the dense one always qualifies."""
+    """Returns the fastest trial within the budget; the dense one always qualifies."""
     within = [t for t in trials if not t.error and excess(t, trials[0]) <= budget]
     return min(within, key=lambda t: t.seconds)
 
 
 def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
-    """Loss penalties of codecs, against dense training on the same batch, or against the first trial if that batch has no
-    dense run.
+    """Returns each codec's loss penalties, relative to dense training on the same batch, or to the first trial if that batch
+    has no dense run.
 
-    Trials with local steps or staleness count only if a dense trial with the same settings exists.
-    """
+    Trials with local steps or staleness count only if a dense trial with the same settings exists."""
     good = [t for t in trials if not t.error]
     dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
     points = []
@@ -361,5 +362,5 @@ def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
 
 
 def _besides(trial: TuningTrial) -> tuple[tuple[str, Any], ...]:
-    """A trial's settings without the codec."""
+    """Returns a trial's settings without the codec."""
     return tuple(sorted((name, value) for name, value in trial.settings.items() if name not in ("codec", "ratio")))
