@@ -26,25 +26,27 @@ from commlayer.session import Session, attach_module
 
 
 class HookState:
-    """The state of `comm_hook`: `ddp.register_comm_hook(commlayer.HookState(optimizer), commlayer.comm_hook)`."""
+    """State of the hook `comm_hook` of one DDP module: `ddp.register_comm_hook(commlayer.HookState(optimizer),
+    commlayer.comm_hook)`."""
 
     def __init__(
         self, optimizer: Any = None, *, compression: Any = None, plan: str | Path | Plan | None = None, grad_scaler: Any = None,
         process_group: Any = None, config: Config | dict[str, Any] | None = None,
     ) -> None:
-        """Creates the state of one DDP module's hook. Arguments are as in attach(). The first backward pass attaches the
-        module; then `session` is what attach() returns."""
+        """Creates the hook state of one DDP module. Arguments are as in attach(). The first backward pass attaches the module;
+        `session` is then the Session that attach() would return."""
         requested_plan(compression, plan)  # refuses wrong arguments before the first backward pass
         self._arguments = {"compression": compression, "plan": plan, "config": read_config(config)}
         self._own = {"optimizer": optimizer, "grad_scaler": grad_scaler, "process_group": process_group}
-        """Arguments that belong to this process, so that copies do not have them."""
+        """Arguments of attach() that a copied or pickled HookState does not contain, because they are objects of this process.
+        """
         self.session: Session | None = None
         self.group: Any = None
-        """The ranks over which DDP averages after the session has ended."""
+        """Process group over which DDP's own all-reduce averages after the session has ended."""
         self._attached: set[int] = set()
-        """The ids of the module's parameters."""
+        """Python ids of the parameters of the attached module."""
         self._saved: dict[str, Any] = {}
-        """Codec state of a copied or pickled hook; it is restored when the module has been attached."""
+        """Codec state (residuals, momenta) from a copied or pickled HookState. The first backward pass restores it."""
         self._weight: tuple[float, float | None] | None = None
         self._error: BaseException | None = None
 
@@ -59,7 +61,8 @@ class HookState:
             self.session.weight(n, total)
 
     def take(self, bucket: GradBucket) -> torch.Tensor:
-        """Receives one bucket of DDP. At the end of the first backward pass, attaches the module and averages `.grad`."""
+        """Receives one gradient bucket from DDP. The last bucket of the first backward pass also attaches the module and
+        averages `.grad`."""
         if self._error is not None:
             raise self._error
         if self.session is None:
@@ -85,27 +88,27 @@ class HookState:
                     session.weight(*self._weight)
                 session.synchronize()
             elif self._own["optimizer"] is None:
-                job.passed()  # otherwise the optimizer's step counts
+                job.passed()  # without an optimizer, backward passes count as training steps
         except BaseException as error:
             self._error = error
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copied or pickled DDP module contains of its hook."""
+        """Returns the part of this state that a copied or pickled DDP module contains."""
         job = self.connection
         return {"arguments": self._arguments, "weight": self._weight,
                 "state": checkpoint.worker_state(job) if isinstance(job, DistributedJob) else self._saved}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Restores a copied or pickled state. Register it with a module again: DDP does not register the hooks of a loaded
-        module."""
+        """Restores a copied or pickled HookState. DDP does not register the hooks of a loaded module, so register the hook
+        again."""
         HookState.__init__(self, **saved["arguments"])
         self._weight, self._saved = saved["weight"], saved["state"]
 
 
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook function to register with DDP. It averages by the plan in `state`, and with DDP's own all-reduce after the
-    session has ended."""
+    """The hook function to register with DDP. It returns `bucket` unchanged, because `state`'s session averages `.grad`. After
+    the session has ended, it returns the average of DDP's own all-reduce."""
     if state.session is not None and state.connection.closed:
         return default_hooks.allreduce_hook(state.group, bucket)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -114,7 +117,7 @@ def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 def wrapper_of(state: object) -> DistributedDataParallel:
-    """The DDP module with which this HookState is registered. Raises ValueError if it is not the only one."""
+    """Returns the DDP module with which this HookState is registered. Raises ValueError if there is none or more than one."""
     kinds = tuple(_kinds(DistributedDataParallel))
     wrapped = [thing for thing in gc.get_objects() if type(thing) in kinds]
     modules: list[DistributedDataParallel] = [
@@ -127,8 +130,8 @@ def wrapper_of(state: object) -> DistributedDataParallel:
 
 
 def _kinds(kind: type[object]) -> Iterator[type[object]]:
-    """The class and all of its subclasses. Comparing the exact types of some hundred thousand objects is fast, but issubclass
-    of an abstract class is slow."""
+    """Yields the class and all of its subclasses. The caller compares exact types of all Python objects with them, because
+    issubclass of an abstract class is slow."""
     yield kind
     for below in kind.__subclasses__():
         yield from _kinds(below)

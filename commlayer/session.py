@@ -37,7 +37,8 @@ log = logging.getLogger("commlayer")
 
 
 class Driver(Inspected, Protocol):
-    """A session's access to the model's gradients, with or without other workers."""
+    """Interface by which a session reaches the model's gradients. A job with other workers and a script alone each implement
+    it."""
 
     @property
     def in_join(self) -> bool: ...
@@ -64,7 +65,7 @@ class Session:
         self._driver, self._replica, self._clips = driver, replica, clips
         self._inspection = Inspection(driver)
         self._resumed = 0
-        """Number of training steps in the checkpoint that was loaded."""
+        """Training step of the checkpoint that resume() loaded; 0 if none was loaded."""
 
     @property
     def inspect(self) -> Inspection:
@@ -72,8 +73,8 @@ class Session:
         return self._inspection
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context manager for gradient accumulation: backward passes inside it exchange nothing. The next backward pass outside
-        averages the accumulated gradients."""
+        """Context manager for gradient accumulation: backward passes inside it exchange nothing. The next backward pass after
+        it averages the accumulated gradients."""
         return self._driver.no_sync()
 
     def join(self) -> AbstractContextManager[None]:
@@ -117,8 +118,8 @@ class Session:
         self._driver.weight(own, summed)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Gives a step's training loss to the quality guard, which compares it over time. A tensor is read later, so the call
-        does not wait for the device."""
+        """Passes a step's training loss to the quality guard, which compares later losses with it. A tensor is read later, so
+        the call does not wait for the device."""
         self._driver.log_loss(loss)
 
     def synchronize(self) -> None:
@@ -165,10 +166,10 @@ class Session:
 
     def resume(self, directory: str | Path, *, extra: Mapping[str, Any] = MappingProxyType({})) -> bool:
         """Loads the newest complete checkpoint in `directory`. All ranks call it between two steps, usually right after
-        attach(). Returns False, and changes nothing, if there is none yet.
+        attach(). Returns False, and changes nothing, if `directory` contains no checkpoint yet.
 
-        Machines without the files receive the model from one that has them. The number of workers and the plan can differ from
-        those that were saved: residuals then continue on the ranks that are there.
+        Machines without the files receive the model from a machine that has them. Number of workers and plan can differ from
+        those in the checkpoint: the residuals are then divided among this job's ranks.
         """
         self._outside_join("resume()")
         if self._fresh("resume()"):
@@ -213,8 +214,8 @@ class Session:
                                "some might be out of batches; call it before or after the context")
 
     def _fresh(self, what: str) -> bool:
-        """Whether this rank has just joined a running job, so that it must skip the call named `what`. The other ranks made
-        that call before this rank joined."""
+        """Returns True if this rank has just joined a running job, so that it must skip the call named `what`: the other ranks
+        made that call before this rank joined."""
         if self._driver.connection.fresh:
             log.warning("%s: skipped, since this home has just joined a running job and received the state of its "
                         "workers", what)
@@ -232,7 +233,7 @@ class Session:
 
     @property
     def joined(self) -> bool:
-        """Whether this rank joined a job that was already running, and received weights and optimizer state from others."""
+        """True: this rank joined a job that was already running, and received weights and optimizer state from other ranks."""
         return self._driver.connection.joined is not None
 
     @property
@@ -314,7 +315,7 @@ def attach_module(
     grad_scaler: Any, process_group: Any, config: Config | dict[str, Any] | None, sync: str | LocalSteps | None = None,
     clip_grad_norm: float | None = None, hook: object = None,
 ) -> Session:
-    """Does what attach() describes. `hook`: commlayer's HookState on a DDP module."""
+    """Implements attach(). `hook`: the HookState of a DDP module that uses commlayer's communication hook."""
     ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
     if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",

@@ -1,4 +1,4 @@
-"""Decides in which step the remaining members of a job continue after its members have changed. Pure functions, without
+"""Decides in which step the remaining members continue after the members of a job have changed. Pure functions, without
 communication.
 
 In each round of votes, each member sends up to two votes. The first vote is the step that the member is in. The second vote
@@ -6,7 +6,7 @@ follows if all first votes name the same step, or if the member completed its st
 second vote is binding: the member stays in that step, or has completed it. A first vote can be outdated when another member
 reads it.
 
-regroup.py sends the votes and carries out the result; bench/chaos builds schedules of the same decisions.
+regroup.py sends the votes and carries out the result; bench/chaos tests these functions with generated schedules.
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ class VoterState(NamedTuple):
     """Record of what a member has sent and learned so far, during changes of members."""
 
     rounds_sent: tuple[int, int] = (0, 0)
-    """The epoch's generation, and the number of rounds in it for which the member has sent its votes."""
+    """The epoch's generation, and the number of rounds of this epoch in which the member has sent its votes."""
     completed: int = -1
     """The step that another member is known to have completed, so that this member will complete it, too; -1: none."""
     bound: tuple[int, int] = (0, -1)
-    """The epoch's generation, and the step that this member has promised not to complete. A newer epoch cancels the promise:
-    either no member has all such votes, or all have. Otherwise other members could wait for this member without sending."""
+    """The epoch's generation, and the step that this member has promised not to complete. A newer epoch cancels the promise,
+    because otherwise other members could wait for a member that sends nothing."""
 
     def gone_over(self) -> VoterState:
-        """The state after an epoch change. Promises are cancelled: the same step is repeated and might be aborted again."""
+        """Returns the state after an epoch change. Promises are cancelled: the same step is repeated and might be aborted
+        again."""
         return VoterState(self.rounds_sent)
 
 
 class Claims(NamedTuple):
-    """A vote to send to all remaining members. The member then waits for their votes of the same kind."""
+    """A vote to send to all remaining members. The sender then waits for the votes of the same kind from all of them."""
 
     what: str
     word: Vote
     ends: bool
-    """Whether the wait ends as soon as this member has received all data of its step."""
+    """True: the wait for other votes ends as soon as this member has received all data of its step."""
 
 
 class AgreementOutcome(enum.Enum):
@@ -70,11 +71,11 @@ class AgreementOutcome(enum.Enum):
     """All members are in the same step, and no member has completed or will complete it."""
 
 
-# ---- views
+# ---- members of two epochs
 
 
 def new_in(view: View, former: View) -> list[int]:
-    """Ranks of the members that have joined since the epoch `former`."""
+    """Returns the ranks of the members that have joined since the epoch `former`."""
     former_ranks = {m.rank for m in former.members}
     return [m.rank for m in view.members if m.rank not in former_ranks]
 
@@ -85,32 +86,34 @@ def gone_from(former: View, view: View) -> list[int]:
 
 
 def staying(former: View, view: View) -> list[int]:
-    """Ranks of the members that vote: those of both epochs, in the order of the newer epoch."""
+    """Returns the ranks of the members that vote: the members of both epochs, in the order of the newer epoch."""
     new = new_in(view, former)
     return [m.rank for m in view.members if m.rank not in new]
 
 
 def told_by(mine: int, former: View, view: View) -> list[ServerInfo]:
-    """The servers to which this member must report the new epoch. The remaining members share the servers among themselves."""
+    """Returns the servers to which the member with rank `mine` must report the new epoch. The members of both epochs share the
+    servers among themselves."""
     ids = [m.rank for m in view.members]
     among = len(ids) - len(new_in(view, former))
     return [server for number, server in enumerate(view.servers) if number % among == ids.index(mine)]
 
 
-# ---- words
+# ---- votes
 
 
 def missed(step: int, finished: Iterable[int]) -> bool:
-    """Whether a member left without sending its gradients of `step`. `finished`: for each member that left, the number of
-    exchanges that it completed; -1 if it did not leave in order."""
+    """Returns True if a member left without sending its gradients of `step`. `finished`: for each member that left, the number
+    of exchanges that it completed; -1 after an unannounced leave."""
     return any(exchanges <= step for exchanges in finished)
 
 
 def calls(state: VoterState, step: int, former: View, newest: View, finished: Iterable[int], *, lets_in: bool) -> bool:
-    """Whether a member that waits in `step` must send its first vote now. `lets_in`: the job currently admits new members."""
+    """Returns True if a member that waits in `step` must send its first vote now. `lets_in`: True if the job currently admits
+    new members."""
     if step == state.completed:
         return False
-    # A member that was about to join may be gone again, after some members have sent their words.
+    # A member that was about to join can leave again after some members have sent their votes.
     other = new_in(newest, former) or (newest.generation != former.generation and not gone_from(former, newest))
     return missed(step, finished) or (bool(other) and lets_in)
 
@@ -122,11 +125,12 @@ def first(state: VoterState, view: View, mine: Vote) -> Claims:
 def second(
     state: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, complete: bool,
 ) -> tuple[VoterState, Claims | None]:
-    """The second vote of a member, after the first votes of all remaining members (`words`; empty if this member received all
-    data of its step first). `complete`: whether it has all data now. Returns no vote if members are in different steps."""
+    """Returns the state and the second vote of a member. `words`: the first votes of all members; empty if this member received
+    all data of its step before the votes. `complete`: True if it has all data now. The vote is None if members are in different
+    steps."""
     if words and not _alike(words, mine.step):
         return state, None
-    # A member that completed its step and moved on finds its old word in the next round.
+    # If a member completed its step and moved on, its first vote here is outdated; the next round has a newer one.
     if words and not (complete and not _bound(state, view, mine.step)):
         state = state._replace(bound=(view.generation, mine.step))
     now = mine._replace(step=mine.step + (not _bound(state, view, mine.step)))
@@ -135,8 +139,8 @@ def second(
 
 def outcome(state: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
           ) -> tuple[VoterState, AgreementOutcome]:
-    """The result of a round of votes. `words`: the first votes. `sure`: the second votes; empty if there are none, or if this
-    member does not wait for them."""
+    """Returns the state and the result of a round of votes. `words`: the first votes. `sure`: the second votes; empty if there
+    are none, or if this member does not wait for them."""
     if not words:
         return state._replace(completed=step), AgreementOutcome.WHOLE
     state = state._replace(rounds_sent=(view.generation, _round(state, view) + 1))

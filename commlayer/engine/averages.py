@@ -1,14 +1,14 @@
-"""Detects whether the script applied, accumulated or discarded the averages of a step; writes averages; clips them.
+"""Detects whether the script applied, accumulated or discarded the averages of a step; writes averages; clips averages.
 
 An exchange becomes final once an optimizer has stepped with its averages, or a later backward pass has added to them. If the
-script clears averages before that, this module reports it, and the exchange can be rolled back. Examples are a GAN's generator
-loss that runs through the discriminator, a probe, and a step that a GradScaler skips. Writes inside an optimizer's step do not
-count.
+script clears averages before that, this module reports them, and the exchange can be rolled back. Examples are a GAN's
+generator loss that runs through the discriminator, a backward pass that only inspects gradients, and a step that a GradScaler
+skips. Writes inside an optimizer's step do not count.
 
 Clearing a gradient triggers no hook. So `.grad` is checked later: when a tensor's next gradient is about to be added, or when
-an optimizer is about to step with it. By then `.grad` is unchanged, None or zeros. The check needs two hooks on every
-parameter. They are registered only while a codec of the plan keeps residuals; without residuals there is nothing to roll back.
-Values are read only from gradients that have been written since (also by clipping), and usually from one tensor only.
+an optimizer is about to step with it. By then a cleared `.grad` is None or zeros. The check needs two hooks on every parameter.
+They are registered only while a codec of the plan keeps residuals; without residuals there is nothing to roll back. Values are
+read only from gradients that have been written since (also by clipping), and usually from one tensor only.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ BY_LOSS = (
 
 
 SMALL_NUMEL = 1 << 12
-"""Number of elements below which an average can consist of zeros by chance, if few entries are sent."""
+"""Number of elements below which all elements of an average can be zero by chance, if a sparse codec sends few entries."""
 
 
 class AverageUse:
-    """Observes how the script uses the averages in the gradients of one model's parameters."""
+    """Observes whether the script applies or clears the averages in the gradients of one model's parameters."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: Any, worker: Callable[[], Worker], held: HeldParameters,
     ) -> None:
-        """`worker` returns the current worker, to which the use of averages is reported."""
+        """`worker` returns the current worker, which receives the reports of applied and cleared averages."""
         self._parameters, self._worker, self._held = parameters, worker, held
         self._open: dict[int, int] = {}
-        """Tensors whose average has been neither applied nor discarded yet, with the version of `.grad` that contains the
-        average."""
+        """Maps the number of each tensor whose average has been neither applied nor cleared yet to the version of its `.grad`
+        after the average was written."""
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: set[int] = set()
-        """Numbers of the tensors that belong to a known optimizer, whose steps can be observed."""
+        """Numbers of the tensors that some observed optimizer updates."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self._meet(optimizer)
         self._said = False
@@ -69,12 +69,12 @@ class AverageUse:
 
     @property
     def watching(self) -> bool:
-        """Whether the hooks on parameters are registered. They are not during the first backward pass."""
+        """True: hooks on the parameters are registered. They are not during the first backward pass."""
         return bool(self._of_parameters)
 
     def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
-        """Starts to observe the averages that a step has written into `.grad`. `keeps`: part of the exchange could be rolled
-        back, so the use of the averages matters. `known`: numbers of tensors whose averages have already been applied."""
+        """Starts to observe the averages that a step has written into `.grad`. `keeps`: True if part of the exchange could be
+        rolled back. `known`: numbers of tensors whose averages have already been applied."""
         self._open.clear()
         if keeps != self.watching:
             self._watch() if keeps else self._look_away()
@@ -95,7 +95,7 @@ class AverageUse:
         self._of_parameters.clear()
 
     def settle(self) -> None:
-        """Reports the averages that the script has cleared so far."""
+        """Reports to the worker the averages that the script has cleared so far."""
         for number in [n for n in self._open if self._gone(n)]:
             self._report(number)
 
@@ -106,7 +106,8 @@ class AverageUse:
             self._report(number)
 
     def end(self) -> None:
-        """Checks tensors without a gradient in the backward pass that has just ended, before its gradients are exchanged."""
+        """Ends the observation at the end of a backward pass, before its gradients are exchanged: reports cleared averages, and
+        forgets the others."""
         self.settle()
         self._open.clear()
 
@@ -129,9 +130,9 @@ class AverageUse:
         return not _any(grad)
 
     def _look(self, numbers: Iterable[int]) -> None:
-        """Reports which of these tensors' averages were cleared. It runs before each optimizer step, so it reads few values.
-        Tensors that were written equally often form a group. One nonzero tensor shows that its group was not cleared, because
-        clipping and unscaling write to all tensors."""
+        """Reports which averages of the given tensors were cleared. It runs before each optimizer step, so it reads few values.
+        Tensors whose `.grad` was written equally often form a group. One nonzero tensor shows that its group was not cleared,
+        because clipping and unscaling write to all tensors."""
         alike: dict[int, list[int]] = {}
         for number in sorted(numbers):
             if (grad := self._parameters[number].grad) is None:
@@ -141,7 +142,7 @@ class AverageUse:
         zeroed = [its for its in alike.values() if self._zeros(its)]
         nonzero = [any(map(self._worker().any_nonzero, its)) for its in zeroed]
         for its, certain in zip(zeroed, nonzero, strict=True):
-            # An average that arrived as zeros proves nothing by itself.
+            # If the received average was all zeros, a `.grad` of zeros does not prove that the script cleared it.
             if certain or (any(nonzero) and len(zeroed) == len(alike)):
                 for number in its:
                     self._report(number)
@@ -168,12 +169,12 @@ class AverageUse:
             stepped = self._open.keys() & mine
             for number in stepped:
                 del self._open[number]
-            # A fused optimizer is also called for a step that the scaler skips, and detects that by itself.
+            # A fused optimizer's step is also called if the GradScaler skips it; the optimizer then updates nothing.
             if not getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._worker().mark_applied(stepped)
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        """Registers an optimizer that is about to step. Returns the numbers of the parameters that it will update."""
+        """Starts to observe an optimizer that is about to step. Returns the numbers of the parameters that it will update."""
         mine = self._held.by(optimizer)
         self._known.update(mine)
         if mine and optimizer not in self._met:
@@ -191,15 +192,15 @@ def _any(grad: torch.Tensor) -> bool:
 # ---- writes averages into parameters' gradients
 
 def targets_of(worker: Worker, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """The tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient; None if no rank had
-    one."""
+    """Returns the tensors into which to write averages: `.grad`; a new tensor if only other ranks had a gradient; None if no
+    rank had one."""
     pairs = zip(parameters, worker.used(), strict=False)
     return [None if not anyone else torch.empty_like(p) if p.grad is None else p.grad for p, anyone in pairs]
 
 
 def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
-    """Waits for averages that are one step late and writes them into `.grad`; all other gradients become None. Returns whether
-    there were any."""
+    """Waits for averages that are applied one step late and writes them into `.grad`; all other gradients become None. Returns
+    True if there were any such averages."""
     worker.drain()
     grads = targets_of(worker, parameters)
     has_late = any(grad is not None for grad in grads)
@@ -213,13 +214,11 @@ def hand_out(worker: Worker, parameters: Sequence[nn.Parameter]) -> bool:
     return has_late
 
 
-# ---- A step whose results are taken as they arrive: which tensors are complete, and where their averages are
-#
-# Nothing is written before all workers have ended their backward pass (Worker.all_complete).
+# ---- A step whose averages are applied as they arrive. Nothing is written before all workers have ended their backward pass.
 
 class PartialStep:
-    """One step of a worker whose results are applied one by one: from `Worker.complete` to `Worker.end`. Methods return the
-    numbers of tensors that have become complete."""
+    """One step of a worker whose averages are applied one by one: from `Worker.complete` to `Worker.end`. Methods that return
+    tensor numbers return those of the tensors that have become complete."""
 
     def __init__(
         self, worker: Worker, tensors: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], deadline_s: float,
@@ -229,7 +228,7 @@ class PartialStep:
         self.worker, self._like, self._deadline_s = worker, like, deadline_s
         self.step = worker.step
         self.averages = list(tensors)
-        """Averages by tensor number; None if no worker has a gradient. Read only tensors that are complete."""
+        """Average of each tensor, by tensor number; None if no worker has a gradient. Valid only for complete tensors."""
         self._left = {bucket.id: bucket for bucket in worker.buckets}
         self._missing = [len(worker.holding(tensor)) for tensor in range(len(tensors))]
         self._new = [tensor for tensor, missing in enumerate(self._missing) if not missing]
@@ -255,8 +254,8 @@ class PartialStep:
         return self._took()
 
     def wait(self, tensors: Iterable[int]) -> list[int]:
-        """Waits until the given tensors are complete, then writes all other buckets that have arrived. Returns the newly
-        complete tensors."""
+        """Waits until the averages of the given tensors are complete, then writes all other buckets that have arrived. Returns
+        the numbers of all newly complete tensors."""
         wanted = {bucket.id: bucket for tensor in tensors for bucket in self.worker.holding(tensor) if bucket.id in self._left}
         if wanted:
             self._deadline = self._deadline or time.monotonic() + self._deadline_s
@@ -297,7 +296,7 @@ class PartialStep:
                 into = self.averages[tensor] = torch.zeros_like(self._like[tensor]).detach()
         if into is None or into.is_contiguous() or len(self.worker.holding(tensor)) == 1:
             return into
-        if tensor not in self._copies:  # its parts are ranges of elements
+        if tensor not in self._copies:  # its slices are flat ranges of elements
             self._copies[tensor] = torch.zeros_like(into, memory_format=torch.contiguous_format)
         return self._copies[tensor]
 
@@ -327,13 +326,13 @@ def checked(clip_grad_norm: Any, optimizer: Any) -> float | None:
 
 
 def clipping(named: Sequence[tuple[str, nn.Parameter]], optimizer: Any, clip_grad_norm: float | None) -> Clipping | None:
-    """Creates the clipping of an optimizer's steps; None if `clip_grad_norm` is None."""
+    """Creates the object that clips gradients before each optimizer step; returns None if `clip_grad_norm` is None."""
     return None if clip_grad_norm is None else Clipping([p for _, p in named], optimizer, clip_grad_norm)
 
 
 class Clipping:
-    """Clips gradients before each optimizer step as clip_grad_norm_(parameters, max_norm) does. The norm is that of gradients
-    without loss scale."""
+    """Clips gradients before each optimizer step as clip_grad_norm_(parameters, max_norm) does. Gradients with a loss scale are
+    clipped as if they had none."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, clip_grad_norm: float) -> None:
         self._parameters, self._clip_grad_norm = parameters, clip_grad_norm

@@ -23,18 +23,19 @@ class BucketAssembler:
         self, job: Job, buckets: Sequence[WorkerBucket], paths: Mapping[int, AnyPath], staging: Staging, step: Step,
         opens: Callable[[], None],
     ) -> None:
-        """`paths`: by bucket id. `opens` is called before the first gradient of each step."""
+        """`paths` maps bucket id to path. `opens` is called before the first gradient of each step."""
         self._job, self._buckets, self._paths = job, buckets, paths
         self._staging, self._step, self._opens = staging, step, opens
         self.by_tensor: list[list[tuple[WorkerBucket, int]]] = [[] for _ in job.tensors]
-        """For each tensor number, the buckets that contain elements of the tensor, each with the index of the slice."""
+        """For each tensor number: the buckets that contain elements of the tensor, each with the index of the tensor's slice in
+        the bucket."""
         for bucket in buckets:
             for i, s in enumerate(bucket.slices):
                 self.by_tensor[s.tensor].append((bucket, i))
         self._order = CollectiveOrder([b for b in buckets if paths[b.id].ordered], lambda b: paths[b.id].begin(b))
         self.last = next((bucket for bucket in reversed(buckets) if not bucket.late), None)
-        """The bucket that is not sent before backward has ended. Its sum proves that all workers reached the end of their
-        backward pass."""
+        """The last bucket in sending order, which is not sent before backward has ended. Its sum proves that all workers
+        reached the end of their backward pass."""
         self.reset()
 
     def reset(self) -> None:
@@ -44,10 +45,10 @@ class BucketAssembler:
         self._seen = [False] * len(self._job.tensors)
         self._opened = self._ending = False
         self.begun = False
-        """Whether the current step has received a gradient or a weight change."""
+        """True: the current step has received a gradient or a weight change."""
 
     def cut(self, tensor: int) -> bool:
-        """Whether a tensor is split over several buckets, which then read and write it by element ranges."""
+        """Returns True if a tensor is split over several buckets."""
         return len(self.by_tensor[tensor]) > 1
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
@@ -63,8 +64,8 @@ class BucketAssembler:
         self._feed(tensor, gradient)
 
     def send(self, buckets: Sequence[WorkerBucket], changes: Mapping[int, torch.Tensor]) -> None:
-        """Completes these buckets with weight changes, by tensor number, and starts their exchange. Of a tensor split over
-        buckets, only the elements in these buckets are read."""
+        """Puts weight changes into the given buckets and starts the exchange of these buckets. `changes` maps tensor number to
+        weight change."""
         self.begun = True
         mark = self._open()
         for bucket in buckets:
@@ -78,8 +79,8 @@ class BucketAssembler:
             self._complete(bucket)
 
     def take_leftovers(self, leftovers: Sequence[torch.Tensor | None]) -> None:
-        """Completes all buckets after backward has ended: tensors for which no hook was called get their gradient from
-        `leftovers`."""
+        """Completes all buckets after backward has ended. `leftovers` contains, by tensor number, the gradients of tensors for
+        which no hook was called."""
         held_back = self.last if self.last is not None and self.last.waiting == 0 else None
         self._ending = True
         for tensor, seen in enumerate(self._seen):
@@ -112,7 +113,7 @@ class BucketAssembler:
 
     def _complete(self, bucket: WorkerBucket) -> None:
         if bucket is self.last and not self._ending:
-            return  # held until backward has ended: if backward fails, the other workers learn of it from this bucket
+            return  # wait until backward has ended: if it fails, this bucket is missing and the others notice
         path = self._paths[bucket.id]
         if not path.ordered:
             path.begin(bucket)
@@ -127,10 +128,9 @@ class BucketAssembler:
 class CollectiveOrder:
     """Calls `begin` on buckets strictly in the given order.
 
-    All ranks must call collectives in the same order. The order in which buckets become ready differs between ranks (an unused
-    parameter, another branch). So a bucket waits until all buckets before it in the plan are ready. The thread that makes a
-    bucket ready also starts the buckets that waited for it. Only the order matters; a handover to another thread would cost
-    more than the call.
+    All ranks must call collectives in the same order. The order in which buckets become ready differs between ranks, for
+    example if a rank does not use a parameter. So a bucket waits until all buckets before it in the plan are ready. The thread
+    that makes a bucket ready also starts the buckets that waited for it.
     """
 
     def __init__(self, buckets: Sequence[WorkerBucket], begin: Callable[[WorkerBucket], None]) -> None:

@@ -1,4 +1,4 @@
-"""One bucket on one worker: its memory, and the copies between gradients, encoded payload and result."""
+"""The memory of one bucket on one worker, and the copies between gradients, encoded payload and result."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from commlayer.errors import CorruptFrame
 from commlayer.gpu import launch
 from commlayer.records import Bucket, Job, Spec
 
-# ---- checks whether tensors are finite, if possible in one pass over their memory
+# ---- whether tensors are finite
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite, for any dtype and device. For a tensor on a GPU the host waits for the result."""
+    """Returns True if all elements are finite, for any dtype and device. For a tensor on a GPU the host waits for the result.
+    """
     plain = tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
     return bool(kernels.host().all_finite(tensor.detach().view(-1))) if plain else bool(tensor.isfinite().all())
 
 
-# ---- memory layout of buckets: slices as views in the shapes of their tensors, parts of tensors, alignment for codecs
+# ---- memory layout of buckets: the slices of tensors that a bucket contains
 
 ALIGN = 64
 
 
 class BucketLayout:
-    """Layout of one bucket's elements: which slices of which tensors it contains, and their shapes. It applies to any memory
-    that contains the elements in order."""
+    """Layout of one bucket's elements: which slices of which tensors the bucket contains, and the shapes of these slices."""
 
     def __init__(self, bucket: Bucket, job: Job) -> None:
         self.slices, self.numel = bucket.slices, bucket.numel
         self.shapes = [_shape(job, s.tensor, s.start, s.stop) for s in bucket.slices]
 
     def views(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Splits x, the elements of a bucket, into views, one for each slice. A complete tensor has its own shape; a slice of a
-        split tensor is flat."""
+        """Splits x, the elements of a bucket, into views, one for each slice. The view of a complete tensor has the tensor's
+        shape; the view of a part of a tensor is flat."""
         views, at = [], 0
         for s, shape in zip(self.slices, self.shapes, strict=True):
             views.append(x[at : at + s.numel].view(shape))
@@ -62,8 +62,7 @@ class BucketLayout:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns pairs (view, the same elements of the tensor) for all slices whose tensor is not None.
 
-        A complete tensor is paired in its own shape, so it can have any strides. A split tensor must be contiguous; see
-        `contiguous`.
+        A complete tensor can have any strides. A split tensor must be contiguous; see `contiguous`.
         """
         pairs = []
         for view, tensor, s in zip(views, tensors, self.slices, strict=True):
@@ -78,8 +77,8 @@ def _shape(job: Job, tensor: int, start: int, stop: int) -> tuple[int, ...]:
 
 
 def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocates `lead` bytes followed by `nbytes` bytes, the latter on a 64-byte boundary. The memory is not from the
-    allocator's heap, where memory of earlier plans would leave holes."""
+    """Allocates `lead` bytes followed by `nbytes` bytes, the latter on a 64-byte boundary. The memory comes from the system and
+    not from the heap, which would fragment when plans change."""
     room = ALIGN + lead + nbytes + ALIGN
     raw = torch.empty(room, dtype=torch.uint8, pin_memory=True) if pinned \
         else torch.from_numpy(kernels.fresh_zeros(-(-room // 4))).view(torch.uint8)
@@ -89,8 +88,8 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
-    """Yields the targets, where zeros replace targets that are split between buckets and not contiguous. At the end their
-    contents are copied into these targets. `cut` tells whether a tensor is split."""
+    """Yields the targets, but zeros instead of each target that is not contiguous and split between buckets. At the end the
+    contents of these copies are written into the targets. `cut` returns True if a tensor is split."""
     copies = {t: (target, torch.zeros_like(target, memory_format=torch.contiguous_format))
               for t, target in enumerate(targets) if target is not None and not target.is_contiguous() and cut(t)}
     yield [copies[t][1] if t in copies else target for t, target in enumerate(targets)] if copies else [*targets]
@@ -111,12 +110,13 @@ class SparseResult:
         self._cuts: list[int] = torch.searchsorted(idx, torch.tensor(self._starts, dtype=torch.int32)).tolist()
 
     def entries(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sparse entries of slice `number`: positions in the slice's tensor, and values."""
+        """Returns the sparse entries of slice `number`: element positions in the slice's tensor, and values."""
         low, high = self._cuts[number], self._cuts[number + 1]
         return self._idx[low:high] + (self._layout.slices[number].start - self._starts[number]), self._values[low:high]
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Writes each slice times `factor` into its target; None skips a slice. Elements without an entry become 0."""
+        """Writes each slice times `factor` into its target. A target of None skips a slice. Elements without an entry become 0.
+        """
         for number, (s, shape, target) in enumerate(zip(self._layout.slices, self._layout.shapes, targets, strict=True)):
             if target is None:
                 continue
@@ -141,10 +141,10 @@ def _spread(idx: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor
     return dense
 
 
-# ---- keeps a bucket's result encoded and decodes it where it is written, without a float32 copy in between
+# ---- A bucket's result in encoded form, which is decoded only when it is written, without a float32 copy in between
 
 def codec_of_results(codec: Any) -> OneRound | None:
-    """The codec that can check a result on arrival and decode it later; None if that is impossible for `codec`."""
+    """Returns the codec that can check a result on arrival and decode it later; None if `codec` cannot do that."""
     inner = result_codec(codec)
     return inner if isinstance(inner, OneRound) and type(inner).decode is OneRound.decode else None
 
@@ -153,7 +153,7 @@ class EncodedResult:
     """One bucket's result in encoded form, kept until the bucket's next exchange."""
 
     def __init__(self, codec: OneRound, layout: BucketLayout, body: memoryview) -> None:
-        """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. So decoding them later cannot
+        """Checks the received bytes `body` completely, and raises CorruptFrame as `decode` would. After that, decoding cannot
         fail."""
         self._codec, self._layout, self.body = codec, layout, body
         head = payload.read(body, codec.id, layout.numel)
@@ -164,7 +164,7 @@ class EncodedResult:
         return self._parts is not None
 
     def write(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Decodes each slice, times `factor`, into its target. None skips a slice."""
+        """Decodes each slice, times `factor`, into its target. A target of None skips a slice."""
         s, target = self._layout.slices[0], targets[0]
         if len(targets) == 1 and target is not None:
             to = target.detach()
@@ -191,19 +191,20 @@ class EncodedResult:
             self._codec.apply(self._parts, out, assign=True)
 
 
-# ---- keeps the values of a bucket's buffers (running statistics) that all ranks had after the last exchange
-#
-# A mean of equal values differs from that value in the last bit, because weights round. So an unchanged buffer would drift. A
-# buffer's `used` flag means that this rank has changed it. It is sent on every path, and a buffer without any flag keeps its
-# value. Equal changes on all ranks give the same bits again in narrower types, because all-reduces and servers compute means
-# in float64.
+# ---- the values of a module's buffers (running statistics) that all ranks had after the last exchange
 
 class SharedBuffers:
-    """For a bucket of a module's buffers: the values that all ranks had after the last exchange, and the values before it.
-    `values` contains the elements in the bucket's order."""
+    """The values of a bucket of module buffers: those that all ranks had after the last exchange (`values`), and this rank's
+    values before it.
+
+    A mean of equal values differs from that value in the last bit, because weights are rounded. So an unchanged buffer would
+    drift. All ranks send a flag for each buffer, which says that this rank has changed the buffer. A buffer without any flag
+    keeps its value. Equal changes on all ranks give the same bits again in narrower types, because means are computed in
+    float64.
+    """
 
     def __init__(self, like: torch.Tensor, layout: BucketLayout) -> None:
-        """Allocates the values with the type and device of `like`, memory for the bucket's elements."""
+        """Allocates memory for the values, with the type, device and size of `like`, the bucket's memory."""
         self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
         self.changed = self._own
         """One flag per slice: whether this rank has changed the buffer since the last exchange."""
@@ -212,18 +213,18 @@ class SharedBuffers:
         self._repeats = torch.tensor(self._sizes, device=like.device)
 
     def changes(self, x: torch.Tensor) -> torch.Tensor:
-        """One flag per slice: whether this rank has changed the buffer since the last exchange. The result stays on the device,
-        so the host does not wait."""
+        """Returns one flag per slice: 1 if this rank has changed the buffer since the last exchange. The flags stay on the
+        device, so the host does not wait."""
         return torch.stack([part.any() for part in torch.ne(x, self.values).split(self._sizes)])
 
     def commit(
         self, y: torch.Tensor, views_y: Sequence[torch.Tensor], flags: torch.Tensor, factor: float | torch.Tensor,
         targets: Sequence[torch.Tensor | None],
     ) -> None:
-        """Writes the means, y times factor, into the targets. A buffer whose entry in `flags` shows no change on any rank gets
-        the value of the last exchange.
+        """Writes the means, y times factor, into the targets. A buffer that no rank has changed, which means a flag of 0, gets
+        its value of the last exchange.
 
-        If the value of some rank is not finite, each rank keeps its own.
+        If the values of some rank are not finite, each rank keeps its own values.
         """
         finite = torch.isfinite(y).all()
         into = [target.detach() for _, target in self.layout.pairs(targets, views_y)]
@@ -242,8 +243,8 @@ ByBucket = Mapping[int, SharedBuffers]
 
 
 def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Stores the buffers' current values, which are now the same on all ranks. `tensors` by tensor number; None entries are
-    skipped."""
+    """Stores the buffers' current values as the values that are the same on all ranks. `tensors`: the model's buffers, by
+    tensor number; None entries are skipped."""
     for its in shared.values():
         mine = [tensors[s.tensor] for s in its.layout.slices]
         for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
@@ -251,7 +252,7 @@ def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Writes the values after the last exchange into `tensors`, by tensor number. It is the inverse of `agree`."""
+    """Writes the values that all ranks had after the last exchange into `tensors`, by tensor number."""
     for its in shared.values():
         mine = [tensors[s.tensor] for s in its.layout.slices]
         for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
@@ -272,12 +273,13 @@ def pass_on(before: ByBucket, after: ByBucket) -> None:
 
 
 def snapshot(shared: ByBucket) -> dict[str, torch.Tensor]:
-    """Copies the shared values for a checkpoint: between two exchanges of local steps, no model file contains these values."""
+    """Returns copies of the buffers' values after the last exchange. A checkpoint needs them, because between two exchanges of
+    local steps the model's buffers have other values."""
     return {f"agreed.{number}": its.values.cpu().clone() for number, its in shared.items()}
 
 
 def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Restores what `snapshot` has saved. Buckets that are missing in `tensors` keep their values."""
+    """Restores the values that `snapshot` has returned. Buckets that are missing in `tensors` keep their values."""
     for number, its in shared.items():
         if (saved := tensors.get(f"agreed.{number}")) is not None:
             its.values.copy_(saved)
@@ -290,7 +292,8 @@ TINY = 1e-30
 PAYLOAD_HEADER = 16
 """Bytes before the send buffer, so that the payload of an in-place codec is its header followed by the send buffer itself."""
 SMALL_NUMEL = 1 << 14
-"""Mean elements per slice up to which one call per slice costs more than a second pass over the complete bucket."""
+"""Number of elements: if the slices of a bucket are smaller on average, a second pass over the complete bucket is faster than
+one call per slice."""
 
 
 class EntryCounts(Protocol):
@@ -301,7 +304,7 @@ class EntryCounts(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forgets the current step, because codec states were replaced and the step might be repeated."""
+        """Forgets for which step the numbers are set, because codec states were replaced and the step might be repeated."""
         ...
 
 
@@ -311,15 +314,16 @@ class BucketExchange:
 
     step: int = 0
     started: bool = False
-    """Whether encoding has begun."""
+    """True: encoding has begun."""
     answered: bool = False
-    """Whether the server's result has arrived."""
+    """True: the server's result has arrived."""
     done: bool = False
-    """Whether the result can be written."""
+    """True: the result can be written into the gradients."""
     finite: bool = True
     weight: float = 0.0
     used: int = 0
-    """Bit mask of the slices for which this worker, and later any worker, had a gradient."""
+    """Bit mask of the slices for which this worker had a gradient. After the result has arrived: for which any worker had one.
+    """
     total: float = 0.0
     """The assumed total weight of all workers, by which the gradients of this exchange were scaled."""
     received_weight: float | None = None
@@ -329,14 +333,16 @@ class BucketExchange:
     applied: int = 0
     """Bit mask of the slices whose average an optimizer has applied before the end of the step."""
     reported: int = 0
-    """Bit mask of the rolled-back slices of the previous exchange that this one has reported to the server."""
+    """Bit mask of the slices that were rolled back after the previous exchange. This exchange has reported them to the server.
+    """
     abandoned: str = ""
-    """Which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
+    """Text that says which worker aborted the step, and why; there is no sum then. Empty: no worker did."""
 
 
 class BucketMemory:
-    """Send buffer `x` and receive buffer `y` of one bucket. After each, `tail` has one `used` flag per slice and the weight,
-    which collectives sum together with the elements. Both buffers can be the same memory."""
+    """Send buffer `x` and receive buffer `y` of one bucket. Each is followed by a `tail`: one flag per slice, which says that a
+    worker used the slice, and the weight. Collectives sum the tail together with the elements. Both buffers can be the same
+    memory."""
 
     def __init__(self, layout: BucketLayout, every: torch.Tensor, every_y: torch.Tensor) -> None:
         self._layout = layout
@@ -351,8 +357,8 @@ class BucketMemory:
         on_host = every.device.type == "cpu"
         self.facts = self.tail.numpy() if on_host else None
         self.facts_y = self.tail_y.numpy() if on_host else None
-        """The flags and weights in both buffers as numpy arrays, if they are in host memory; else None. (A tensor operation on
-        them would cost as much time as thousands of elements.)"""
+        """The tails of both buffers as numpy arrays, which are faster to access than tensors, if the buffers are in host
+        memory; else None."""
         self.views, self.views_y = self._layout.views(self.x), self._layout.views(self.y)
 
     def drop_y(self) -> None:
@@ -362,28 +368,28 @@ class BucketMemory:
 
 
 class WorkerBucket:
-    """One bucket on one worker: what all kinds have. Gradients are copied into its send buffer, its path fills the receive
-    buffer."""
+    """Base class of one bucket on one worker. Gradients are copied into its send buffer; its path fills the receive buffer."""
 
     served = False
-    """Whether a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the elements."""
+    """True: a server sums the bucket. Weight and used slices are then in the frame header, otherwise after the elements."""
     means = False
-    """Whether the server averages the values that workers send, instead of summing their parts (Flag.MEAN)."""
+    """True: workers send means, and the server averages these means. False: the server sums the workers' parts of the mean."""
     memory: BucketMemory
     compact: EncodedResult | SparseResult | None = None
-    """The last result, if it stays encoded or sparse; None: the receive buffer contains it."""
+    """The last result, if it stays encoded or sparse; None: the last result is in the receive buffer."""
 
     def __init__(self, planned: Bucket, job: Job, codec: Codec, order: int) -> None:
-        """`order`: position among all sends."""
+        """`order`: position of the bucket in the order in which buckets are sent."""
         self.planned, self.codec, self.order = planned, codec, order
         self.id, self.slices, self.numel = planned.id, planned.slices, planned.numel
         self.late = planned.stale
-        """Whether the result is applied one step late (late_results.py)."""
+        """True: the average is applied one step after its gradients (late_results.py)."""
         self.buffer = job.tensors[planned.slices[0].tensor].buffer
         dense = planned.path == "allreduce"
         self.in_updates = not dense and in_updates(codec)
         self.in_means = not dense and codec.keeps
-        """Whether gradients are encoded as parts of the mean, so that residuals keep their value when weights change."""
+        """True: gradients are divided by the total weight before they are encoded, so that residuals keep their value when
+        weights change."""
         self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
         self.shared: SharedBuffers | None = None
 
@@ -400,20 +406,20 @@ class WorkerBucket:
 
     @property
     def y(self) -> torch.Tensor:
-        """The received sum. Decodes it if it is kept in another form."""
+        """Returns the received sum as dense elements. Decodes the sum if it is kept in encoded or sparse form."""
         return self.memory.y if self.compact is None else self.compact.to_dense()
 
     def reset(self) -> None:
         """Prepares the bucket for the gradients of the next step."""
         self.sources: list[torch.Tensor | None] = [None] * len(self.slices)
         self.marks: list[object] = []
-        """Events in the callers' streams after which the source gradients are final."""
+        """CUDA events after which the source gradients are final; None on CPU."""
         self.waiting = len(self.slices)
 
     def gather(self, factor: float, weight: float, worth: float = 1.0) -> None:
         """Copies the gradients, times `factor`, into the send buffer, with zeros for missing gradients. With weight 0 the
-        buffer is zero: a mean over no samples is NaN, and NaN times 0 stays NaN. `worth`: the value that an inherited residual
-        of 1 adds."""
+        buffer is zero: a mean over no samples is NaN, and NaN times 0 stays NaN. `worth`: factor by which the residuals of an
+        earlier plan are multiplied when they are added."""
         used, memory = 0, self.memory
         for i, (view, tensor) in enumerate(zip(memory.views, self.sources, strict=True)):
             if tensor is not None:
@@ -431,14 +437,14 @@ class WorkerBucket:
         self.exchange.used, self.exchange.weight = used, weight
 
     def _mark_changed(self, shared: SharedBuffers, slices: int) -> int:
-        """For a bucket of module buffers: flags the slices in the bit mask `slices` that this rank has changed. Returns the
-        flags as a bit mask if a frame header needs it, otherwise `slices`."""
+        """For a bucket of module buffers: flags those of the slices in the bit mask `slices` that this rank has changed.
+        Returns the flags as a bit mask if a frame header needs them, otherwise `slices`."""
         mask = torch.tensor([slices >> i & 1 for i in range(len(self.slices))], device=self.x.device)
         shared.changed = shared.changes(self.x) * mask
         return _mask(shared.changed) if self.served else slices
 
     def flags(self) -> torch.Tensor:
-        """One number per slice, above 0 if some rank used the slice. The tensor is on the device of the send buffer."""
+        """Returns one number per slice, above 0 if some rank used the slice. The tensor is on the device of the send buffer."""
         return self.memory.tail_y[:-1]
 
     def write_tail(self, tail: torch.Tensor) -> None:
@@ -455,7 +461,8 @@ class WorkerBucket:
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def over_weight(self, scale: float, weight: float) -> float | torch.Tensor:
-        """Returns scale / `weight`, the total weight of all workers. It is a tensor if the host would have to wait for it."""
+        """Returns scale / `weight`. `weight`: the total weight of all workers. It is a tensor if the host would have to wait
+        for it."""
         return scale / weight
 
     def summed_weight(self) -> float:
@@ -463,7 +470,8 @@ class WorkerBucket:
         return self.exchange.weight
 
     def finalize(self, slices: int) -> None:
-        """Finalizes slices whose average was applied, and discards the others."""
+        """Ends the last exchange: the ledger records the slices in the bit mask `slices` as applied, and the other slices as
+        discarded."""
         self.ledger.discarded = self.ledger.all_slices & ~slices
         if slices and self.ledger.sent is not None:
             # Not 1 if the total weight was not as assumed. Other ranks of an encoder's node keep their assumption.
@@ -475,8 +483,8 @@ class WorkerBucket:
         self.exchange.finite = all_finite(self.y)
 
     def own_not_finite(self) -> int:
-        """Number of the first tensor for which this worker's own gradient is not finite; -1 if there is none. Call it before
-        `commit`, which can overwrite the gradient."""
+        """Returns the number of the first tensor for which this worker's own gradient is not finite; -1 if there is none. Call
+        it before `commit`, which can overwrite the gradient."""
         for s, source in zip(self.slices, self.sources, strict=True):
             if source is not None:
                 values = source.detach()
@@ -506,7 +514,7 @@ class WorkerBucket:
             torch.mul(view, factor, out=target.detach())
 
     def slice_of_result(self, number: int) -> torch.Tensor:
-        """The received values of a slice; only the nonzero ones if the result arrived as sparse entries."""
+        """Returns the received values of a slice; only the nonzero values if the result arrived as sparse entries."""
         sparse = self.compact if isinstance(self.compact, SparseResult) else None
         return self.layout.views(self.y)[number] if sparse is None else sparse.entries(number)[1]
 
@@ -523,7 +531,7 @@ def _mask(flags: torch.Tensor) -> int:
 
 
 class CollectiveBucket(WorkerBucket):
-    """A bucket that collectives sum, together with its flags and weight. With a CUDA model, the buffers are on the device.
+    """A bucket that collectives sum, together with its flags and weight. With a CUDA model, the buffers are on the GPU.
 
     An all-reduce of float64 gradients or of module buffers uses float64, so only the result is rounded.
     """
@@ -531,7 +539,7 @@ class CollectiveBucket(WorkerBucket):
     def __init__(self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int) -> None:
         super().__init__(planned, job, codec, order)
         self.dense = planned.path == "allreduce"
-        """Whether the bucket is summed by one all-reduce, without compression."""
+        """True: one all-reduce sums the bucket, without compression."""
         doubles = self.buffer or any(job.tensors[s.tensor].dtype == "float64" for s in self.slices)
         dtype = torch.float64 if doubles and self.dense else torch.float32
         floats = self.numel + len(self.slices) + 1
@@ -540,14 +548,13 @@ class CollectiveBucket(WorkerBucket):
         self.use(every, every)
 
     def read_used(self) -> None:
-        """Reads which slices any rank used from the summed flags. Does nothing if this rank used every slice: the answer is
-        then known."""
+        """Reads from the summed flags which slices any rank used. Does nothing if this rank used every slice."""
         if self.exchange.used != self.ledger.all_slices:
             self.exchange.used = _mask(self.memory.tail_y[:-1])
 
     @property
     def read_here(self) -> bool:
-        """Whether the host can read a collective's summed weight without waiting for the GPU."""
+        """Returns True if the host can read a collective's summed weight without waiting for the GPU."""
         return self.memory.facts_y is not None
 
     def over_weight(self, scale: float, _weight: float) -> float | torch.Tensor:
@@ -564,11 +571,11 @@ class CollectiveBucket(WorkerBucket):
 
 
 class ServedBucket(WorkerBucket):
-    """A bucket that a server sums. This class is for ranks of a node that do not encode it: they only take part in collectives
-    inside the node.
+    """A bucket that a server sums. Ranks of a node that do not encode the bucket use this class: they only take part in
+    collectives inside the node.
 
-    Module buffers that a server averages: the server receives this node's mean in float32 and averages the means of all nodes
-    (`means`), and both buffers here are float64.
+    For module buffers that a server averages (`means`), the server receives this node's mean in float32 and averages the means
+    of all nodes. The node's own buffers are float64.
     """
 
     served = True
@@ -589,8 +596,8 @@ class ServedBucket(WorkerBucket):
         return torch.tensor([used >> i & 1 for i in range(len(self.slices))], device=self.x.device)
 
     def read_result(self) -> None:
-        """Reads weight and used slices of the result that the bucket's owner has distributed to this worker. A weight of NaN
-        marks a result that is not finite."""
+        """Reads weight and used slices of the result that this worker has received from the rank that encodes the bucket. A
+        weight of NaN marks a result that is not finite."""
         exchange, tail = self.exchange, self.memory.tail_y
         exchange.weight, exchange.used = float(tail[-1]), _mask(tail[:-1])
         exchange.finite = not math.isnan(exchange.weight) and bool(torch.isfinite(self.y[:1]).all())
@@ -600,8 +607,8 @@ class EncodedBucket(ServedBucket):
     """A bucket that this worker encodes and exchanges with a server.
 
     With error feedback the codec's input stays in the send buffer. So a step whose average was not applied can be rolled back
-    without a copy of the residual. On a CPU the only rank of a node then has no receive buffer: results stay encoded, and are
-    decoded when they are written. If results are wanted as the entries of a sparse codec, they stay sparse.
+    without a copy of the residual. On a CPU, the only rank of a node has no receive buffer then: results stay encoded or
+    sparse, and are decoded when they are written.
     """
 
     def __init__(
@@ -611,7 +618,7 @@ class EncodedBucket(ServedBucket):
         """`on_device`: the codec runs on the gradients' device (lanes.py)."""
         self._rank, self._on_device = rank, on_device
         self._decoder: OneRound | None = None
-        """Codec with which results that stay encoded are decoded when they are written; None: they do not stay encoded."""
+        """Codec that decodes encoded results when they are written; None: results are decoded when they arrive."""
         self._reader: TopK | RandomK | None = None
         """Codec that reads results as sparse entries; None: results are dense."""
         self._recycle: Callable[[memoryview], None] = lambda _: None
@@ -638,15 +645,15 @@ class EncodedBucket(ServedBucket):
         self.ledger.state, self.ledger.encoders = state, [((0, self.numel), state)]
 
     def keep_encoded(self, recycle: Callable[[memoryview], None]) -> None:
-        """Keeps results encoded from now on, if they can be decoded later. Called only on the single rank of a node, before its
-        first step. `recycle` receives the buffers of results for reuse."""
+        """Keeps results encoded from now on, if the codec can decode them later. Called only on the single rank of a node,
+        before its first step. `recycle` receives the buffers of results for reuse."""
         if self._keeps_form and self.in_means and (codec := codec_of_results(self.codec)) is not None:
             self._decoder, self._recycle = codec, recycle
             self._drop_y()
 
     def keep_entries(self) -> None:
-        """Keeps results that arrive as sparse entries in that form. Called only on the single rank of a node, before its first
-        step."""
+        """Keeps results that arrive as sparse entries in sparse form. Called only on the single rank of a node, before its
+        first step."""
         if self._keeps_form and self.numel <= MOST_NUMEL and (reader := reader_of(self.codec)) is not None:
             self._reader = reader
             self._drop_y()
@@ -660,25 +667,26 @@ class EncodedBucket(ServedBucket):
         self.coder.host_y = self.memory.y
 
     def read_sum(self) -> None:
-        """Reads weight and used slices of the sum inside the node."""
+        """Reads weight and used slices from the sum over this node's ranks."""
         self.exchange.weight, self.exchange.used = float(self.memory.tail[-1]), _mask(self.memory.tail[:-1])
 
     def to_mean(self) -> None:
-        """Divides the send buffer, a weighted sum over this node's ranks, by their weight, for a server that averages means."""
+        """Divides the send buffer, a weighted sum over this node's ranks, by the weight of these ranks, for a server that
+        averages means."""
         self.x.div_(self.exchange.weight or 1.0)
         if self.x.device.type == "cpu":
             self.coder.host.copy_(self.x)
 
     def encode(self) -> int:
-        """Encodes the send buffer into the payload of the codec's first round. Returns the payload's bytes."""
+        """Encodes the send buffer into the payload of the codec's first round. Returns the payload's size in bytes."""
         self.exchange.started = True
         self._drop_result()
         self.ledger.record(self.coder.undo)
         return self.coder.encode(self.exchange.step)
 
     def restart(self, total: float) -> int:
-        """Encodes the first round again, because the total weight of all workers differs from the assumed one. Returns the
-        payload's bytes.
+        """Encodes the first round again, because the total weight of all workers differs from the assumed weight. Returns the
+        payload's size in bytes.
 
         The send buffer also contains residuals of other ranks of this node, which are scaled, too. Each of those ranks keeps
         the part that did not reach the mean (`Ledger.applied`).
@@ -692,7 +700,7 @@ class EncodedBucket(ServedBucket):
 
     def decode(self, body: memoryview) -> bool:
         """Decodes the result of the codec's last round into the receive buffer, or keeps it in encoded or sparse form. Returns
-        whether it keeps the memory of `body`."""
+        True if the bucket keeps the memory of `body`."""
         self._drop_result()
         if self._reader is not None:
             self._read(self._reader, body)
@@ -736,9 +744,9 @@ class EncodedBucket(ServedBucket):
 
 
 class Coder:
-    """A codec with its state and the memory that it works on. On a CPU this is the bucket's own memory. With a CUDA model it is
-    a pinned copy of it (`host`), or device memory: then only payloads pass through pinned memory, in one buffer per direction.
-    """
+    """A codec with its state and the memory that it reads and writes. On a CPU this is the bucket's own memory. With a CUDA
+    model it is a pinned copy of the bucket's memory (`host`), or GPU memory. In GPU memory, only payloads pass through pinned
+    memory, in one buffer per direction."""
 
     def __init__(
         self, codec: Codec, spec: Spec, state: State, memory: BucketMemory, block: torch.Tensor, host: torch.Tensor,
@@ -763,7 +771,7 @@ class Coder:
 
     @property
     def place(self) -> str:
-        """Where the codec runs, in the names of operations in paths."""
+        """Returns where the codec runs, as a part of operation names in paths."""
         return "gpu" if self.on_device else "cpu"
 
     @property
@@ -789,7 +797,7 @@ class Coder:
         return self.codec.next(r, result, self.state, self.payload)
 
     def decode(self, body: memoryview) -> bool:
-        """Decodes a result into the receive buffer. Returns whether it is finite."""
+        """Decodes a result into the receive buffer. Returns True if the result is finite."""
         if not self.on_device:
             return self.codec.decode(body, self.state, self.host_y.numpy())
         nbytes = body.nbytes
@@ -805,7 +813,7 @@ def bucket_of(
     planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, local: int = 0, rank: int = 0,
     on_device: bool = False,
 ) -> WorkerBucket:
-    """Allocates a bucket of the kind that its path in the plan needs."""
+    """Creates the bucket of the class that its path in the plan needs."""
     if planned.path != "service":
         return CollectiveBucket(planned, job, codec, device, order)
     if planned.owner != local:

@@ -1,13 +1,14 @@
-"""Checkpoints: model, optimizer, GradScaler, the script's own objects, and the codec state of all ranks and servers.
+"""Writes and loads checkpoints: model, optimizer, GradScaler, the script's own objects, and the codec state of all ranks and
+servers.
 
-A checkpoint is a folder `save-N` in the user's directory. All ranks write their files there, on a shared disk or each on its
-own: `training-R` has model and optimizer, `rank-R` the codec state of rank R (residuals, momenta) and its own buffers,
-`server-S` that of server S. After that the manifest is written. Only when it is on disk do ranks remove older checkpoints, so
-one that is complete on all ranks remains, wherever a failure happens. A checkpoint without manifest, or with missing files, is
-incomplete.
+A checkpoint is a folder `save-N` in the user's directory. Each rank writes files to this folder, which is on a shared disk or
+on the rank's own disk. `training-R` contains model and optimizer. `rank-R` contains the codec state of rank R (residuals,
+momenta) and its own module buffers. `server-S` contains the codec state of server S. After that the manifest is written. Only
+when it is on disk do ranks remove older checkpoints, so one complete checkpoint always remains. A checkpoint without manifest,
+or with missing files, is incomplete.
 
 A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
-The residuals of a job with another number of workers, or another plan, are converted: see `_converted`.
+`_converted` converts the residuals of a job with another number of workers or another plan.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from commlayer.records import Bucket, Plan, Record
 log = logging.getLogger("commlayer")
 
 RESIDUAL, CARRY = "residual.", "carry."
-"""Names of tensors in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier plan."""
+"""Prefixes of tensor names in the file of a rank: residuals of a bucket's elements, and residuals inherited from an earlier
+plan."""
 SAVING, LOADING = "checkpoint()", "resume()"
 
 _Files = dict[str, dict[str, torch.Tensor]]
@@ -54,7 +56,8 @@ _Files = dict[str, dict[str, torch.Tensor]]
 # ---- codec state of this rank
 
 def worker_state(context: DistributedJob) -> dict[str, Any]:
-    """State of this rank's codecs (residuals, momenta) for every bucket that it encodes, and the number of the next step."""
+    """Returns the state of this rank's codecs (residuals, momenta) for every bucket that the rank encodes, and the number of
+    the next step."""
     worker = context.worker
     _refuse_under_way(context)
     if worker.error is None:
@@ -78,7 +81,8 @@ def worker_state(context: DistributedJob) -> dict[str, Any]:
 
 
 def _residual_of(bucket: Any) -> torch.Tensor | None:
-    """The residuals of a bucket's elements that this rank keeps, 0 elsewhere; None if its codec keeps none."""
+    """Returns the residuals of a bucket's elements that this rank keeps, and 0 for other elements; None if the codec keeps no
+    residuals."""
     total = None
     for (low, high), state in bucket.ledger.encoders:
         if (values := residual_of(state)) is not None:
@@ -92,7 +96,7 @@ def _is_residual(name: str) -> bool:
 
 
 def restore_worker(context: DistributedJob, state: Mapping[str, Any]) -> None:
-    """Restores the result of `worker_state`, under the plan of the save; nothing if it is empty."""
+    """Restores the result of `worker_state`, under the plan with which it was saved. Does nothing if `state` is empty."""
     worker = context.worker
     if not state:
         return
@@ -143,7 +147,7 @@ def _save(
     groups, plan = context.groups, context.plan  # these calls may have changed them
     undone: dict[int, int] = {}
     with all_or_none(groups, SAVING):
-        with writing(directory):  # first: the calls below roll back what the last step did not apply
+        with writing(directory):  # first: the calls below roll back discarded averages
             directory.mkdir(parents=True, exist_ok=True)
             highest = max(numbers(directory), default=0)
         if job is not None:
@@ -187,7 +191,7 @@ def _save(
             if context.logs and not (folder / MANIFEST).exists():
                 seal(folder, mark)
     except Exception as error:
-        if not isinstance(error, CommError):  # after a CommError this rank does not know how far the others came
+        if not isinstance(error, CommError):  # after a CommError, ranks can differ
             remove(folder)
         raise
     keep_only(directory, number)
@@ -201,13 +205,13 @@ class FoundCheckpoint(NamedTuple):
     folder: Path
     mark: Mark
     exact: bool
-    """Whether the job has as many workers as the one that saved it, and each rank has its own files."""
+    """True: the job has as many workers as the job that saved the checkpoint, and each rank has its own files."""
     readers: dict[str, int]
     """Maps the name of each file to the rank that reads it."""
 
 
 def find(groups: Groups | None, rank: int, world: int, directory: Path) -> FoundCheckpoint | None:
-    """Selects the newest checkpoint in the directory that is complete; None if no rank has one. All ranks call it together."""
+    """Returns the newest complete checkpoint in the directory; None if no rank has one. All ranks call it together."""
     with all_or_none(groups, LOADING), reading(directory):
         mine = msgspec.json.encode(saves_of(directory))
     rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(groups, mine)]
@@ -237,8 +241,8 @@ def find(groups: Groups | None, rank: int, world: int, directory: Path) -> Found
 def load_training(
     groups: Groups | None, rank: int, found: FoundCheckpoint, replica: Replica, extra: Mapping[str, Any],
 ) -> dict[str, torch.Tensor]:
-    """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives it from one that has it. All ranks
-    call it together. Returns the state of local steps."""
+    """Restores model, optimizer, GradScaler and `extra`. A rank without the file receives the state from a rank that has it.
+    All ranks call it together. Returns the state of local steps."""
     with all_or_none(groups, LOADING), reading(found.folder):
         held = sorted((name for name in _on_disk(found.folder)
                        if name.startswith(TRAINING) and _belongs(_path(found.folder, name), found.mark)),
@@ -260,8 +264,8 @@ def load_training(
 
 
 def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, local: Mapping[str, torch.Tensor]) -> None:
-    """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore, the job ends on all
-    ranks: some of them might have restored theirs already."""
+    """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore its state, the job ends
+    on all ranks, because some ranks might have restored their state already."""
     context.passes = found.mark.step
     if not isinstance(context, DistributedJob):
         if found.mark.plan:
@@ -281,7 +285,7 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
 
 
 def _put(context: DistributedJob, found: FoundCheckpoint) -> None:
-    """Restores exactly what each rank and server had."""
+    """Restores on each rank and server the codec state that this rank or server had."""
     worker, link = context.worker, context.uplink
     with all_or_none(context.groups, LOADING), reading(found.folder):
         worker.drain()
@@ -296,8 +300,8 @@ def _put(context: DistributedJob, found: FoundCheckpoint) -> None:
 
 
 def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
-    """Gives the residuals of a job with another plan or number of workers to this job's ranks: each file's to the rank that
-    reads it. Momenta of codecs start again from zero."""
+    """Converts the residuals of a job with another plan or number of workers. Each rank inherits the residuals in the files
+    that it reads. Momenta of codecs start again from zero."""
     worker, mark = context.worker, found.mark
     offered = b""
     with all_or_none(context.groups, LOADING), reading(found.folder):
@@ -326,7 +330,7 @@ def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[s
 
 
 def _debts_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
-    """The residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
+    """Returns the residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
     debts: list[ResidualSlice] = []
     for bucket in plan.buckets:
         scale = rate if in_updates(codec_of(bucket, plan=plan)) else 1.0
@@ -359,8 +363,8 @@ def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommEr
 
 
 def _take_plan(context: DistributedJob, folder: Path) -> None:
-    """Switches to the plan of the checkpoint, unless the user specified a plan. The run that wrote it might have changed plans
-    after its start."""
+    """Switches to the plan in the checkpoint, unless the user specified a plan. This plan can differ from the one with which
+    the saving job started."""
     if not context.terms.auto:
         return
     saved: Plan | None = None
@@ -374,7 +378,7 @@ def _take_plan(context: DistributedJob, folder: Path) -> None:
 
 
 def _servers_of(context: DistributedJob) -> list[int]:
-    """Ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
+    """Returns the ids of the servers whose files this rank writes and reads. Each server is assigned to one rank."""
     return [s for s in range(context.plan.servers) if s % context.world == context.rank]
 
 
@@ -408,21 +412,22 @@ class Mark(Record, frozen=True):
     """Header that all files of one checkpoint have in common. The manifest consists only of this header."""
 
     save: str
-    """A random name that distinguishes the files of two checkpoints."""
+    """A random name, equal in all files of one checkpoint."""
     step: int
     """Number of training steps, as Session.step counts them."""
     round: int
-    """Number of the next exchange in messages."""
+    """Number that the next exchange has in messages between workers and servers."""
     world: int
     servers: int
     plan: str
     """Digest of the plan under which the state was saved; empty if there were no other workers."""
     rate: float = 1.0
-    """The learning rate by which codecs that correct for its changes have scaled their residuals."""
+    """Learning rate in the unit of the saved residuals: codecs that send weight updates multiply residuals by it. 1 without
+    such codecs."""
 
 
 class SaveOnDisk(Record, frozen=True):
-    """One checkpoint, as one rank finds it on its disk."""
+    """One checkpoint, with the files of it that one rank finds on its disk."""
 
     number: int
     save: str = ""
@@ -462,7 +467,7 @@ def folder_of(directory: Path, number: int) -> Path:
 
 
 def numbers(directory: Path) -> list[int]:
-    """The numbers of all checkpoints in the directory, complete or not, in ascending order."""
+    """Returns the numbers of all checkpoints in the directory, complete or not, in ascending order."""
     if not directory.exists():
         return []
     names = [path.name.removeprefix(FOLDER) for path in directory.iterdir() if path.name.startswith(FOLDER)]
@@ -470,7 +475,8 @@ def numbers(directory: Path) -> list[int]:
 
 
 def own_files(rank: int, world: int, servers: int) -> list[str]:
-    """Names of the codec files that a rank writes and reads: its own file, and those of the servers assigned to it."""
+    """Returns the names of the codec files that a rank writes and reads: its own file, and the files of the servers assigned to
+    it."""
     return [f"rank-{rank}", *(f"server-{s}" for s in range(servers) if s % world == rank)]
 
 
@@ -513,17 +519,18 @@ def keep_only(directory: Path, number: int) -> None:
 
 
 def _on_disk(folder: Path) -> list[str]:
-    """Names of the checkpoint's files in a folder, without suffixes."""
+    """Returns the names of the checkpoint's files in a folder, without suffixes."""
     return [path.name.removesuffix(".safetensors") for path in sorted(folder.iterdir())] if folder.is_dir() else []
 
 
 def saves_of(directory: Path) -> list[SaveOnDisk]:
-    """All checkpoints in the directory as this rank finds them, newest first."""
+    """Returns all checkpoints in the directory that this rank finds, newest first."""
     return [_look(directory, number) for number in reversed(numbers(directory))]
 
 
 def _look(directory: Path, number: int) -> SaveOnDisk:
-    """Reads the headers of a checkpoint's files. Files of another checkpoint than most are not complete."""
+    """Returns the checkpoint with the given number. It reads the headers of the files; files whose header differs from the
+    manifest belong to another checkpoint and do not count."""
     folder = folder_of(directory, number)
     marks: dict[str, Mark] = {}
     fault = ""
@@ -546,7 +553,7 @@ def _look(directory: Path, number: int) -> SaveOnDisk:
 
 
 def read(folder: Path, name: str, mark: Mark) -> dict[str, torch.Tensor]:
-    """The tensors in one file of the checkpoint whose header is `mark`."""
+    """Returns the tensors in one file of the checkpoint whose header is `mark`."""
     path = _path(folder, name)
     if (other := mark_of(path)) != mark:
         raise InvalidInput("E-CHECKPOINT", f"{path}: files of different saves: this file is of step {other.step}, but the "
@@ -572,7 +579,7 @@ def mark_of(path: Path) -> Mark:
 
 
 def _belongs(path: Path, mark: Mark) -> bool:
-    """Whether a file is complete and belongs to the checkpoint whose header is `mark`."""
+    """Returns True if a file is complete and belongs to the checkpoint whose header is `mark`."""
     try:
         return mark_of(path) == mark
     except ValueError:

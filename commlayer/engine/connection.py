@@ -1,7 +1,7 @@
-"""What one rank has for its job: process groups, links to coordinator and servers, worker and plan.
+"""Defines the state of one rank's job: process groups, links to coordinator and servers, worker and plan.
 
-`engine/start.py` creates it, `engine/switch.py` switches it to another plan, and the session or the exit of the process closes
-it. It makes no decisions.
+`engine/start.py` creates this state, `engine/switch.py` switches it to another plan, and the session or the exit of the process
+closes it.
 """
 
 from __future__ import annotations
@@ -40,57 +40,60 @@ T = TypeVar("T")
 
 
 class WaitsFor(NamedTuple):
-    """How many seconds this rank waits for other ranks after an error or at the end."""
+    """Numbers of seconds that this rank waits for other ranks after an error or at the end."""
 
     notice_s: float = 0.0
     """Seconds to wait for the coordinator's report of which rank left or died."""
     verdict_s: float = 0.0
-    """Seconds to wait for that report after a failed collective. A collective names no rank, so this includes the time without
-    heartbeats after which a worker counts as dead."""
+    """Seconds to wait for the coordinator's report of a lost rank after a failed collective. A collective names no rank, so
+    this includes the time without heartbeats after which a worker counts as dead."""
     stay_s: float = 0.0
-    """Seconds before the servers that this rank hosts shut down, because other ranks might still use them."""
+    """Seconds that the servers hosted by this rank continue after the rank's end, because other ranks might still use them."""
     silent_s: float = 0.0
     """Seconds without heartbeats after which a peer counts as dead."""
 
 
 class MemberChanges:
-    """How a job handles changes of its members. This class is for jobs whose members stay; `regroup.py` has the other."""
+    """Handles changes of the job's members. This class is for jobs whose members stay; `regroup.py` defines the class for other
+    jobs."""
 
     elastic = False
-    """Whether members can leave while the others continue."""
+    """True: members can leave while the others continue."""
 
     def __init__(self) -> None:
         self.parted: dict[int, int] = {}
-        """Maps the rank of a member that has left to the value of `carried` when it left. The member has no share in later
-        steps."""
+        """Maps the rank of each member that has left to the job's value of `carried`, a number of training steps, when the
+        member left."""
 
     def check_interrupts(self, worker: Worker, complete: Callable[[], bool]) -> None:
         """Called repeatedly while a step waits for other ranks, until all data of the step has arrived (`complete`). Raises
         EpochChanged if the remaining ranks must repeat the step."""
 
     def unfit(self, plan: Plan) -> str:
-        """The reason why members cannot change under this plan; "" if they can, or never change."""
+        """Returns the reason why members cannot change under this plan; "" if they can, or if members of this job never change.
+        """
         return ""
 
     def invites(self) -> bool:
-        """Whether new members wait to join, and this rank must lead all ranks to a step in which they can join."""
+        """Returns True if new members wait to join, so that this rank must lead all ranks to a step in which they can join."""
         return False
 
     def pending(self, wait_s: float) -> bool:
-        """Whether members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` seconds for the
-        coordinator's report."""
+        """Returns True if members have left and this rank has not switched to the new epoch yet. Waits up to `wait_s` seconds
+        for the coordinator's report."""
         return False
 
     def patience(self) -> float:
-        """Seconds that this rank waits after its deadline, because the coordinator decides which ranks are too slow."""
+        """Returns how many seconds this rank waits after its deadline, during which the coordinator decides which ranks are too
+        slow."""
         return 0.0
 
     def gone(self) -> list[str]:
-        """Names of the members that have left, for errors."""
+        """Returns the names of the members that have left, for error messages."""
         return []
 
     def closed_door(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which no rank can join, because a joining rank would not know of the operation inside."""
+        """Context manager for operations that a joining rank would not know of: no rank can join inside it."""
         return contextlib.nullcontext()
 
     def go(self) -> None:
@@ -98,12 +101,12 @@ class MemberChanges:
         raise InvalidState("E-SESSION-CLOSED", "the members of this job cannot change")
 
     def between(self, plan: Plan | None = None) -> None:
-        """Switches to the epoch of the remaining members between two steps, if members have left. `plan`: the plan to which the
+        """Switches to the epoch of the remaining members, if members have left between two steps. `plan`: the plan to which the
         ranks are switching; servers might have it already."""
 
 
 class ListenerOrder(IntEnum):
-    """The order in which listeners are called: local steps begin or end before hooks and checks adapt to them."""
+    """Order in which a job calls its EpochListeners: local steps begin or end before hooks and checks adapt to them."""
 
     SCHEDULE = 0
     LOOP = 1
@@ -112,37 +115,38 @@ class ListenerOrder(IntEnum):
 
 
 class EpochListener:
-    """A component that follows changes of plan and members. All ranks make each call after the same step."""
+    """A component that adapts to changes of plan and members. All ranks make each call after the same step."""
 
     order = ListenerOrder.OTHER
 
     def catch_up(self) -> None:
-        """Called before any joint operation between two steps. Catches up with steps that other ranks might have made already.
-        """
+        """Called before all ranks make a call together between two steps. Counts and exchanges local steps that other ranks
+        might have counted already."""
 
     def complete(self) -> None:
-        """Called before a save, a load and an orderly end. Completes pending exchanges."""
+        """Called before a save, before a load and at the normal end. Completes pending exchanges."""
 
     def end_rounds(self) -> None:
         """Exchanges all local steps that have not been sent."""
 
     def before_switch(self) -> None:
-        """All ranks can switch to the new plan and are about to."""
+        """Called when all ranks have checked that they can switch to the new plan, before the switch."""
 
     def after_switch(self) -> None:
-        """A new plan has taken effect."""
+        """Called when a new plan has taken effect."""
 
     def after_regroup(self) -> None:
-        """The members have changed. Called in the step that is repeated."""
+        """Called when the members have changed, in the step that is repeated."""
 
     def after_between(self) -> None:
-        """Called after `after_regroup`, if the members changed between two steps. Can use collectives."""
+        """Called after `after_regroup`, if the members changed between two steps. The listener can use collectives."""
 
     def shares_moved(self, part: float) -> None:
-        """Batch shares change; the computation of a step changes by the factor `part`."""
+        """Called when the balancer changes the workers' shares of the batch. This rank's computation per step takes `part`
+        times as long."""
 
     def settle(self) -> None:
-        """Reports the averages of the last step that the script has cleared; see Worker.mark_discarded."""
+        """Reports to the worker the averages of the last step that the script has cleared; see Worker.mark_discarded."""
 
     def finish_pending(self) -> None:
         """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
@@ -154,20 +158,21 @@ class JoinedState:
     def __init__(self, local: Mapping[str, torch.Tensor], restore: Callable[[], None], followed: dict[str, str], carried: int
                  ) -> None:
         self.local, self._restore = local, restore
-        """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore` restores the optimizer's state."""
+        """`local`: state of local steps, as returned by OuterSteps.snapshot. `_restore`: function that restores the optimizer's
+        state."""
         self.followed = followed
-        """Results of the functions in JobContext.followers, by name, on the rank that sent this state."""
+        """Results of the functions in JobContext.followers, by name, as computed by the rank that sent this state."""
         self.carried = carried
-        """Value of DistributedJob.carried when this rank joined."""
+        """Value of DistributedJob.carried, a number of training steps, when this rank joined."""
         self.fresh = True
-        """Whether this rank has not finished its first step."""
+        """True: this rank has not finished its first step."""
 
     def begun(self) -> None:
-        """Ends the special state after the first step: from now on the script can make all calls that other ranks make.
-        Restores the received optimizer state again, because before that step the script might have changed the optimizer, for
-        example with schedulers that catch up. The received state already contains such changes."""
+        """Called after this rank's first step: the script can then make all calls that other ranks make. Restores the received
+        optimizer state again, because before that step the script might have changed the optimizer, for example with schedulers
+        that catch up. The received state already contains such changes."""
         self._restore()
-        self.local, self._restore, self.fresh = {}, _nothing, False  # they are as large as model and optimizer
+        self.local, self._restore, self.fresh = {}, _nothing, False  # frees memory as large as model and optimizer
         site_process_group.release()
 
 
@@ -176,7 +181,7 @@ def _nothing() -> None:
 
 
 class JobContext:
-    """What a session knows of its job. This class is for a script without other workers; DistributedJob for all others."""
+    """State of the job of a script without other workers. DistributedJob adds what several workers need."""
 
     plan: Plan | None = None
     groups: Groups | None = None
@@ -189,20 +194,20 @@ class JobContext:
     """
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
-        """`terms`: constraints that the job's plans must respect. `logs`: whether this rank logs events that all ranks know, on
-        behalf of its node or home."""
+        """`terms`: constraints that the job's plans must respect. `logs`: True if this rank logs, for its node or home, the
+        events that all ranks know."""
         self.terms, self.logs = terms or PlanTerms(), logs
         self.followers: dict[str, Callable[[], str]] = {}
         """Maps names to functions that return the state of script objects, such as a sampler, as a string for joining ranks."""
         self.passes = 0
-        """Number of training steps since the job began, dropped steps included. The same on all ranks."""
+        """Number of training steps since the job began, dropped steps included. It is the same on all ranks."""
         self.passed_s = 0.0
-        """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after averages
-        have arrived."""
+        """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after the
+        averages have arrived."""
         self.decisions: list[str] = []
-        """Decisions made in this run, as text with step and reason."""
+        """Decisions of this run, such as changes of plan, as text with step and reason."""
         self.events: list[StalePlan] = []
-        """Decisions that have a structured record."""
+        """Decisions in `decisions` that also have a structured record."""
         self.on_close: list[Callable[[], None]] = []
         """Functions to call when the connection closes."""
         self._owner, self._closed = os.getpid(), False
@@ -217,23 +222,23 @@ class JobContext:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """For each rank, the initial rank of its worker."""
+        """Returns, for each rank, the rank that its worker had at first."""
         return tuple(range(self.world))
 
     @property
     def elastic(self) -> bool:
-        """Whether workers can leave while the others continue."""
+        """True: workers can leave while the others continue."""
         return False
 
     @property
     def fresh(self) -> bool:
-        """Whether this rank has joined a running job and has not finished its first step."""
+        """True: this rank has joined a running job and has not finished its first step."""
         return self.joined is not None and self.joined.fresh
 
     @property
     def carried(self) -> int:
-        """Number of training steps (as `passes` counts) that are not lost if any single rank dies: averaged steps, and local
-        steps in complete exchanges. The same on all ranks after the same step."""
+        """Number of training steps (as `passes` counts) that no death of a single rank can lose: averaged steps, and local
+        steps in complete exchanges. It is the same on all ranks after the same step."""
         return self.passes
 
     def passed(self) -> None:
@@ -249,8 +254,8 @@ class JobContext:
     # ---- decisions and logs
 
     def say(self, what: str, level: int = logging.WARNING, *, own: bool = False) -> None:
-        """Adds a decision to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of
-        the decision, so this rank logs it even if another one logs for its node."""
+        """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
+        decision, so this rank logs it even if another rank logs for its node."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             log.log(level, "%s", self.decisions[-1])
@@ -281,16 +286,16 @@ class JobContext:
         """Leaves the job, before the functions in `on_close` are called."""
 
     def at_exit(self) -> None:
-        """Closes the connection when the process exits, if the script did not. The exception that ended the script is sent to
-        other ranks as the reason."""
+        """Closes the connection when the process exits, if the script has not closed it. The exception that ended the script is
+        sent to other ranks as the reason."""
         error = getattr(sys, "last_value", None)
         self.close("" if error is None else cause_of(error))
 
 
 class DistributedJob(JobContext, WorkerListener):
-    """A job of several workers, as one of them sees it. Its components share this state.
+    """State of a job of several workers on one of them, which the components of this rank share.
 
-    `connect()` creates it; `regroup.py` replaces `groups`, and `regroup.py` and `switch.py` the worker.
+    `connect()` creates it. `regroup.py` replaces `groups`; `regroup.py` and `switch.py` replace the worker.
     """
 
     groups: Groups
@@ -301,7 +306,7 @@ class DistributedJob(JobContext, WorkerListener):
         plan: Plan, job: Job, *, generation: int = 1, logs: bool = True, waits: WaitsFor = WaitsFor(),
         embedded: Sequence[EmbeddedServer] = (), matched: bool = False, joined: JoinedState | None = None,
     ) -> None:
-        """`own`: this rank's number in messages. `matched`: all ranks use norm-matched averaging."""
+        """`own`: this rank's number in messages. `matched`: True if all ranks use norm-matched averaging."""
         super().__init__(terms, logs=logs)
         self.id, self.groups, self.uplink, self.embedded, self.waits = own, groups, uplink, embedded, waits
         self.rows = rows
@@ -309,7 +314,7 @@ class DistributedJob(JobContext, WorkerListener):
         self.memory, self.matched, self.joined = memory, matched, joined
         self.members = MemberChanges()
         self.local: OuterSteps | None = None
-        """The local steps in progress; None unless the plan has local steps."""
+        """Runs local steps and their exchanges; None unless the plan has local steps."""
         self.listeners: list[EpochListener] = []
         self._verdict = RootCause()
         self.follow(self.worker_for(plan, job, groups.device, generation))
@@ -337,8 +342,8 @@ class DistributedJob(JobContext, WorkerListener):
 
     @property
     def exchanges(self) -> int:
-        """Number of complete exchanges since the start; between two steps it is the same on all ranks. It differs from
-        `worker.step`, which numbers messages, continues after a restored checkpoint and also counts dropped exchanges."""
+        """Number of complete exchanges since the start. Between two steps it is the same on all ranks. `worker.step` is another
+        number: it counts messages, continues after a restored checkpoint and also counts dropped exchanges."""
         return self.worker.counters.exchanges
 
     @property
@@ -346,7 +351,7 @@ class DistributedJob(JobContext, WorkerListener):
         return self.passes - (0 if self.local is None else self.local.behind)
 
     def stepped_apart(self) -> bool:
-        """Whether local steps have left the optimizers in different states on different ranks."""
+        """Returns True if local steps have left the optimizers in different states on different ranks."""
         return self.local is not None and self.memory.remembers
 
     def metrics(self) -> dict[str, float]:
@@ -365,8 +370,8 @@ class DistributedJob(JobContext, WorkerListener):
         )
 
     def follow(self, worker: Worker) -> None:
-        """Makes a worker and its plan the current ones. The coordinator's reports about other ranks are sent to it and are kept
-        for `explain`."""
+        """Makes a worker and its plan the current ones. This worker receives the coordinator's reports about other ranks; the
+        reports are also kept for `explain`."""
         self.worker = worker
         self.plan = worker.plan
         self.uplink.limit_kept(max((expected_nbytes(worker.plan, n) for n in range(worker.plan.servers)), default=0))
@@ -386,7 +391,7 @@ class DistributedJob(JobContext, WorkerListener):
         hand_over(old, new, self.memory.effect, self.memory.rate)
 
     def _waiting(self) -> Waiting:
-        """The step, or the call between two steps, that might be waiting for other ranks now."""
+        """Returns the step, or the call between two steps, that might be waiting for other ranks now."""
         return self.worker if self.worker.waiting_since else self.groups
 
     # ---- what the worker asks and reports
@@ -411,7 +416,7 @@ class DistributedJob(JobContext, WorkerListener):
             error.call(", ".join(map(self.uplink.display_name, error.peer.split(", "))))
         return error
 
-    # ---- joint operations between two steps
+    # ---- calls that all ranks make together between two steps
 
     def catch_up(self) -> None:
         for listener in self.listeners:
@@ -423,8 +428,8 @@ class DistributedJob(JobContext, WorkerListener):
             listener.complete()
 
     def broke(self, error: CommError) -> None:
-        """Handles the failure of a joint operation between steps. If members have left, raises EpochChanged: the operation is
-        dropped and the next step runs with the remaining ranks. Otherwise the failure is permanent and `error` is raised."""
+        """Handles the failure of a call that all ranks make together between two steps. If members have left, raises
+        EpochChanged: the call is dropped and the next step runs with the remaining ranks. Otherwise raises `error`."""
         worker = self.worker
         if worker.error is None and self.members.pending(self.waits.verdict_s):
             raise EpochChanged from error
@@ -432,10 +437,10 @@ class DistributedJob(JobContext, WorkerListener):
         worker.check()
 
     def anew(self, act: Callable[[], T]) -> T:
-        """Runs a joint operation of all ranks between two steps. If members leave, the remaining ranks repeat `act` from its
-        start.
+        """Runs `act`, a function that all ranks run together between two steps. If members leave, the remaining ranks run `act`
+        again from its start.
 
-        A collective that lacks one rank fails on all ranks, so all of them repeat the operation.
+        A collective without one of its ranks fails on all ranks, so all of them repeat it.
         """
         while True:
             try:
@@ -451,8 +456,8 @@ class DistributedJob(JobContext, WorkerListener):
             self.members.between()
 
     def called(self, place: int) -> str:
-        """Display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all nodes have the
-        same name."""
+        """Returns the display name of a rank, given its index among the current members: "rank 2 (ben)", or "rank 2" if all
+        nodes have the same name."""
         name = self.uplink.name_of(self.uplink.view.members[place].rank)
         return f"rank {self.groups.members.ranks[place]} ({name})" if name else f"rank {self.groups.members.ranks[place]}"
 

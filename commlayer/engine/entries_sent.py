@@ -1,7 +1,7 @@
 """Sets how many entries a worker's sparse codecs send in each step, from the step number and the entries sent before.
 
-It concerns the buckets that this worker encodes for servers. It runs on the encode lane before the first bucket of a step, when
-all buckets of the previous step have been encoded. compressors/global_budget.py divides the entries between buckets.
+The numbers are set for the buckets that this worker encodes for servers, on the encode lane, before the first bucket of a step
+is encoded. compressors/global_budget.py divides the entries between buckets.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class _One(NamedTuple):
 
 
 class EntriesSent:
-    """Sets the number of entries that one worker's buckets send under one plan. See Coder.entries."""
+    """Sets the number of entries that one worker's buckets send under one plan."""
 
     def __init__(self, buckets: Sequence[EncodedBucket]) -> None:
         self.forget()
         self._alone: list[_One] = []
         self._pools: dict[tuple[CodecSpec, bool], list[_One]] = {}
-        """Groups of codecs that share a total number of entries. The keys (codec without its ratio, whether it sends weight
-        updates) separate codecs whose magnitudes cannot be compared, or whose entries differ in bytes."""
+        """Groups of codecs whose buckets share one total number of entries. The keys (codec without its ratio, True if it sends
+        weight updates) separate codecs whose magnitudes cannot be compared, or whose entries differ in bytes."""
         for bucket in buckets:
             if (one := _budgeted(bucket.codec, bucket.ledger.state)) is None:
                 continue
@@ -54,7 +54,7 @@ class EntriesSent:
 
 
 def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
-    """Creates one EntriesSent for all buckets whose codec needs a number of entries, and stores it in these buckets."""
+    """Creates one EntriesSent for all buckets whose codec sends a limited number of entries, and stores it in these buckets."""
     budgeted = [bucket for bucket in buckets
                 if isinstance(bucket, EncodedBucket) and _budgeted(bucket.codec, bucket.ledger.state) is not None]
     entries = EntriesSent(budgeted)
@@ -63,8 +63,8 @@ def allot_entries(buckets: Sequence[WorkerBucket]) -> None:
 
 
 def inherit(before: Sequence[WorkerBucket], after: Sequence[WorkerBucket]) -> None:
-    """Sets the number of entries of buckets with a shared budget after a change of plan: as many as their elements had before.
-    """
+    """After a change of plan, gives the elements of buckets that share one number of entries as many entries as these elements
+    had before."""
     dense = [(s, one.state["entries"] / bucket.numel) for bucket in before if (one := _divided(bucket)) for s in bucket.slices]
     for bucket in after:
         if one := _divided(bucket):
@@ -86,7 +86,7 @@ def _ratio(one: _One, step: int) -> float:
 
 
 def _budgeted(codec: Any, state: State) -> _One | None:
-    """The codec inside `codec` whose number of entries can be set, with its state; None if there is none."""
+    """Returns the codec inside `codec` whose number of entries can be set, with its state; None if `codec` contains none."""
     while not isinstance(codec, BudgetedTopK):
         if isinstance(codec, TwoWay):
             codec, state = codec.up, state["up"]

@@ -48,9 +48,9 @@ class ExchangeSchedule(EpochListener):
         self._forward: Any = None
         self._guard, self._optimizer, self._merged = guard, optimizer, merged
         self._counted = False
-        """Whether a step was counted since local steps began."""
+        """True: a step was counted since local steps began."""
         self._noted = 0, 0
-        """Number of gradients after the last backward pass, and the sum of their tensor versions."""
+        """Number of gradients after the last backward pass, and the sum of the versions of these tensors."""
         guard.local_step = self._local_step
         self._lengths = UpdateNorms(connection, deadline_s)
         connection.on_close.append(watch(after=self._after_step))
@@ -62,9 +62,10 @@ class ExchangeSchedule(EpochListener):
         return self._connection.local
 
     def count(self, scale: float, *, adds: bool = True) -> bool:
-        """Called after a backward pass of a loss times `scale`. Returns whether the pass belonged to a local step.
+        """Counts a backward pass of a loss times `scale` that has just ended. Returns True if the pass belonged to a local
+        step.
 
-        `adds`: whether the pass has added to gradients; False: the script has written them.
+        `adds`: True if the pass has added to gradients, False if the script has written them.
         """
         if (local := self.local) is None:
             return False
@@ -90,13 +91,13 @@ class ExchangeSchedule(EpochListener):
             self._count(local)
             local.unpaid.pay()
             self._noted = self._versions()  # a closure may clear them
-        elif self._counted:  # otherwise its gradients are averages of the previous plan
+        elif self._counted:  # otherwise the gradients are averages of the previous plan
             local.begin()
         return True
 
     @property
     def _accumulates(self) -> bool:
-        """Whether the optimizer has not applied the gradients of the last counted step yet."""
+        """True: the optimizer has not applied the gradients of the last counted step yet."""
         return self._counted and self._guard.awaits_step(self._optimizer)
 
     def _versions(self) -> tuple[int, int]:
@@ -104,14 +105,14 @@ class ExchangeSchedule(EpochListener):
         return len(grads), sum(grad._version for grad in grads)
 
     def _cleared(self) -> bool:
-        """Whether gradients were cleared before the last backward pass added to them. Adding increases each tensor's version by
-        one, clearing by one more. Gradients that replace None start at version 0."""
+        """Returns True if gradients were cleared before the last backward pass added to them. Adding increases each tensor's
+        version by one, clearing by one more. Gradients that replace None start at version 0."""
         count, versions = self._noted
         return not 1 <= self._versions()[1] - versions <= count
 
     def _skipped(self) -> bool:
-        """Whether gradients that no optimizer step has applied are missing, zero or not finite. Called before a forward pass.
-        """
+        """Returns True if the current gradients, which no optimizer step has applied, are missing, zero or not finite. Called
+        before a forward pass."""
         grads = [grad._values() if grad.is_sparse else grad for p in self._parameters if (grad := p.grad) is not None]
         largest = [torch.linalg.vector_norm(grad.detach(), math.inf).double() for grad in grads if grad.numel()]
         return not largest or not 0 < float(torch.stack(largest).max()) < math.inf
@@ -129,24 +130,25 @@ class ExchangeSchedule(EpochListener):
             self.local.unpaid.take_back()
             self.catch_up()
         elif self._versions()[1] - self._noted[1] >= self._noted[0] and not self._skipped():
-            self._noted = self._versions()  # clipped or unscaled, not cleared
+            self._noted = self._versions()  # gradients were clipped or unscaled, not cleared
 
     def join_round(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Joins during an exchange of the other ranks. `given` is the state that one of them sent."""
+        """Starts local steps on a rank that joins during an exchange of the other ranks. `given`: the state that one of these
+        ranks sent."""
         if self.local is not None:
             self.local.join(given)
             if self.local.tells:
                 self._lengths.agree(self.local.starts)
 
     def drain(self) -> None:
-        """Exchanges all steps since the last exchange. All ranks call it after the same step."""
+        """Exchanges the weight changes of all local steps since the last exchange. All ranks call it after the same step."""
         self.catch_up()  # other ranks have made this exchange already, if this rank's scaler has skipped the step
         with self._connection.members.closed_door():
             if self.local is not None and self.local.drain(self._worker, self._buffers(), self._deadline_s * self.local.every):
                 self._drained()
 
     def complete(self) -> None:
-        """Completes an outer step that has begun. All ranks call it after the same step."""
+        """Waits for an exchange of weight changes that has begun, and applies it. All ranks call it after the same step."""
         self.catch_up()
         if self.local is not None and self.local.under_way:
             with self._connection.members.closed_door():
@@ -190,8 +192,8 @@ class ExchangeSchedule(EpochListener):
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:
-        """Exchanges until all ranks have the changes of all steps: once, or twice if exchanges overlap with steps. All ranks
-        call it after the same step. Unlike in `drain`, new members can join."""
+        """Exchanges weight changes until all ranks have those of all local steps: once, or twice if exchanges overlap with
+        steps. All ranks call it after the same step. Unlike in `drain`, new members can join."""
         while self.local is not None and self.local.behind:
             self._exchange(self.local)
 
@@ -223,7 +225,8 @@ class ExchangeSchedule(EpochListener):
             self.local.weights.regroup()
 
     def after_between(self) -> None:
-        """Aligns the ranks' starts after members have left between two exchanges."""
+        """Makes the weights from which the next outer step starts equal on all ranks, after members have left between two
+        exchanges."""
         if self.local is not None and self.local.tells:
             self.local.align(self._lengths.agree)
 
@@ -237,16 +240,16 @@ class ExchangeSchedule(EpochListener):
                 observer.after_drain()
 
 
-# ---- exchanges the norms of weight changes between ranks, one small row per fragment
-#
-# The rows use the observers' channel, so a change of plans makes no new group. On slow links, a new group would take as long
-# as the rest of the change. Under local steps, the channel allows waits as long as an outer step: a fast rank sends its norm
-# when it begins an exchange, and others may arrive as late as the exchange allows. By then they have sent theirs, so a rank
-# waits for no more than a row's transfer.
+# ---- exchanges the norms of weight changes between ranks: one small row of numbers per fragment and rank
 
 class UpdateNorms:
-    """Exchanges the norms of weight changes for one attached model, under successive plans. All ranks begin exchanges in the
-    same order."""
+    """Exchanges the norms of weight changes between the ranks of one attached model, under successive plans. All ranks begin
+    exchanges in the same order.
+
+    The rows of norms use the observers' channel, so a change of plans makes no new process group, which would take long on slow
+    links. Under local steps the channel allows waits as long as an outer step, because ranks differ in speed. A row is read
+    when all ranks have sent theirs, so a rank waits only for the transfer of a row.
+    """
 
     def __init__(self, connection: DistributedJob, deadline_s: float) -> None:
         self._connection, self._deadline_s = connection, deadline_s
@@ -254,7 +257,8 @@ class UpdateNorms:
         self._error: CommError | None = None
 
     def go(self, every: int) -> bool:
-        """Prepares for a plan of `every` local steps. All ranks call it together. Returns whether norms are exchanged."""
+        """Prepares for a plan of `every` local steps per exchange. All ranks call it together. Returns True if norms are
+        exchanged."""
         try:
             self._connection.rows.allow(self._deadline_s * every)
             return self._connection.matched
@@ -264,7 +268,7 @@ class UpdateNorms:
             return False
 
     def rest(self) -> None:
-        """Called for a plan that exchanges no norms: waits of the row channel have their usual limit again."""
+        """Called for a plan that exchanges no norms: resets the row channel's waiting time to its usual limit."""
         self._connection.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:
@@ -274,8 +278,8 @@ class UpdateNorms:
             self._error = error
 
     def read(self) -> Sequence[Sequence[float]]:
-        """The rows of the last `start`, in rank order. Empty if members have left; the next exchange continues without them,
-        see `agree`."""
+        """Returns the rows that all ranks passed to their last `start`, in rank order; an empty list if members have left. The
+        next exchange continues without these members, see `agree`."""
         error, self._error = self._error, None
         try:
             if error is not None:
@@ -291,8 +295,8 @@ class UpdateNorms:
         return self._connection.worker.error or (CommError("members left during an exchange of rows") if gone else None)
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
-        """Aligns `starts` between ranks after members have changed: some ranks might have received the last rows, and others
-        not.
+        """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.
+        Some ranks might have received the last row of norms, and others not.
 
         Remaining and new members call it together, during an exchange or between two.
         """

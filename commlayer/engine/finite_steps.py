@@ -1,8 +1,9 @@
-"""Keeps optimizers from applying gradients that are not finite, and reports which ranks and tensors they come from.
+"""Keeps optimizers from applying gradients that are not finite, and reports the ranks and tensors that these gradients come
+from.
 
 Averages that are not finite are still written to `.grad`, so that a GradScaler or a script that checks them can skip the step
-itself. If an optimizer is about to step with them, they are removed. All ranks have the same averages, so all ranks drop that
-step. Under local steps each rank checks its own gradients and drops only its own step.
+itself. If an optimizer is about to step with such averages, they are removed. All ranks have the same averages, so all ranks
+drop that step. Under local steps each rank checks its own gradients and drops only its own step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError
 
 MOST = 5
-"""Number of steps, or exchanges, that are dropped in a row before the job ends."""
+"""Number of steps or exchanges in a row that are dropped before the job ends."""
 REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
@@ -30,15 +31,15 @@ class FiniteSteps:
     """Checks the gradients of one attached model for values that are not finite, before they are applied."""
 
     def __init__(self, connection: DistributedJob, parameters: Sequence[nn.Parameter], held: HeldParameters) -> None:
-        """`parameters`: the averaged parameters, in the order of their numbers. `held`: tells which of them belong to an
+        """`parameters`: the averaged parameters, in the order of their numbers. `held`: returns which parameters belong to an
         optimizer."""
         self._connection, self._parameters, self.held = connection, parameters, held
         self._rows = connection.rows.rows("gradients that are not finite")
         self._found: str | None = None
-        """Text that names the source of the non-finite averages in `.grad`; "" if the averages are finite; None if that is not
-        known yet."""
+        """Text that names the ranks and the tensor with non-finite gradients; "" if the averages in `.grad` are finite; None if
+        that is not known yet."""
         self._dropped = False
-        """Whether the log already reports that this step was dropped."""
+        """True: the log already reports that this step was dropped."""
         self._in_row: dict[int, int] = {}
         """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
@@ -48,20 +49,20 @@ class FiniteSteps:
     # ---- averaged gradients
 
     def averaged(self, own: int, *, finite: bool) -> None:
-        """Receives the outcome of a step's averages. All ranks call it with the same `finite`. `own`: first tensor whose
-        gradient on this rank is not finite; -1 if there is none."""
+        """Records whether a step's averages are finite. All ranks call it with the same `finite`. `own`: number of the first
+        tensor whose gradient on this rank is not finite; -1 if there is none."""
         if finite and self._found is None:
             self._in_row.pop(0, None)
         self._found, self._dropped = "" if finite else self._whose(own), False
 
     def written(self) -> None:
-        """Checks optimizers that are inside a step because their closure ran the backward pass. Called when the averages are in
-        `.grad`."""
+        """Checks the averages that have just been written into `.grad`, for optimizers whose step is running because its
+        closure ran the backward pass."""
         for optimizer in self.held.stepping():
             self._drop(self.held.by(optimizer))
 
     def dropped(self, own: int, *, finite: bool) -> None:
-        """Same as `averaged`, for a step whose non-finite averages were not applied."""
+        """Does the same as `averaged`, for a step whose non-finite averages were not applied."""
         self.averaged(own, finite=finite)
         if self._found:
             self._count(0, f"gradients of {self._found}", "they are dropped on all ranks")
@@ -73,7 +74,7 @@ class FiniteSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mine = self.held.by(optimizer)
         if not mine or closure_of(args, kwargs) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return  # gradients arrive during that step, or a fused optimizer skips it by itself
+            return  # gradients arrive during that step, or a fused optimizer skips the step by itself
         if self._connection.local is not None:
             self._look(mine)
         else:
@@ -92,19 +93,19 @@ class FiniteSteps:
         for number in mine:
             if number in bad:
                 self._parameters[number].grad = None
-        if not self._dropped:  # otherwise logged for another optimizer of the same step
+        if not self._dropped:  # otherwise the drop is logged already, for another optimizer of the same step
             self._dropped = True
             self._count(0 if forward else min(mine), f"gradients of {self._found}", "the step is dropped on all ranks")
 
     def _first(self, mine: Sequence[int]) -> int:
-        """The first of these parameters whose gradient is not finite; -1 if there is none."""
+        """Returns the first of these parameter numbers whose gradient is not finite; -1 if all are finite."""
         return first_not_finite([(number, grad) for number in mine if (grad := self._parameters[number].grad) is not None])
 
     # ---- local steps
 
     def counted(self) -> None:
-        """Checks optimizers that are inside a step because their closure ran the backward pass. Called at the end of a local
-        step's backward pass."""
+        """Checks the gradients of a local step whose backward pass has just ended, for optimizers whose step is running because
+        its closure ran that pass."""
         for optimizer in self.held.stepping():
             self._look(self.held.by(optimizer))
 
@@ -124,8 +125,8 @@ class FiniteSteps:
                     "this rank drops the step", own=True)
 
     def exchanged(self, own: int, *, finite: bool) -> None:
-        """Receives the outcome of an averaging of weight changes. `own`: first parameter that is not finite on this rank; -1 if
-        there is none."""
+        """Records whether averaged weight changes are finite. `own`: number of the first parameter whose weight change is not
+        finite on this rank; -1 if there is none."""
         self._spoilt = 0 if finite else self._spoilt + 1
         if not finite:
             self._say(f"weights of {self._whose(own)}", "all ranks return to those of the last exchange", self._spoilt)
@@ -133,7 +134,7 @@ class FiniteSteps:
     # ---- reports
 
     def _whose(self, own: int) -> str:
-        """Text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
+        """Returns a text that names the ranks with non-finite values, and the first such tensor. All ranks call it together."""
         connection, guilty, numbers = self._connection, list[int](), list[int]()
         first = -1
         try:
@@ -171,7 +172,7 @@ class FiniteSteps:
 
 
 def first_not_finite(gradients: Sequence[tuple[int, torch.Tensor]]) -> int:
-    """The number of the first gradient that is not finite; -1 if all are finite."""
+    """Returns the number of the first gradient that is not finite; -1 if all are finite."""
     dense = [(number, grad._values() if grad.is_sparse else grad) for number, grad in gradients]
     sums = [grad.sum(dtype=torch.float32) for _, grad in dense if grad.device.type != "cpu"]
     if sums and bool(torch.stack(sums).isfinite().all()):  # an infinite sum may be an overflow: check each

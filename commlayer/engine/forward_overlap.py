@@ -1,7 +1,7 @@
 """Implements sync="forward": backward() returns before averages arrive, and each update is applied on arrival. Results are
-bit for bit those without overlap.
+bit for bit the same as without overlap.
 
-    hand_in       after backward: `.grad` contains placeholders (pending-gradient marks) that raise if they are used
+    hand_in       after backward: `.grad` gets placeholders (pending-gradient marks) that raise if they are used
     step()        the optimizer applies the averages that have arrived; it keeps its hyperparameters for the others
     forward       each module waits for its own tensors; the model as a whole waits for tensors of modules that are not called
     end           when the next backward pass begins: the remaining averages arrive, the step ends, observers read it
@@ -38,7 +38,7 @@ log = logging.getLogger("commlayer")
 
 
 class PendingStep(PartialStep):
-    """A step whose averages are taken while the next forward pass runs, and what has become of its updates."""
+    """A step whose averages are applied one by one during the next forward pass."""
 
     def __init__(
         self, loop: StepLoop, tensors: Sequence[torch.Tensor | None], parameters: Sequence[nn.Parameter],
@@ -47,17 +47,17 @@ class PendingStep(PartialStep):
         super().__init__(loop.worker, tensors, parameters, loop.deadline_s)
         self.buffers = buffers
         self.later: dict[int, Group] = {}
-        """Numbers of parameters that are not updated yet, with the hyperparameters of the optimizer step that will update them.
-        """
+        """Maps the number of each parameter that is not updated yet to the hyperparameters of the optimizer step that will
+        update it."""
         self.held: list[int] = []
-        """Numbers of parameters that the running optimizer step must skip, because their averages have not arrived."""
+        """Numbers of the parameters that the running optimizer step must skip, because their averages have not arrived."""
         self.stepped: set[int] = set()
         self.gone: set[int] = set()
-        """Numbers of parameters whose averages were discarded before an optimizer step."""
+        """Numbers of the parameters whose averages the script cleared before an optimizer step, or which are not finite."""
         self.passed_over = False
-        """Whether some averages were not applied because they are not finite."""
+        """True: some averages were not applied because they are not finite."""
         self.after: list[Callable[[], None]] = []
-        """Actions that were postponed to the end of the step."""
+        """Functions to call at the end of the step, because `then` was called during it."""
 
 
 class ForwardOverlap:
@@ -67,8 +67,8 @@ class ForwardOverlap:
         self, model: nn.Module, named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, scaler: Any,
         loop: StepLoop, buffers: Callable[[], Sequence[torch.Tensor]], written: Callable[[], None], *, clips: bool,
     ) -> None:
-        """`named`: the parameters with their names, in the order of their numbers. `clips`: the optimizer's step begins with
-        clipping by the norm of all gradients."""
+        """`named`: the parameters with their names, in the order of their numbers. `clips`: True if the optimizer's step begins
+        with clipping by the norm of all gradients."""
         self._parameters = [p for _, p in named]
         # If the user did not ask for this overlap, the script may use gradients as under any other plan.
         self._waits = loop.connection.terms.requested.overlap != "forward"
@@ -81,7 +81,7 @@ class ForwardOverlap:
         self._said: set[str] = set()
         self._error: CommError | None = None
         self._seen: set[int] = set()
-        """Numbers of the tensors of modules that were called since the last call of the complete model."""
+        """Numbers of the tensors in modules that were called since the last call of the complete model."""
         self._whole_called = False
         self._handles: list[Any] = []
         self._hook(model, buffers())
@@ -106,7 +106,7 @@ class ForwardOverlap:
     # ---- after the backward pass
 
     def takes(self) -> bool:
-        """Whether the step whose backward pass has just ended can overlap with the next forward pass."""
+        """Returns True if the step whose backward pass has just ended can overlap with the next forward pass."""
         if self._scaler is not None and self._scaler.is_enabled():
             return self._not("a GradScaler needs all gradients to decide whether to skip a step")
         if self._stepping:
@@ -128,10 +128,11 @@ class ForwardOverlap:
                                        f"parameter {mark.owner} has dtype {p.dtype}, but had {mark.dtype} when the model was "
                                        "attached: overlap='forward' does not support this change; convert the model before "
                                        "attach()")
-            # This may differ between ranks: a step completed here is observed at the same point as on the other ranks.
+            # The condition can differ between ranks. A step completed here is still observed at the same point as on other
+            # ranks.
             finish = self._waits and (self._shared or any(p.grad is None or hooked_behind_adding(p) for p in self._parameters))
             self._shared = False
-            # Buffers go as detached aliases, which are not deferred: the exchange reads and writes them.
+            # The exchange reads and writes detached aliases of the buffers, because use of an alias does not wait.
             tensors = [*(p.grad for p in self._parameters), *(b.detach() for b in buffers)]
             self._loop.hand_in(tensors)
             self._out = PendingStep(self._loop, tensors, self._parameters, buffers)
@@ -168,7 +169,7 @@ class ForwardOverlap:
         self._take(out, out.arrived)
         self._keep_from_step(out)
         numbered = [*enumerate(zip(self._parameters, self._marks, strict=True))]
-        # Before any gradient is withheld, because this wait may bring further averages.
+        # This precedes the next loop, because the wait can receive further averages.
         if zeroed := [number for number, (p, mark) in numbered if p.grad is mark and mark.zeroed]:
             self._take(out, partial(out.wait, zeroed))
         # The optimizer applies nothing for zeroed gradients, but does step gradients that the script replaced.
@@ -218,7 +219,8 @@ class ForwardOverlap:
             self._need(sorted(unseen))
 
     def _need(self, numbers: Iterable[int]) -> None:
-        """Waits for tensors that are about to be used, and applies their updates."""
+        """Waits for the averages of tensors that are about to be used, and applies their updates. `numbers`: the tensors'
+        numbers."""
         with self._lock:
             if self._out is None:
                 return
@@ -244,7 +246,7 @@ class ForwardOverlap:
             self._shared = gradient_held(p)
 
     def look(self) -> None:
-        """Ends the previous step and lets observers read it."""
+        """Ends the previous step and lets observers read its gradients and times."""
         with self._lock:
             self.end()
             if self._unobserved:
@@ -252,8 +254,8 @@ class ForwardOverlap:
                 self._loop.observe(between=False)
 
     def end(self) -> bool:
-        """Waits for all averages that have not arrived. Then weights, buffers and gradients are as without overlap. Returns
-        whether there were any."""
+        """Ends the running step: waits for its averages that have not arrived, and applies them. Returns True if a step was
+        running."""
         with self._lock:
             if (out := self._out) is None:
                 return False
@@ -263,8 +265,8 @@ class ForwardOverlap:
             return True
 
     def _final(self, number: int, mark: GradientMark) -> torch.Tensor:
-        """Returns a gradient that the script reads. If its average has not arrived, the step is completed first, as without
-        overlap."""
+        """Returns a gradient that the script reads. If the average for this gradient has not arrived, the step is completed
+        first."""
         with self._lock:
             if self._out is not None and not self._out.complete(number) and (
                     mark is self._marks[number] or mark.value is self._out.averages[number]):
@@ -331,7 +333,7 @@ class ForwardOverlap:
             self._apply(out, due)
 
     def _put(self, out: PendingStep, number: int) -> None:
-        """Handles a result whose update is not pending: writes the average, if there is one, into `.grad`."""
+        """Records that a parameter needs no update any more, and writes the average, if there is one, into `.grad`."""
         p, mark, average = self._parameters[number], self._marks[number], out.averages[number]
         if out.later.pop(number, None) is not None:
             undefer(p)
@@ -363,7 +365,8 @@ class ForwardOverlap:
                 out.passed_over = True
 
     def _apply(self, out: PendingStep, averages: Mapping[int, torch.Tensor]) -> None:
-        """Applies the updates of these parameters, which the optimizer's step has left pending."""
+        """Applies averages that have arrived after the optimizer's step, with the hyperparameters of that step. `averages`: by
+        parameter number."""
         groups: dict[int, Group] = {}
         previous = {}
         for number, average in sorted(averages.items()):
@@ -372,7 +375,7 @@ class ForwardOverlap:
             previous[number], p.grad = p.grad, average
             groups.setdefault(id(values), {**values, "params": []})["params"].append(p)
         try:
-            # The conditions of the script's own call of step(), regardless of the caller here.
+            # Same conditions as the script's own call of step(), whatever the caller has set.
             kind = self._parameters[next(iter(averages))].device.type
             with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(kind, enabled=False):
                 step_piece(self._optimizer, [*groups.values()])
@@ -404,7 +407,7 @@ class ForwardOverlap:
             act()
 
     def _say(self, out: PendingStep, error: CommError) -> None:
-        """Adds to an error how many parameters the failed step has updated. Changes each error once."""
+        """Adds to an error's text how many parameters the failed step has updated. Changes each error once."""
         if out.later and error is not self._error:
             self._error = error
             done, total = len(out.stepped), len(out.stepped) + len(out.later)
@@ -549,7 +552,7 @@ def defer(tensor: torch.Tensor, wait: Callable[[], None]) -> bool:
 
 
 def undefer(tensor: torch.Tensor) -> None:
-    """Makes a deferred tensor an ordinary one again. Called when its new value has been written, or will never be."""
+    """Ends the deferral of a tensor: its use no longer waits. Called when its new value has been written, or will never be."""
     if type(tensor) in _OWN:
         tensor.__class__ = _OWN[type(tensor)]
         _waits.pop(tensor, None)

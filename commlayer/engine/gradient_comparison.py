@@ -1,7 +1,7 @@
 """Compares sent and received values with the exact gradients, for a sampled piece of a bucket.
 
-It runs between the end of a step's exchange and its commit. At that time the receive buffer contains the sum, the gradients are
-unchanged, and the residual is the part that was not sent. So normal steps copy nothing, and only a comparison costs time.
+The comparison runs after a step's exchange, before its averages are written. At that time the receive buffer contains the sum,
+the gradients are unchanged, and the residual is the part that was not sent. So steps without a comparison cost nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from commlayer.engine.worker import Worker
 from commlayer.observe.fidelity import Dots
 
 GOLDEN = 0.6180339887498949
-"""The golden ratio. Its multiples modulo 1 cover all parts of a model evenly, however many pieces are sampled."""
+"""The golden ratio. Its multiples modulo 1 are the positions of the sampled pieces, so the pieces cover a model evenly, however
+many are sampled."""
 
 
 class SampledPiece(NamedTuple):
@@ -34,18 +35,19 @@ class SampledPiece(NamedTuple):
 
 
 NOTHING_SAID = Dots(*[math.nan] * 4)
-"""Result of a comparison in a step that also sends residuals of an earlier plan, and cannot be compared."""
+"""Result for a step that cannot be compared, because it also sent residuals of an earlier plan."""
 
 
 def watched(worker: Worker) -> list[WorkerBucket]:
-    """The lossily compressed buckets whose results are gradients of the same step. The same on all ranks."""
+    """Returns the lossily compressed buckets whose results belong to the same step as their gradients. The list is the same on
+    all ranks."""
     return [b for b in worker.buckets
             if lossy(b.planned) and not b.buffer and not b.late and exchanges_gradients(b.planned)]
 
 
 def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
-    """Selects the `number`th piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The same on
-    all ranks."""
+    """Returns the `number`th sampled piece, of at most `most` elements. Buckets are chosen in proportion to their sizes. The
+    piece is the same on all ranks."""
     at = int(number * GOLDEN % 1.0 * sum(f.numel for f in buckets))
     for bucket in buckets:
         if at < bucket.numel:
@@ -58,7 +60,7 @@ def piece(buckets: list[WorkerBucket], number: int, most: int) -> SampledPiece:
 
 
 def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
-    """This rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
+    """Returns this rank's gradients of the piece as they are added to the sum: weighted, and without loss scale."""
     bucket = of.bucket
     gradients = torch.zeros(of.stop - of.start, device=bucket.x.device)
     if worker.units.weight == 0.0:
@@ -67,15 +69,15 @@ def exact(worker: Worker, of: SampledPiece) -> torch.Tensor:
     for source, s in zip(bucket.sources, bucket.slices, strict=True):
         low, high = max(at, of.start), min(at + s.numel, of.stop)
         if low < high and source is not None:
-            first = s.start - at  # the source is the whole tensor
+            first = s.start - at  # the source contains all elements of the tensor
             gradients[low - of.start : high - of.start] = source.detach().reshape(-1)[first + low : first + high]
         at += s.numel
     return gradients.mul_(worker.units.factor(bucket))
 
 
 def here(worker: Worker, of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s: float) -> Dots:
-    """Compares the values that this node sent with the exact ones (`mine`), using the residuals before and after. All ranks of
-    a node call it.
+    """Compares the values that this node sent with the exact values (`mine`), using the residuals before and after. All ranks
+    of a node call it.
 
     The result is not finite if the step cannot be compared.
     """
@@ -101,14 +103,15 @@ def everywhere(of: SampledPiece, mine: torch.Tensor, groups: Groups, deadline_s:
 
 
 def dots(x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor | None = None) -> Dots:
-    """Scalar products of x with itself, x with y, y with itself, and `kept` with itself. It reads a few thousand elements once
-    and waits once for the GPU."""
+    """Returns the scalar products of x with itself, x with y, y with itself, and `kept` with itself. On a GPU the host waits
+    once."""
     pairs = [(x, x), (x, y), (y, y), (kept, kept) if kept is not None else (x.new_zeros(1), x.new_zeros(1))]
     return Dots(*torch.stack([torch.dot(a, b) for a, b in pairs]).tolist())
 
 
 def _kept(bucket: WorkerBucket) -> torch.Tensor | None:
-    """The bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else None."""
+    """Returns the bucket's residual, if it belongs to this rank's own gradients and not to partial sums or a node's sum; else
+    None."""
     if not isinstance(bucket, EncodedBucket):
         return None
     residual = residual_of(bucket.ledger.state)

@@ -1,8 +1,8 @@
-"""A placeholder in `.grad` for a pending average: a tensor without contents that raises or waits when it is used.
+"""Defines the placeholder in `.grad` for a pending average: a tensor without contents whose use raises an error or waits.
 
-It has the gradient's shape, type and device, so that `.grad` accepts it, and `zero_grad()` can clear it. If the script
-requested overlap, any other use raises an error instead of exposing part of an average. If the script did not request overlap,
-a use waits for the average. Such a script can keep the placeholder like any gradient, even over later steps.
+The placeholder has the gradient's shape, type and device, so that `.grad` accepts it, and `zero_grad()` can clear it. If the
+script requested overlap, any other use raises an error instead of exposing part of an average. If the script did not request
+overlap, a use waits for the average. Such a script can keep the placeholder like any gradient, even over later steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEPS = {_aten.detach_.default}
 
 
 class GradientMark(torch.Tensor):
-    """The placeholder of one parameter. `zeroed`: the script has set it to zeros since `fresh()`. `final`: see `of`."""
+    """The placeholder of one parameter. `zeroed`: True if the script has set it to zeros since `fresh()`. `final`: see `of`."""
 
     owner: str
     zeroed: bool
@@ -80,7 +80,7 @@ def _past_dispatch(name: str) -> Callable[..., Any]:
 
 for _name in ("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "is_shared", "share_memory_", "__dlpack__",
               "__array__", "__reduce_ex__", "__deepcopy__"):
-    # These access memory directly and bypass __torch_dispatch__.
+    # These methods access memory directly and bypass __torch_dispatch__.
     setattr(GradientMark, _name, _past_dispatch(_name))
 
 
@@ -117,8 +117,8 @@ class Marks:
             self._all[number].value = average
 
     def let_go(self) -> None:
-        """Prepares all placeholders for the next step. Those that a script still references keep their values and are replaced
-        by new ones."""
+        """Prepares all placeholders for the next step. Placeholders that a script still references keep their values and are
+        replaced by new ones."""
         is_held = [now > alone for now, alone in zip(self._names(), self._unheld, strict=True)]
         for number, mark in enumerate(self._all):
             if is_held[number] and mark.value is not None:

@@ -1,5 +1,4 @@
-"""Checks models, parameters and optimizer steps: before attach() whether a model is supported, then in every step whether its
-trained parameters are averaged.
+"""Checks before attach() whether a model is supported, and then in every step whether its trained parameters are averaged.
 
 A parameter that is unfrozen, added or replaced after attach() would not be averaged, and ranks would silently diverge. A
 parameter that is frozen or removed later counts as unused.
@@ -32,13 +31,13 @@ NAMED = 3
 """Largest number of parameters that one log line names."""
 
 class AttachedModel:
-    """The parameters of one session's model and optimizer, as of attach(). `check` runs in every step, so it makes only
-    comparisons that take microseconds."""
+    """The parameters of one session's model and optimizer when attach() was called. `check` runs in every step and takes
+    microseconds."""
 
     def __init__(
         self, model: nn.Module, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any,
     ) -> None:
-        """`named`: the averaged parameters."""
+        """`named`: the averaged parameters with their names."""
         self._model, self._optimizer = model, optimizer
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # keeps their ids from being reused
@@ -61,7 +60,7 @@ class AttachedModel:
         so that no further step is possible.
 
         `stranger`: an optimizer without averaged parameters that is about to step; it is checked only if it has another
-        parameter of this model. None: an ordinary check.
+        parameter of this model. None: all parameters are checked.
         """
         try:
             if stranger is None:
@@ -98,7 +97,7 @@ class AttachedModel:
         self._look()
 
     def _marks(self) -> list[int]:
-        """The ids of all parameters and submodules of the model's modules."""
+        """Returns the Python ids of all parameters and submodules of the model's modules."""
         return [*map(id, chain.from_iterable(map(dict.values, self._within)))]
 
     def _others(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -110,8 +109,8 @@ class AttachedModel:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
 
     def _tell_others_once(self) -> None:
-        """Logs once which parameters of the optimizer belong to no attached model. Runs at the first step, when other models of
-        the same optimizer are attached, too."""
+        """Logs once which parameters of the optimizer belong to no attached model. It runs at the first step, because by then
+        the optimizer's other models are attached, too."""
         if self._asked:
             return
         self._asked = True
@@ -124,8 +123,8 @@ class AttachedModel:
                         "%s. Their gradients are not averaged, so each rank trains its own copy", len(others), listed)
 
     def _names_in_groups(self) -> dict[int, str]:
-        """Maps the id of each parameter in the optimizer to a description by which a user can find it: name or position, and
-        shape."""
+        """Maps the id of each parameter in the optimizer to a text by which a user can find the parameter: name or position,
+        and shape."""
         descriptions = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             names = group.get("param_names", ())
@@ -139,9 +138,7 @@ def _trained(p: torch.Tensor) -> bool:
     return p.requires_grad
 
 
-# ---- checks whether a model can be attached, before anything is exchanged
-#
-# Errors name the unsupported part.
+# ---- checks whether a model can be attached, before anything is exchanged. Errors name the unsupported part.
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 SHARDED = ("each rank has only a shard of it, but commlayer averages complete gradients: use a plain module or "
@@ -154,7 +151,7 @@ _claims: Any = WeakIdKeyDictionary()
 
 
 def is_averaged(parameter: torch.Tensor) -> bool:
-    """Whether a session of this process averages the parameter's gradients."""
+    """Returns True if a session of this process averages the parameter's gradients."""
     return (holder := _claims.get(parameter)) is not None and holder() is not None
 
 
@@ -222,7 +219,7 @@ def check_dtypes(job: Job) -> None:
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """The device of all tensors. Raises ValueError if they are on several devices, or on an unsupported one."""
+    """Returns the device of the tensors. Raises ValueError if they are on several devices, or on an unsupported one."""
     devices = sorted({str(t.device) for t in tensors})
     if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
         raise InvalidInput("E-MODEL-UNSUPPORTED",
@@ -232,7 +229,7 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 def refuse_ddp_around(model: nn.Module) -> None:
     """Registers a check for the model's first forward pass. The check raises ValueError if a DDP module around the model
-    averages gradients, too."""
+    averages its gradients, too."""
 
     def look(_module: nn.Module, _args: object) -> None:
         if torch.compiler.is_compiling():
@@ -247,17 +244,12 @@ def refuse_ddp_around(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(look)
 
 
-# ---- checks before every optimizer step that the gradients it applies were averaged
-#
-# Each session has one guard.
-#
-# The check is per parameter, not per gradient tensor: an exchange averages all parameters of its session. So a script may
-# clip, scale or replace the gradients. It may also step twice with the same gradients.
+# ---- checks before every optimizer step that the gradients which it applies were averaged
 
 OUTSIDE = -1
 """Value of torch._C._current_graph_task_id() in a thread that runs no backward pass."""
 WITNESSES = 8
-"""Number of gradients that are compared to detect a second step with the same gradients."""
+"""Number of gradients that are compared to detect that an optimizer steps a second time with the same gradients."""
 Gradient = tuple[int, int, int]
 """Identity of a gradient: its parameter's number, the id of its tensor, and the tensor's version."""
 
@@ -265,8 +257,9 @@ REMEDY_LOCAL = "call backward() outside no_sync(), or session.synchronize() befo
 
 
 class StepGuard:
-    """Checks before each optimizer step that its gradients were averaged. It counts exchanges, and records for each parameter
-    the count at its last optimizer step."""
+    """Checks before each optimizer step of one session that its gradients were averaged. It counts exchanges, and records for
+    each parameter the count at its last optimizer step. The gradient tensors themselves are not compared, so a script can clip,
+    scale or replace gradients, or step twice with them."""
 
     def __init__(
         self, attached: AttachedModel, named: Sequence[tuple[str, torch.Tensor]], latch: Callable[[BaseException], None],
@@ -277,18 +270,19 @@ class StepGuard:
         self._dtypes = [p.dtype for p in self._parameters]
         self._held = HeldParameters(self._parameters)
         self._checked = False
-        """Whether `check` was called since the last optimizer step."""
+        """True: `check` was called since the last optimizer step."""
         self._exchanges = 0
         self._stepped_at = [0] * len(self._parameters)
         self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
         self.local_step: Callable[[bool], bool] = _not_local
-        """Called before each optimizer step. Returns whether steps are local, so that gradients need not be averaged. Its
-        argument is True if the step must be counted now, because its gradients come from no exchange and no counted backward
-        pass."""
+        """Function that is called before each optimizer step. It returns True if steps are local, so that gradients need not be
+        averaged. Its argument is True if the step must be counted now, because its gradients come from no exchange and no
+        counted backward pass."""
         self._end = watch(self._before_step, self._after_step)
 
     def exchanged(self) -> None:
-        """Counts an exchange in which all parameters took part; under local steps, a backward pass that counts as a step."""
+        """Counts an exchange, in which all parameters take part. Under local steps it counts a backward pass that belongs to a
+        step."""
         self._exchanges += 1
 
     def check(self) -> None:
@@ -301,11 +295,11 @@ class StepGuard:
 
     @property
     def inside(self) -> bool:
-        """Whether an optimizer's step is running now, for example when its closure calls backward()."""
+        """True: an optimizer's step is running now, for example because its closure calls backward()."""
         return bool(self._held.stepping())
 
     def awaits_step(self, optimizer: Any) -> bool:
-        """Whether this optimizer has not stepped since the last exchange."""
+        """Returns True if this optimizer has not stepped since the last exchange."""
         return any(self._stepped_at[number] < self._exchanges for number in self._held.by(optimizer))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -330,18 +324,19 @@ class StepGuard:
         if not (mine := self._held.by(optimizer)):
             return
         if not self.inside and closure_of(args, kwargs) is not None:
-            self._judge(optimizer, mine, self._late(mine))  # the closure may have made the exchange; a local step was counted
+            self._judge(optimizer, mine, self._late(mine))  # an exchange by the closure counts
         for number in mine:
             self._stepped_at[number] = self._exchanges
         self._applied[optimizer] = self._witnesses(mine)
 
     def _applied_by_another(self, optimizer: Optimizer, mine: Sequence[int]) -> bool:
-        """Whether another optimizer, such as a preconditioner, has already stepped with these same gradients."""
+        """Returns True if another optimizer, such as a preconditioner, has already stepped with the same gradients."""
         others = [applied for one, applied in self._applied.items() if one is not optimizer]
         return bool(others) and bool(witnesses := self._witnesses(mine)) and witnesses in others
 
     def _late(self, mine: Sequence[int]) -> list[int]:
-        """Numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer step."""
+        """Returns the numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer
+        step."""
         return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
@@ -368,8 +363,8 @@ class StepGuard:
         raise error
 
     def _witnesses(self, mine: Sequence[int]) -> list[Gradient]:
-        """Identities of some of these parameters' gradients, spread over all of them: enough to detect that a script has
-        replaced gradients."""
+        """Returns the identities of some of these parameters' gradients. They are enough to detect that a script has replaced
+        gradients."""
         chosen = mine[::max(1, len(mine) // WITNESSES)]
         return [(n, id(grad), grad._version) for n in chosen if (grad := self._parameters[n].grad) is not None]
 
@@ -379,7 +374,7 @@ def _not_local(_whole: bool) -> bool:
 
 
 def _any(grad: torch.Tensor | None) -> bool:
-    """Whether the gradient has nonzero values. False for a placeholder of an average that has not arrived."""
+    """Returns True if the gradient has nonzero values; False for a placeholder of an average that has not arrived."""
     if grad is None or isinstance(grad, GradientMark):
         return False
     return bool((grad._values() if grad.is_sparse else grad).any())

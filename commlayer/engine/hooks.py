@@ -1,5 +1,5 @@
-"""Hooks on a model's parameters, optimizer and modules: they report final gradients, the end of the backward pass, and
-optimizer steps."""
+"""Registers hooks on a model's parameters, optimizer and modules. They report final gradients, the end of the backward pass,
+and optimizer steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commlayer.errors import InvalidState
 log = logging.getLogger("commlayer")
 
 RUNS = "_engine_run_backward"
-"""Name of the function of torch that runs a backward pass."""
+"""Name of torch's function that runs a backward pass."""
 
 REENTRANT = (
     "a backward pass runs inside another one, as in reentrant activation checkpointing: gradients are sent only when the "
@@ -43,18 +43,17 @@ COMPILED = (
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs this thread's backward pass. (Importing torch's module to check this would take seconds.)
-    """
+    """Returns True if compiled autograd runs this thread's backward pass. (Importing torch's module to check this would take
+    seconds.)"""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Excludes a hook that autograd calls, and all functions that the hook calls, from torch.compile: a compiled function might
-    call backward().
+    """Excludes a hook that autograd calls, and all functions that the hook calls, from torch.compile, because a compiled
+    function might call backward().
 
-    torch.compiler.disable does the same, but its wrapper takes longer than a hook. It is used for torch 2.6, which lacks the
-    cheaper call.
+    torch.compiler.disable does the same, but its wrapper is slower. It is used for torch 2.6, which lacks the faster call.
     """
     inner = hook.func if isinstance(hook, functools.partial) else hook
     frames: Any = torch._C._dynamo.eval_frame
@@ -68,25 +67,26 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 class Hooks:
     """Calls `ready(tensor, gradient)` for each parameter when its gradient is final, and `finish()` when the outermost backward
-    pass ends.
+    pass ends. `tensor` is the parameter's number.
 
-    `finish` runs as an end callback of the autograd engine, so gradients are final when backward() returns. GradScaler and
+    `finish` runs as an end callback of the autograd engine, so gradients are averages when backward() returns. GradScaler and
     clipping read gradients before any step hook could run.
 
     Under reentrant activation checkpointing each segment is a backward pass inside the outer one. A parameter used in several
-    segments gets its gradient in several parts. So `ready` is not called then, and `finish` finds all gradients.
+    segments gets its gradient in several parts. So `ready` is not called then, and `finish` receives all gradients.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
         finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
     ) -> None:
-        """Registers the hooks. `active` returns whether to synchronize this backward pass. `broke_off` is called before the
-        next pass if a pass raised an exception."""
+        """Registers the hooks. `active` returns True if the current backward pass should average gradients. If a backward pass
+        raised an exception, `broke_off` is called before the next pass."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
         self._broke_off = broke_off
         self._graphs: set[int] = set()
-        """Autograd's ids of the current backward pass and of passes nested in it, once one of their hooks has run."""
+        """Autograd's ids of the current backward pass and of passes nested in it. An id is added when a hook of its pass first
+        runs."""
         self._root: Callable[[], object] = _nothing
         """Weak reference to the tensor on which the script called backward() for the current pass."""
         self._segmented = self._holds = self._logged = False
@@ -101,7 +101,7 @@ class Hooks:
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def final(parameter: torch.Tensor) -> None:
             graph = torch._C._current_graph_task_id()
-            if graph not in self._graphs:  # a new pass; `_active` is called once per pass
+            if graph not in self._graphs:  # a new pass
                 if not self._active():
                     return
                 self._enter(graph)
@@ -192,8 +192,8 @@ def _nothing() -> object:
 
 
 def _node_around() -> Any:
-    """The node of an outer backward pass whose backward() runs this thread's pass, as in a reentrant checkpoint; None if there
-    is none."""
+    """Returns the autograd node of an outer backward pass whose backward() runs this thread's pass, as in a reentrant
+    checkpoint; None if there is none."""
     inside = False
     for frame in _stack():
         if frame.f_code.co_name == RUNS:
@@ -208,8 +208,8 @@ def _node_around() -> Any:
 
 
 def _root() -> torch.Tensor | None:
-    """The tensor on which the outermost backward pass of this thread was called. None on a device's thread, whose stack does
-    not show it."""
+    """Returns the tensor on which the outermost backward pass of this thread was called; None on a device's thread, whose stack
+    does not contain the call."""
     if isinstance(threading.current_thread(), threading._DummyThread):
         return None
     frames = [frame for frame in _stack() if frame.f_code.co_name == RUNS]
@@ -218,8 +218,9 @@ def _root() -> torch.Tensor | None:
 
 
 def _inside_pass() -> bool:
-    """Whether a backward pass runs inside another one. The stack of the thread that started the outer pass shows both. A
-    device's thread belongs to autograd, so its stack shows only the inner pass."""
+    """Returns True if a backward pass runs inside another one, according to the stack of this thread. The stack of the thread
+    that started the outer pass contains both passes. A device's thread belongs to autograd, so its stack contains only the
+    inner pass."""
     own = isinstance(threading.current_thread(), threading._DummyThread)
     return sum(frame.f_code.co_name == RUNS for frame in _stack()) + own > 1
 
@@ -268,11 +269,11 @@ class ForwardOrder:
         return self._places
 
 
-# ---- A hook before a module's forward pass that is left out of copies and saved files of the module
+# ---- a hook before a module's forward pass that does not become part of copies and saved files of the module
 
 class ModuleHook:
-    """Hook that calls `act` before a module's forward pass; in compiled code only if `compiled`. In copies of the module it
-    does nothing."""
+    """Hook that calls `act` before a module's forward pass, but in compiled code only if `compiled` is True. In copies of the
+    module the hook does nothing."""
 
     def __init__(self, act: Callable[[], None] | None = None, *, compiled: bool = False) -> None:
         self._act, self._compiled = act, compiled
@@ -288,44 +289,42 @@ class ModuleHook:
         return ModuleHook, ()
 
 
-# ---- detects aliases: whether a script holds a tensor by a name other than its parameter's, so that its uses go unnoticed
-#
-# A tensor in flight must be read and written only through its parameter. A kept list of gradients, a flat buffer of which
-# they are views, or an old copy of `weight.data` would bypass every guard.
+# ---- detects aliases: references by which a script could use a tensor's memory, past every check, while it is exchanged
 
 def gradient_held(p: torch.Tensor) -> bool:
-    """Whether the script has another reference to `p.grad`, or to its memory, between two backward passes."""
+    """Returns True if the script has another reference to `p.grad`, or to its memory. Call it between two backward passes."""
     return p.grad is not None and _names_of_gradient(p.grad) > _alone()[0]
 
 
 def weight_held(p: torch.Tensor) -> bool:
-    """Whether another tensor shares the parameter's memory."""
+    """Returns True if another tensor shares the parameter's memory."""
     return _in_memory(p) > _alone()[1]
 
 
 def hooked_behind_adding(p: torch.Tensor) -> bool:
-    """Whether a hook other than commlayer's runs after the parameter's gradient is accumulated; such a hook might keep the
-    gradient."""
+    """Returns True if a hook other than commlayer's runs after the parameter's gradient is accumulated. Such a hook might keep
+    the gradient."""
     hooks: Any = p._post_accumulate_grad_hooks
     return bool(hooks) and not all(ours(hook) for hook in hooks.values())
 
 
 def hooked_by_script(optimizer: Any) -> bool:
-    """Whether hooks other than commlayer's run around the optimizer's steps; such hooks might read gradients or weights."""
+    """Returns True if hooks other than commlayer's run around the optimizer's steps. Such hooks might read gradients or
+    weights."""
     called = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
               torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
     return not all(ours(hook) for hooks in called for hook in hooks.values())
 
 
 def ours(hook: Any) -> bool:
-    """Whether the hook is commlayer's own. Such hooks keep no reference to a gradient."""
-    function = getattr(hook, "func", hook)  # of a partial
+    """Returns True if the hook is commlayer's own. Such hooks keep no reference to a gradient."""
+    function = getattr(hook, "func", hook)  # the function in a functools.partial
     return str(getattr(function, "__module__", "")).startswith("commlayer.")
 
 
 def _names_of_gradient(grad: torch.Tensor) -> int:
     if grad.is_sparse:
-        return 0  # refused elsewhere
+        return 0  # check_dense refuses sparse gradients
     return sys.getrefcount(grad) + _in_memory(grad)
 
 
@@ -336,8 +335,8 @@ def _in_memory(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _alone() -> tuple[int, int]:
-    """Numbers of references to a gradient and to a parameter's memory when there is no alias. They differ between versions of
-    torch."""
+    """Returns the numbers of references to a gradient and to a parameter's memory when there is no alias. The numbers differ
+    between versions of torch."""
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.zeros(2)
     return _names_of_gradient(p.grad), _in_memory(p)

@@ -15,7 +15,7 @@ from commlayer.records import Plan
 
 
 class Inspected(Protocol):
-    """Interface through which an Inspection reads its session."""
+    """Interface through which an Inspection reads its session's state."""
 
     @property
     def connection(self) -> JobContext: ...
@@ -43,34 +43,35 @@ class Inspection:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank, the initial rank of its worker. The two differ after other workers have left."""
+        """For each rank, the rank that its worker had at first. The two differ after other workers have left."""
         return self.connection.ranks
 
     @property
     def may_leave(self) -> bool:
-        """Whether workers can leave while the others continue (min_workers)."""
+        """True: workers can leave while the others continue (setting min_workers)."""
         return self.connection.elastic
 
     @property
     def own(self) -> int:
-        """This worker's number in `members`: its initial rank."""
+        """This worker's number in `members`: the rank that it had at first."""
         return self.connection.id
 
     @property
     def carried(self) -> int:
-        """Number of the session's steps (`session.step`) whose changes all workers have. Later steps are local, and are lost
-        with their worker."""
+        """Number of training steps (`session.step`) whose weight changes all workers have. Later steps are local, and are lost
+        if their worker dies."""
         return self.connection.carried
 
     def parted(self, member: int) -> int:
-        """Value of `carried` when a worker left: it has no share in later steps. `member` is its initial rank."""
+        """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the rank
+        that this worker had at first."""
         connection = self.connection
         entered = 0 if connection.joined is None else connection.joined.carried
         return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered
 
     def catch_up(self, *, wholly: bool = False) -> None:
         """Runs an exchange that is due because this rank's optimizer step was skipped. All ranks call it between two steps.
-        `wholly`: if workers can leave, also exchanges until all workers have the changes of all steps."""
+        `wholly`: in jobs whose workers can leave, it also exchanges until all workers have the weight changes of all steps."""
         connection = self.connection
         if isinstance(connection, DistributedJob) and connection.local is not None:
             connection.catch_up()
@@ -79,7 +80,7 @@ class Inspection:
 
     @property
     def followers(self) -> dict[str, Callable[[], str]]:
-        """Maps names to functions that return state for joining workers, such as that of a sampler."""
+        """Maps names to functions that return state for joining workers, such as the state of a sampler."""
         return self.connection.followers
 
     @property
@@ -94,15 +95,16 @@ class Inspection:
         return self._inspected.observers
 
     def decisions(self) -> list[str]:
-        """commlayer's decisions during training, one line for each, with step and reason. Only rank 0 has all of them."""
+        """commlayer's decisions during training, such as changes of plan: one line for each, with step and reason. Only rank 0
+        has all of them."""
         return list(self.connection.decisions)
 
     def events(self) -> list[StalePlan]:
-        """Events that require another plan, as records. Only rank 0 has all of them."""
+        """Reports that another plan is needed, as records. Only rank 0 has all of them."""
         return list(self.connection.events)
 
     def laps(self) -> list[StepTiming]:
-        """Computation time of this worker in each step since the last call, without waits for other ranks."""
+        """Returns the computation time of this worker in each step since the last call, without waits for other ranks."""
         connection = self.connection
         return connection.worker.stopwatch.take() if isinstance(connection, DistributedJob) else []
 

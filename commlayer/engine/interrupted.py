@@ -34,7 +34,7 @@ def print_one_line(rank: int) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """The line to print if this rank or another was interrupted by Ctrl-C; "" for all other errors."""
+    """Returns the line to print if this rank or another rank was interrupted by Ctrl-C; "" for all other errors."""
     if isinstance(error, KeyboardInterrupt):
         frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
                   if frame.f_globals.get("__name__") == "__main__"]

@@ -1,4 +1,4 @@
-"""Threads that run queued jobs one at a time, and the copies between device and host that run on them."""
+"""Defines threads that run queued jobs one at a time, and the copies between device and host that run on these threads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Lane:
     def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
         self._jobs: list[tuple[Urgency, int, Callable[[], None] | None]] = []
         self._queued: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """A queue with one item for each queued job; the thread waits on it."""
+        """A queue with one item for each queued job; the thread waits on this queue."""
         self._numbers = itertools.count()
         self._on_error = on_error
         self._thread = threading.Thread(target=self._run, name=f"commlayer-{name}", daemon=True)
@@ -55,7 +55,7 @@ class Lane:
                 self._on_error(error)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until all jobs that are queued now have run. Returns whether they did within `timeout_s` seconds."""
+        """Waits until all jobs that are queued now have run. Returns True if that took less than `timeout_s` seconds."""
         passed = threading.Event()
         self.put(passed.set, _LAST)
         return passed.wait(timeout_s)
@@ -66,24 +66,24 @@ class Lane:
 
 
 # ---- moves a bucket between its device and the host memory on which codecs work
-#
-# On CPU, and with codecs on the GPU, nothing moves.
-#
-# Rules for CUDA: the lane's stream waits on the event of the hook's stream, so it reads finished gradients. Every tensor of
-# the caller that the lane reads is recorded on the lane's stream. Host copies are pinned. Only lane threads wait for the
-# device. Buckets own their buffers for the life of the plan, so these need no record: `join` and the next hook's event order
-# their reuse.
 
 ON_HOST = contextlib.nullcontext()
-"""The context of work that uses no CUDA stream."""
+"""Context of work that uses no CUDA stream."""
 
 
 class Staging:
+    """Copies the buckets of a CUDA model between GPU and host. On CPU, and for codecs on the GPU, nothing is copied.
+
+    The lane's stream waits for the event of the hook's stream, so the lane reads final gradients. Every tensor of the caller
+    that the lane reads is recorded on the lane's stream. Host copies are pinned. Only lane threads wait for the GPU. Buckets
+    keep their buffers as long as the plan, so these are not recorded: `join` and the next event order their reuse.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        # Late results have their own stream. Each lane that distributes results to a node's ranks does so in its own order.
-        # With one stream for both orders, ranks would wait for each other in a cycle.
+        # Results that are applied one step late have their own CUDA stream. Each lane that distributes results to a node's
+        # ranks does so in its own order. With one stream for both lanes, ranks would wait for each other in a cycle.
         self._backs = [torch.cuda.Stream(device) for _ in range(2)] if self._cuda else []
 
     def mark(self) -> object:
@@ -91,14 +91,13 @@ class Staging:
         return torch.cuda.current_stream(self._device).record_event() if self._cuda else None
 
     def catch_up(self, bucket: WorkerBucket) -> None:
-        """Makes the current CUDA stream wait until the bucket's source gradients are final, on whichever streams they were
-        computed."""
+        """Makes the current CUDA stream wait until the bucket's source gradients are final."""
         for mark in bucket.marks:
             if isinstance(mark, torch.cuda.Event):
                 torch.cuda.current_stream(self._device).wait_event(mark)
 
     def lane(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
-        """Context manager: the body runs on the lane's CUDA stream, after the bucket's source gradients are final."""
+        """Context manager whose body runs on the lane's CUDA stream, after the bucket's source gradients are final."""
         return ON_HOST if self._stream is None else self._on_stream(self._stream, bucket)
 
     @contextlib.contextmanager
@@ -122,7 +121,7 @@ class Staging:
             self._stream.synchronize()
 
     def to_device(self, bucket: EncodedBucket) -> None:
-        """Starts to copy a received sum from the host to the GPU. `join` makes the training stream wait for the copy."""
+        """Starts to copy a received sum from the host to the GPU. After `join`, the training stream waits for the copy."""
         if self._backs and not bucket.coder.on_device:
             with self.way_back(bucket):
                 bucket.y.copy_(bucket.coder.host_y, non_blocking=True)
@@ -144,10 +143,10 @@ log = logging.getLogger("commlayer")
 
 
 def device_buckets(plan: Plan, codecs: Mapping[int, Codec], device: torch.device) -> set[int]:
-    """Ids of the server buckets that are encoded on the GPU: the plan requests it (`coder`) and their codec supports it. The
-    host encodes all others.
+    """Returns the ids of the server buckets that are encoded on the GPU, because the plan requests it (`coder`) and their codec
+    supports it. The host encodes all others.
 
-    Empty if the model is on the CPU, where `coder` has no effect.
+    Returns an empty set if the model is on the CPU.
     """
     if not launch.serves(device):
         return set()

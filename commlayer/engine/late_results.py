@@ -1,13 +1,13 @@
-"""Results that are used one step late (staleness 1), from their arrival until the step that uses them.
+"""Keeps late results: averages that are applied one step after their gradients (staleness 1).
 
-The plan marks such a bucket `stale`. Its exchange begins when its step ends, and runs during the next step (paths/path.py).
-When that step ends, the result moves from the bucket's receive buffer to a LateResult, is written with the averages of the
-step, and the next exchange begins. So a bucket has one running exchange at a time, codecs see their steps in order, and every
-rank uses the same result in the same step.
+The plan marks the bucket of a late result `stale`. Its exchange begins when its step ends, and runs during the next step
+(paths/path.py). When that step ends, the result moves from the bucket's receive buffer to a LateResult and is written with the
+averages of the step; then the next exchange begins. So a bucket has one running exchange at a time, codecs process their steps
+in order, and every rank uses the same result in the same step.
 
-A result that was written but not applied (skipped optimizer step, cleared gradients) is kept and added to the next one. What
-such a step itself encoded is rolled back, as for other buckets. A late result that is not finite is rolled back, too. The step
-that would have used it must then be skipped, unless the result's own step was skipped already.
+A result that was written but not applied (skipped optimizer step, cleared gradients) is kept and added to the next result. The
+gradients that such a step itself encoded are rolled back, as for other buckets. A late result that is not finite is rolled
+back, too. The step that would have used it must then be skipped, unless the result's own step was skipped already.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from commlayer.engine.buckets import WorkerBucket
 NAN = float("nan")
 
 Factor = Callable[[WorkerBucket, float], float | torch.Tensor]
-"""Function from a bucket and its total weight to the factor that turns its sum into an average."""
+"""Function that returns the factor which turns a bucket's sum into an average. Arguments: the bucket and its total weight."""
 
 
 class LateResult:
-    """The late result of one bucket."""
+    """The late result of one bucket: its average, which is applied one step after its gradients."""
 
     def __init__(self, bucket: WorkerBucket) -> None:
         self._bucket = bucket
@@ -35,28 +35,29 @@ class LateResult:
         self._views = bucket.layout.views(self.x)
         self.weight = 0.0
         self._slices = self._written = 0
-        """Two bit masks of slices: those kept for use (`_slices`), and those written that might have to be kept again
-        (`_written`)."""
+        """Two bit masks of slices: those that will be written (`_slices`), and those that were written but can still be kept
+        for another step (`_written`)."""
         self._spoilt = self._skipped = False
         self.not_finite = -1
-        """First tensor for which this worker's own gradient in the kept result was not finite; -1 if there is none."""
+        """Number of the first tensor for which this worker's own gradient in the kept result was not finite; -1 if there is
+        none."""
         self._sums = torch.empty(0)
-        """The sum of each slice's gradients that were sent last: the gradients themselves have changed when the result arrives.
-        """
+        """The sum of each slice's gradients in the running exchange. The gradients themselves have changed when the result
+        arrives."""
 
     def sent(self) -> None:
         """Records that the bucket's send buffer contains the gradients of its next exchange."""
         self._sums = torch.stack([view.sum() for view in self._bucket.memory.views])  # on a GPU nothing waits for these
 
     def take(self) -> None:
-        """Moves the result from the bucket's receive buffer into this object, after the step to which the result belongs."""
+        """Moves the result from the bucket's receive buffer into this object, one step after the step of its gradients."""
         bucket, ledger = self._bucket, self._bucket.ledger
         dropped, ledger.discarded = ledger.discarded, 0
         self._slices |= dropped & self._written
         self._written &= ~dropped
         if not bucket.exchange.done:
             return
-        bucket.exchange.done = False  # the result is read once
+        bucket.exchange.done = False  # the result is read only once
         if not bucket.exchange.finite:
             self._spoilt = self._spoilt or not self._skipped
             bad = [s.tensor for s, finite in zip(bucket.slices, self._sums.isfinite().tolist(), strict=True) if not finite]
@@ -73,7 +74,7 @@ class LateResult:
         if not slices:
             return
         y = bucket.y
-        if self._slices and not bucket.in_means:  # means have one unit
+        if self._slices and not bucket.in_means:  # means over different total weights can be added
             self.x.mul_(bucket.exchange.weight / self.weight)
         for start, stop in ranges(ranges_of(bucket.slices, slices & self._slices), bucket.numel):
             self.x[start:stop] += y[start:stop]
@@ -86,12 +87,13 @@ class LateResult:
 
     @property
     def full(self) -> bool:
-        """Whether a result is kept."""
+        """True: a result is kept for use."""
         return self._slices > 0
 
     @property
     def used(self) -> int:
-        """Bit mask of slices that will be written; 0 before the first result, so that optimizers skip their tensors."""
+        """Bit mask of the slices that will be written. It is 0 before the first result, so that optimizers skip the tensors of
+        these slices."""
         return self._bucket.ledger.all_slices if self._spoilt else self._slices
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> bool:
@@ -112,28 +114,30 @@ class LateResult:
             self.x[start:stop] = 0.0
 
     def finalize(self, *, finite: bool) -> None:
-        """Finalizes a step while its own result is still being exchanged: sets which slices `take` will roll back. `finite`:
-        the optimizer applies the result of the step before."""
+        """Ends a step while its own exchange is still running: records which slices of this exchange `take` will roll back.
+        `finite`: True if the optimizer applies the result of the previous step."""
         if not self._bucket.buffer:
             self._bucket.ledger.finite = False
             self._bucket.ledger.discarded = 0 if finite else self._bucket.ledger.all_slices
         self.settle(applied=finite)
 
     def settle(self, *, applied: bool) -> None:
-        """Records after a commit whether the optimizer applied the result."""
+        """Records, after the result was written, whether the optimizer applied it. If not, the result is kept for the next
+        step."""
         self._spoilt, self._skipped, self.not_finite = False, not applied, -1
         self._written = self._slices if applied else 0
         self._slices = 0 if applied else self._slices
 
     def residuals(self, members: int) -> list[ResidualSlice]:
-        """The kept result as equal residuals of all workers, because weights might have changed since its step."""
+        """Returns the kept result as equal residuals of all workers, because weights might have changed since the result's
+        step."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
         return list(split_by_tensor(self._bucket.slices, 0, self.x / (members if self._bucket.in_means else self.weight)))
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint; call it when no exchange is running and `take` has moved the last result."""
+        """Returns the state for a checkpoint. Call it when no exchange is running and `take` has moved the last result."""
         tensors = {"spoilt": torch.tensor(self._spoilt)}
         if not self._slices:
             return tensors
@@ -142,7 +146,7 @@ class LateResult:
         return tensors | {"x": self.x.cpu().clone(), "weight": weight, "used": torch.tensor(flags)}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a `snapshot`; an empty one restores the state before the first step."""
+        """Restores the state that `snapshot` returned. An empty one restores the state before the first step."""
         self._spoilt = bool(tensors.get("spoilt", False))
         self._slices = self._written = 0
         if "x" in tensors:
@@ -152,7 +156,7 @@ class LateResult:
 
 
 class LateResults:
-    """The late results of all of one worker's buckets that have them."""
+    """The late results of one worker: averages that are applied one step after their gradients."""
 
     def __init__(self, buckets: Sequence[WorkerBucket]) -> None:
         self._buckets = [bucket for bucket in buckets if bucket.late]
@@ -163,11 +167,11 @@ class LateResults:
 
     @property
     def not_finite(self) -> int:
-        """First tensor for which this worker's own part of a kept result was not finite; -1 if there is none."""
+        """Number of the first tensor for which this worker's own part of a kept result was not finite; -1 if there is none."""
         return next((result.not_finite for result in self.of.values() if result.not_finite >= 0), -1)
 
     def commit(self, factor: Factor, into: Sequence[torch.Tensor | None]) -> bool:
-        """Writes the kept results into the tensors `into`, by tensor number. Returns whether all results are finite."""
+        """Writes the kept results into the tensors `into`, by tensor number. Returns True if all results are finite."""
         finite = True
         for bucket in self._buckets:
             result = self.of[bucket.id]
@@ -176,12 +180,13 @@ class LateResults:
         return finite
 
     def finalize(self, *, finite: bool) -> None:
-        """Finalizes a step. `finite`: the optimizer applies it."""
+        """Ends a step while its own exchanges are still running. `finite`: True if the optimizer applies the results of the
+        previous step."""
         for result in self.of.values():
             result.finalize(finite=finite)
 
     def settle(self, *, applied: bool) -> None:
-        """Records whether results that were written outside a step count as applied."""
+        """Records whether an optimizer has applied results that were written outside a step."""
         for result in self.of.values():
             result.settle(applied=applied)
 
@@ -190,16 +195,16 @@ class LateResults:
             result.take()
 
     def residuals(self, members: int) -> list[tuple[WorkerBucket, ResidualSlice]]:
-        """The kept results of all buckets, as residuals of one of `members` workers."""
+        """Returns the kept results of all buckets as residuals of one of `members` workers, with their buckets."""
         return [(bucket, each) for bucket in self._buckets for each in self.of[bucket.id].residuals(members)]
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint; call it when no exchange is running."""
+        """Returns the state for a checkpoint. Call it when no exchange is running."""
         return {f"late.{number}.{name}": tensor
                 for number, result in self.of.items() for name, tensor in result.snapshot().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores a `snapshot`. Results that are missing in it are as before the first step."""
+        """Restores the state that `snapshot` returned. Results that are missing in it are as before the first step."""
         for number, result in self.of.items():
             start = f"late.{number}."
             result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})

@@ -1,8 +1,8 @@
-"""The ledger of one bucket: what this worker still has to send, and which averages of the last exchange were not applied.
+"""Keeps the ledger of one bucket: what this worker still has to send, and which averages of the last exchange were not applied.
 
 A residual is the part of a codec's input that was not sent; the codec keeps it in its state. An inherited residual comes from
 an earlier plan and is sent with the next gradients. An average that no optimizer applies is rolled back before the next
-exchange: its content returns to the residuals. So for every element, applied averages + residuals = the gradients put in.
+exchange: its content returns to the residuals. So for every element, applied averages plus residuals equal the gradients.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from commlayer.compressors.feedback import ResidualSlice, add_ranges, ranges_of,
 from commlayer.records import Slice
 
 Undo = Callable[[Ranges], None]
-"""Rolls back the last encode of some elements in the state of their codec."""
+"""Function that rolls back the last encode of the given element ranges in the state of their codec."""
 
 
 class Ledger:
-    """Residuals and rollback of one bucket. Masks have one bit for each slice."""
+    """Residuals and rollback of one bucket. Bit masks have one bit for each slice."""
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self._slices = slices
         self.all_slices = (1 << len(slices)) - 1
         self.state: State = {}
-        """State of the codec; with several encoders, the state of each by name."""
+        """State of the codec; with several encoders, maps the name of each encoder to its state."""
         self.encoders: list[tuple[tuple[int, int], State]] = []
         """Element range and codec state of each encoder whose residuals belong to this worker."""
         self.inherited: torch.Tensor | None = None
@@ -35,37 +35,39 @@ class Ledger:
         """The inherited residual that was sent with the last gradients."""
         self._undo: Undo | None = None
         self.discarded = 0
-        """Slices whose average in the last exchange was not applied and is not rolled back yet."""
+        """Bit mask of the slices whose average in the last exchange was not applied and is not rolled back yet."""
         self.unreported = 0
-        """Slices that were rolled back on this worker, but not yet reported to the server."""
+        """Bit mask of the slices that were rolled back on this worker, but not yet reported to the server."""
         self.finite = True
-        """Whether the last average was finite."""
+        """True: the last average was finite."""
 
     def open(self, x: torch.Tensor, worth: float) -> None:
-        """Begins an exchange: adds the inherited residual to the gradients `x`. `worth`: what a residual of 1 adds."""
+        """Begins an exchange: adds the inherited residual times `worth` to the gradients `x`."""
         self._undo = None
         self.sent, self.inherited = self.inherited, None
         if self.sent is not None:
             x += self.sent.to(x.device) * worth
 
     def record(self, undo: Undo) -> None:
-        """Records that a codec has encoded the gradients of this exchange. `undo` rolls that back."""
+        """Records that a codec has encoded the gradients of this exchange. `undo` is the function that rolls back this encode.
+        """
         self._undo = undo
 
     def applied(self, slices: int, share: float) -> None:
-        """Finalizes slices whose average was applied. `share`: the fraction of the sent inherited residual that reached the
-        mean. The rest is sent again."""
+        """Records that the averages of the given slices were applied. `share`: the fraction of the sent inherited residual that
+        reached the mean. The rest is sent again."""
         if self.sent is not None and share != 1.0:
             rest = torch.zeros_like(self.sent)
             add_ranges(rest, self.sent * (1.0 - share), ranges_of(self._slices, slices))
-            self.sent = self.sent - rest  # so that `roll_back` undoes only the part that was sent
+            self.sent = self.sent - rest  # so `roll_back` undoes only the part that was sent
             self.inherited = rest if self.inherited is None else self.inherited + rest
 
     def discard(self, slices: int) -> None:
         self.discarded |= slices
 
     def roll_back(self) -> int:
-        """Returns the discarded slices of the last exchange to the residuals, before the next exchange."""
+        """Rolls back the discarded slices of the last exchange, before the next exchange: their content returns to the
+        residuals. Returns the bit mask of these slices."""
         slices, self.discarded = self.discarded, 0
         if slices:
             cut = ranges_of(self._slices, slices)
@@ -78,12 +80,12 @@ class Ledger:
         return slices
 
     def report(self) -> int:
-        """Returns the rolled-back slices that the server does not know yet, for a message to it."""
+        """Returns the bit mask of rolled-back slices that the server does not know yet, for a message to the server."""
         slices, self.unreported = self.unreported, 0
         return slices
 
     def keep(self) -> None:
-        """Makes the last exchange final: its codec memory is about to be reused."""
+        """Makes the last exchange final, so that it cannot be rolled back: the codec's memory is about to be reused."""
         self._undo = None
 
     def forget(self) -> None:
@@ -91,7 +93,7 @@ class Ledger:
         self._undo, self.sent, self.discarded, self.unreported = None, None, 0, 0
 
     def residuals(self) -> list[ResidualSlice]:
-        """All unsent residuals of this worker, as slices of tensors. Units.worth defines their unit."""
+        """Returns all unsent residuals of this worker, as slices of tensors. Units.worth defines their unit."""
         found = [] if self.inherited is None else list(split_by_tensor(self._slices, 0, self.inherited))
         for (low, _), state in self.encoders:
             if (values := residual_of(state)) is not None:

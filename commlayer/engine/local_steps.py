@@ -1,8 +1,8 @@
-"""Local steps (as in DiLoCo): every H steps, the workers average their weight changes since the last exchange.
+"""Runs local steps (as in DiLoCo): every H steps, the workers average their weight changes since the last exchange.
 
-An exchange uses the same codecs and residuals as gradients do, with start minus end instead of the gradient, where start are
-the common weights after the last exchange. The average serves as the outer optimizer's gradient at the start. All workers
-continue from its result, bit for bit the same.
+An exchange uses the same codecs and residuals as gradients do. It sends start minus end instead of the gradient; start are the
+common weights after the last exchange. The outer optimizer uses the average as the gradient at the start. All workers continue
+from the resulting weights, bit for bit the same.
 
 With overlap, workers continue training during the exchange. Let s be a worker's weights when an exchange began and w its
 weights now. The exchange is merged before the next one: the outer optimizer updates start with the mean change, and w becomes
@@ -14,8 +14,9 @@ If the outer optimizer requests it (OuterSGD.matched), each mean is scaled to th
 When new members wait to join, one worker withholds its part of an exchange until all ranks wait for it. So no rank has
 completed that exchange, and the new members join in it.
 
-An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. With overlap it is
-merged at the next fragment, otherwise at once. A tensor split over fragments is exchanged by element ranges in row-major order.
+An outer step can be split into fragments: one group of buckets is exchanged every H / fragments steps. With overlap the group
+is merged at the next fragment, otherwise at once. A tensor split over fragments is exchanged by element ranges in row-major
+order.
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class StepWeights:
         return self._now
 
     def regroup(self) -> None:
-        """Forgets totals, because the members have changed: totals of earlier steps are no longer valid."""
+        """Forgets the total weights of earlier steps, because the members have changed."""
         self._now = self._now[0], None
         self._sum[2] = 0.0
 
     def take(self) -> tuple[float, float | None]:
-        """Returns weight and total for an exchange of the steps so far, and resets the sums. The total is None unless it was
-        known in all steps."""
+        """Returns this worker's weight and the total of all workers' weights for an exchange of the steps so far, and resets
+        the sums. The total is None unless it was known in all steps."""
         (steps, weights, steps_with_total, totals), self._sum = self._sum, [0.0, 0.0, 0.0, 0.0]
         if not steps:
             return self._now
@@ -89,12 +90,12 @@ class StepWeights:
 
 
 class UnpaidResiduals:
-    """Residuals of a plan that averaged gradients, which are added to this rank's next gradients."""
+    """Residuals of an earlier plan that averaged gradients. They are added to this rank's next gradients."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._owed: dict[int, torch.Tensor] = {}
-        """Maps a tensor number to this rank's residual of gradients, which will be added to its next gradient."""
+        """Maps a tensor number to this rank's residual, which will be added to the tensor's next gradient."""
         self._paid: dict[int, torch.Tensor] = {}
         """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
 
@@ -107,8 +108,7 @@ class UnpaidResiduals:
 
     @property
     def slices(self) -> list[ResidualSlice]:
-        """Residuals that are still to be applied, because so far their gradients were missing, sparse, not finite or cleared.
-        """
+        """Residuals that are still pending, because so far their gradients were missing, sparse, not finite or cleared."""
         return [ResidualSlice(number, 0, owed.reshape(-1)) for number, owed in self._owed.items()]
 
     def pay(self, scale: float = 1.0) -> None:
@@ -121,7 +121,7 @@ class UnpaidResiduals:
 
     def take_back(self, numbers: Iterable[int] | None = None) -> None:
         """Makes residuals pending again, because the gradients to which they were added were cleared before an optimizer step.
-        `numbers`: only these parameters; None: all."""
+        `numbers`: the parameters concerned; None: all."""
         for number in list(self._paid) if numbers is None else [n for n in numbers if n in self._paid]:
             self._owed[number] = self._paid.pop(number)
 
@@ -150,15 +150,15 @@ class _Sent(NamedTuple):
     ranges: dict[int, list[tuple[int, int]]]
     """Ranges of elements of each tensor that are exchanged."""
     changes: dict[int, torch.Tensor]
-    """Changes of parameters; for buffers their values. Each has the shape of its tensor, but only the elements in `ranges` are
-    valid. The means are written into the same memory."""
+    """Maps a parameter's number to its weight change, and a buffer's number to its values. Each has the shape of its tensor,
+    but only the elements in `ranges` are valid. The means are written into the same memory."""
     ends: dict[int, list[torch.Tensor]]
-    """Values of each range when the exchange began. Empty without overlap."""
+    """Maps a tensor number to the values of each range when the exchange began. Empty without overlap."""
     held: bool = False
-    """Whether this rank withholds its part until all ranks wait for it, so that new members can join in this exchange."""
+    """True: this rank withholds its part until all ranks wait for it, so that new members can join in this exchange."""
 
     def weights(self, count: int) -> list[torch.Tensor]:
-        """The changes of the tensors numbered below `count`, one tensor for each range."""
+        """Returns the changes of the tensors numbered below `count`, one tensor for each range."""
         return [part for n, change in self.changes.items() if n < count for part in _parts(change, self.ranges[n])]
 
 
@@ -172,8 +172,8 @@ class OuterSteps:
     ) -> None:
         """`merged(own, finite=...)` is called after each exchange, on all ranks; `own` is the value of Worker.not_finite.
 
-        `regroup` returns the worker for the remaining ranks after EpochChanged. `lengths` exchanges norms; None if this rank
-        has no others. `hold` returns whether new members wait and this rank must withhold its part of an exchange.
+        `regroup` returns the worker for the remaining ranks after EpochChanged. `lengths` exchanges norms; None: norms are not
+        exchanged. `hold` returns True if new members wait to join and this rank must withhold its part of an exchange.
         """
         self._parameters, self.weights, self._regroup, self._hold = parameters, weights, regroup, hold
         self._merged, self._outer = merged, outer
@@ -181,25 +181,24 @@ class OuterSteps:
         self.taken = 0
         """Number of this rank's steps since the last exchange began."""
         self._steps = 0, 0
-        """Two numbers of steps: those whose changes are being exchanged, and those after the current outer step began."""
+        """Two numbers of steps: those whose changes are being exchanged, and those since the current outer step began."""
         self.starts = [_wide(p) for p in parameters]
-        """The weights that are common to all ranks, as of the last merged exchange. Without overlap they equal the weights
-        right after an exchange."""
+        """Weights after the last merged exchange, which are the same on all ranks."""
         self.apart = False
-        """Whether weights might differ between ranks."""
+        """True: weights might differ between ranks."""
         self._velocity = [torch.zeros_like(start) if outer.momentum else None for start in self.starts]
-        """The outer optimizer's momentum for each parameter; None entries if it has none."""
+        """The outer optimizer's momentum for each parameter; None entries without momentum."""
         self._fragment = 0
         self._sent: _Sent | None = None
         self._idle = 0
         """Number of coming exchanges to which this rank contributes nothing, because it has just joined."""
         self.unpaid = UnpaidResiduals(parameters)
         self.recorder = Recorder()
-        """Records steps that have no exchange; the worker's recorder records exchanges."""
+        """Records the times of steps without an exchange. The worker's recorder records exchanges."""
         self._rooms: dict[int, torch.Tensor] = {}
         """Maps the number of a split tensor to the memory for its change in the current outer step."""
         self._sound: list[bool] = []
-        """One flag for each fragment of the current outer step so far: whether the mean was finite."""
+        """One flag for each fragment of the current outer step so far. True: the mean was finite."""
 
     def go(self, every: int, *, fragments: int, overlap: bool, lengths: Lengths | None = None) -> None:
         """Sets the schedule: number of steps per outer step, fragments, overlap. No exchange may be running."""
@@ -211,12 +210,12 @@ class OuterSteps:
 
     @property
     def tells(self) -> bool:
-        """Whether ranks exchange the norms of their changes. The same on all ranks."""
+        """True: ranks exchange the norms of their changes. The value is the same on all ranks."""
         return self._lengths is not None
 
     def count(self) -> None:
-        """Counts a step, before its optimizer step. Residuals that were added to the gradients of the previous step count as
-        applied."""
+        """Counts a step before its optimizer step. From now on, the residuals that were added to the previous step's gradients
+        are recorded as applied."""
         self.unpaid.applied()
         self.recorder.mark("backward")
         self.recorder.next()
@@ -229,7 +228,7 @@ class OuterSteps:
         """Called before an optimizer step of this rank: from now on its weights might differ from those of other ranks."""
         if not self.apart:
             for start, p in zip(self.starts, self._parameters, strict=True):
-                if not torch.equal(start.to(p.dtype), p):  # the script has replaced the weights
+                if not torch.equal(start.to(p.dtype), p):  # after the script has replaced the weights
                     start.copy_(p.detach())
         self.apart = True
 
@@ -239,54 +238,54 @@ class OuterSteps:
 
     @property
     def behind(self) -> int:
-        """Number of recent steps whose changes not all ranks have yet. They are lost with a rank that dies. The same on all
-        ranks."""
+        """Number of recent steps whose weight changes some ranks do not have yet. They are lost if their rank dies. The number
+        is the same on all ranks."""
         return sum(self._steps)
 
     @property
     def unsent(self) -> int:
-        """Number of recent steps whose changes are in no exchange yet, and will not be sent by `settle`."""
+        """Number of recent steps whose weight changes are in no exchange yet, and will not be sent by `settle`."""
         return self._steps[1] if self.apart else 0
 
     @property
     def shifted(self) -> bool:
-        """Whether the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
+        """True: the ranks' weights are never all equal, so that only `starts` can be compared between ranks."""
         return self._schedule.overlap or self._schedule.fragments > 1
 
     @property
     def under_way(self) -> bool:
-        """Whether an outer step has begun and not ended."""
+        """True: an outer step has begun and not ended."""
         return self._sent is not None or self._fragment > 0
 
     # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Runs one fragment; all ranks call it. Afterwards the merged elements are the same on all ranks, apart from steps that
-        were made after the exchange began."""
+        """Exchanges one fragment and merges the result; with overlap, it merges the previous exchange. All ranks call it. The
+        merged elements are then the same on all ranks, apart from steps that were made after the exchange began."""
         if self._idle and self._schedule.overlap:
-            self._begin(worker, buffers)  # the other ranks began theirs after their last exchange
+            self._begin(worker, buffers)  # the other ranks began this exchange after their last one
         if self._sent is not None:
             worker = self._merge(worker, buffers, self._sent, deadline_s)
         sent = self._begin(worker, buffers)
         if not self._schedule.overlap:
             self._merge(worker, buffers, sent, deadline_s)
-        # A rank whose scaler skipped the due step exchanges later and may have counted further steps: keep them.
+        # A rank whose scaler skipped the due step exchanges later and can have counted further steps: these stay counted.
         self.taken = max(0, self.taken - self.every // self._schedule.fragments)
         self.apart = self.shifted
         self.recorder.restart()
 
     def join(self, given: Mapping[str, torch.Tensor]) -> None:
         """Joins while the other ranks are in an exchange that ends with this rank's first step. This rank contributes nothing
-        to that exchange and continues from its result. `given`: the `snapshot` of another rank."""
+        to that exchange and continues from the resulting weights. `given`: the `snapshot` of another rank."""
         for number, start in enumerate(self.starts):
             start.copy_(given[f"local.start.{number}"])
             self._go_on(number, given.get(f"local.velocity.{number}"))
         self.taken, self._idle = self.every - 1, 1 + self._schedule.overlap
         sent, since = given["local.behind"].tolist()
-        self._steps = sent, since - 1  # this rank's first step is the last of these
+        self._steps = sent, since - 1  # this rank's first step is the last of `since` steps
 
     def align(self, agree: Callable[[Sequence[torch.Tensor]], object]) -> None:
-        """Lets `agree` change the starts between two exchanges, and shifts the weights by the same amounts."""
+        """Calls `agree`, which can change the starts between two exchanges, and adds the same amounts to the weights."""
         before = [start.clone() for start in self.starts]
         agree(self.starts)
         for start, old, p in zip(self.starts, before, self._parameters, strict=True):
@@ -302,7 +301,7 @@ class OuterSteps:
 
     def drain(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> bool:
         """Completes the outer step, then exchanges all remaining steps, so that weights and buffers are the same on all ranks.
-        Returns whether there were any remaining steps."""
+        Returns True if there were any remaining steps."""
         worker = self.settle(worker, buffers, deadline_s)
         was_apart, self.apart, self.taken = self.apart, False, 0
         for _ in range(self._schedule.fragments if was_apart else 0):
@@ -316,7 +315,7 @@ class OuterSteps:
         if self._fragment == 0:
             worker.units.scale = worker.units.rate = 1.0  # the unit is that of the weights
             worker.units.weigh(*self.weights.take())
-            if self._idle != 1 + self._schedule.overlap:  # otherwise the other ranks began it before this rank joined
+            if self._idle != 1 + self._schedule.overlap:  # otherwise others began this exchange earlier
                 self._steps = self._steps[1], 0
         if self._idle:
             worker.units.weigh(0.0, None)
@@ -343,7 +342,7 @@ class OuterSteps:
         with self._whole(sent):
             if not sent.held:
                 self._send(worker, sent, len(tensors))
-            self._tell(worker, sent)  # also if withheld: all ranks send in one order
+            self._tell(worker, sent)  # also for a withheld part: all ranks send norms in the same order
         return sent
 
     @contextlib.contextmanager
@@ -356,7 +355,7 @@ class OuterSteps:
             raise
 
     def _own(self, number: int) -> bool:
-        """Whether the parameter's own memory contains its change, and then the mean, until the merge."""
+        """Returns True if a parameter's own memory contains its weight change, and then the mean, until the merge."""
         if self._schedule.overlap or number >= len(self.starts):
             return False
         p = self._parameters[number]
@@ -371,7 +370,8 @@ class OuterSteps:
                     torch.sub(start, change, out=change)
 
     def _room(self, number: int, like: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
-        """Memory for the change of a tensor. All fragments of a split tensor share it: buckets keep references to it."""
+        """Returns the memory for the change of a tensor. All fragments of a split tensor share it: buckets keep references to
+        it."""
         if ranges == [(0, like.numel())]:
             return torch.empty_like(like)
         if number not in self._rooms:
@@ -384,7 +384,7 @@ class OuterSteps:
             worker.complete([None] * tensors)
 
     def _tell(self, worker: Worker, sent: _Sent) -> None:
-        """Starts the exchange of this rank's norm, while its change is being sent."""
+        """Starts the exchange of the norm of this rank's change, while the change itself is being sent."""
         if self._lengths is not None:
             self._lengths.start(worker.units.weight, square_of(sent.weights(len(self.starts))))
 
@@ -413,7 +413,7 @@ class OuterSteps:
             merged = _parts(self.starts[n] if n < len(self.starts) else sent.changes[n], parts)
             for i, (mine, common) in enumerate(zip(_parts(values, parts), merged, strict=True)):
                 mine.copy_(common + (mine - sent.ends[n][i]) if sent.ends and finite else common)
-            if values is not tensors[n]:  # it was copied because the tensor is not contiguous
+            if values is not tensors[n]:  # `tensors[n]` is not contiguous, so `values` is a copy
                 tensors[n].copy_(values)
         self._sound.append(finite)
         self._sent = None
@@ -463,8 +463,8 @@ class OuterSteps:
             velocity.zero_() if left is None else velocity.copy_(left)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """State for a checkpoint; call it while no exchange is running. It includes the starts, because between two exchanges
-        no model file contains them."""
+        """Returns the state for a checkpoint. Call it while no exchange is running. The state includes the starts, because
+        between two exchanges no model file contains them."""
         tensors = {"local.taken": torch.tensor(self.taken), "local.weights": self.weights.snapshot(),
                    "local.apart": torch.tensor(self.apart), "local.behind": torch.tensor(self._steps)}
         tensors |= self.unpaid.snapshot()
@@ -486,13 +486,14 @@ class OuterSteps:
 
 
 def _wide(p: nn.Parameter) -> torch.Tensor:
-    """A contiguous copy of a parameter, in float32 if its dtype is narrower, so that small changes of many exchanges add up."""
+    """Returns a contiguous copy of a parameter, in float32 if its dtype is narrower, so that small changes of many exchanges
+    add up."""
     wide = torch.float32 if p.element_size() < 4 else p.dtype
     return p.detach().to(wide, copy=True, memory_format=torch.contiguous_format)
 
 
 def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Views of the given element ranges of a contiguous tensor."""
+    """Returns views of the given element ranges of a contiguous tensor."""
     flat = x.view(-1)
     return [flat[start:stop] for start, stop in ranges]
 
@@ -503,7 +504,7 @@ def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Ten
 # workers' updates has 1 / sqrt(W) of the norm of Adam's update from the mean gradient. Its direction is right.
 
 BITS = 16
-"""Bits of precision of an element relative to the largest one. Even if the largest one is 10,000 times a typical one, rounding
+"""Bits of precision of an element relative to the largest element. If the largest one is 10,000 times a typical one, rounding
 changes the norm by only a thousandth."""
 PIECE_NUMEL = 1 << 18
 """Number of elements whose squares are summed at once: the sum stays below 2 ** 53, and temporaries stay in the processor's
@@ -513,7 +514,7 @@ SMALLEST_UNIT = 2.0**-100
 
 
 class Lengths(Protocol):
-    """Exchanges two numbers per rank in each fragment, without waiting, for norm-matched averaging."""
+    """Interface that exchanges two numbers per rank in each fragment, without waiting, for norm-matched averaging."""
 
     def start(self, weight: float, square: float) -> None:
         """Starts to exchange the numbers; all ranks call it together. `weight`: weight of this rank's change in the mean.
@@ -526,15 +527,15 @@ class Lengths(Protocol):
 
 
 def largest_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The largest absolute value in all tensors; not finite if some element is not. It takes a tenth of the time of an infinity
-    norm."""
+    """Returns the largest absolute value in all tensors; not finite if some element is not. It takes a tenth of the time of an
+    infinity norm."""
     ends = [end for x in tensors if x.numel() for end in torch.aminmax(x)]
     return float(torch.stack(ends).abs().max()) if ends else 0.0
 
 
 def square_of(tensors: Sequence[torch.Tensor]) -> float:
-    """The sum of all elements' squares; NaN unless all are finite. The result has the same bits on any device and with any
-    number of threads.
+    """Returns the sum of all elements' squares; NaN unless all are finite. The result has the same bits on any device and with
+    any number of threads.
 
     Elements are rounded to multiples of a unit, so sums are exact in any order.
     """
@@ -553,10 +554,10 @@ def square_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def scale_of(rows: Sequence[Sequence[float]], square: float) -> float:
-    """The factor that scales a mean to the norm of the changes that it averages; 1 if that is impossible. `rows`: weight and
-    sum of squares of each rank's change. `square`: sum of squares of their mean.
+    """Returns the factor that scales a mean to the norm of the changes that it averages; 1 if no such factor exists. `rows`:
+    weight and sum of squares of each rank's change. `square`: sum of squares of their mean.
 
-    It is at most the factor for changes that have nothing in common: the square root of their number, with equal weights.
+    The factor is limited to that for changes which have nothing in common: the square root of their number, with equal weights.
     """
     weight, weights = math.fsum(w for w, _ in rows), math.fsum(w * w for w, _ in rows)
     each = math.fsum(w * own for w, own in rows)

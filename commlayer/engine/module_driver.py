@@ -1,6 +1,6 @@
 """Connects a session to a module: hooks on its parameters collect gradients in every backward pass.
 
-engine/step_loop.py runs the rest of the step. commlayer/ddp.py is the other source of gradients: DDP's communication hook.
+engine/step_loop.py runs the rest of the step.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class SoloDriver:
     """The driver of a session without other workers, which only counts steps."""
 
     def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
-        """Counts the optimizer's steps, or backward passes if there is no optimizer with hooks."""
+        """Counts the optimizer's steps, or backward passes if the optimizer has no hooks or there is none."""
         self.connection, self.observers = connection, Observers()
         trace_once(connection, self.observers, config.trace, planning=False)
         self.in_join = False
         self._syncing = True
         trained = [p for _, p in parameters_of(model)]
         self._counting: Any = None
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers have none
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # wrappers of optimizers have no hooks
             self._counting = optimizer.register_step_post_hook(lambda *_: connection.passed())
         elif trained:
             self._counting = register_multi_grad_hook(
@@ -76,10 +76,10 @@ class SoloDriver:
         """Does nothing: an average over one worker has no weights."""
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Does nothing: nothing is compressed."""
+        """Does nothing: without compression there is no quality guard."""
 
     def synchronize(self) -> None:
-        """Does nothing: gradients are the averages."""
+        """Does nothing: one worker's gradients are their own average."""
 
     def complete(self) -> None:
         """Does nothing: no result is pending."""
@@ -99,8 +99,8 @@ class ModuleDriver(EpochListener):
         self, model: nn.Module, connection: DistributedJob, *, optimizer: Any, scaler: Any, config: Config, outer: OuterSGD,
         ddp: QuietDDP | None = None, clips: bool = False,
     ) -> None:
-        """Registers the hooks. `ddp`: stops a DistributedDataParallel module around this module from averaging. `clips`: the
-        optimizer's step begins with clipping by the norm of all gradients."""
+        """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
+        `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
         self.connection, self.observers, self._ddp = connection, Observers(), ddp
         self._model = model
         named = parameters_of(model)
@@ -109,10 +109,10 @@ class ModuleDriver(EpochListener):
         self._lazy = stepped_lazily(optimizer, self._parameters)
         self._rows = SparseRows(model, self._parameters, self._lazy)
         self._sparse: dict[int, torch.Tensor] = {}
-        """Maps a parameter's number to its average in the current step, if the average arrived as sparse entries."""
+        """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
         self._syncing = True
         self._written: list[tuple[int, int, int] | None] = []
-        """Identities of the gradients that the last step has written, as `_gradients` returns them."""
+        """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
         self._places: dict[int, int] = {}
         self._guard = StepGuard(AttachedModel(model, named, optimizer), named, lambda error: connection.worker.latch(error))
@@ -150,7 +150,7 @@ class ModuleDriver(EpochListener):
         return self._uneven.inside
 
     def after_switch(self) -> None:
-        """Adapts hooks, buckets and overlap to a plan that takes effect."""
+        """Adapts hooks, buckets and forward overlap to a plan that has just taken effect."""
         worker, local = self._loop.worker, self.connection.local
         forward = worker.plan.overlap == "forward"
         if forward and self._overlap is None:
@@ -176,8 +176,8 @@ class ModuleDriver(EpochListener):
         self._finish_overlap()
 
     def _reorder(self) -> None:
-        """Sets the order of sending from the positions in the forward pass. Buffers have a position only if results arrive
-        during the forward pass."""
+        """Sets the order in which buckets are sent to the order in which the forward pass needs them. Buffers have a position
+        in this order only if averages arrive during the forward pass."""
         some = len(self._parameters) + (len(self._buffers) if self._overlap is not None else 0)
         if self._order is None:
             self._loop.worker.reorder({number: place for number, place in self._places.items() if number < some})
@@ -225,7 +225,7 @@ class ModuleDriver(EpochListener):
             self._overlap.drop()
 
     def _finish_overlap(self) -> bool:
-        """Waits for results that arrive during a forward pass. Returns whether there were any."""
+        """Waits for averages that arrive during a forward pass. Returns True if there were any."""
         return self._overlap is not None and self._overlap.end()
 
     def flush(self) -> bool:
@@ -257,13 +257,13 @@ class ModuleDriver(EpochListener):
         self._loop.abandon()
 
     def _end(self, *, adds: bool = True) -> None:
-        """Exchanges and averages at the end of a backward pass. `adds` is False if the script requests it without a backward
-        pass."""
+        """Exchanges and averages gradients at the end of a backward pass. `adds` is False if the script requests the exchange
+        without a backward pass."""
         self._guard.check()
         if self._loop.count_local(adds=adds):
             return
         if self._overlap is not None:
-            self._overlap.look()  # ends the step before, if no gradient has done so
+            self._overlap.look()  # ends the previous step, if no gradient hook has done so
         make_dense(self._lazy.values())
         self._rows.make_dense()
         buffers = self._buffers_now()
@@ -280,7 +280,7 @@ class ModuleDriver(EpochListener):
         self._loop.observe()
 
     def _targets(self) -> list[torch.Tensor | None]:
-        """The tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
+        """Returns the tensors into which to write averages; None for parameters whose averages arrived as sparse entries."""
         self._sparse = sparse_averages(self._loop.worker, self._lazy)
         targets = targets_of(self._loop.worker, self._parameters)
         return [None if number in self._sparse else target for number, target in enumerate(targets)]
@@ -289,10 +289,11 @@ class ModuleDriver(EpochListener):
         self._written = self._gradients()
 
     def _gradients(self) -> list[tuple[int, int, int] | None]:
-        """Identities and versions of gradients and parameters. They change when gradients change or an optimizer steps."""
+        """Returns identities and versions of gradients and parameters. They change when gradients change or an optimizer steps.
+        """
         return [None if p.grad is None else (id(p.grad), p.grad._version, p._version) for p in self._parameters]
 
     def _buffers_now(self) -> list[torch.Tensor]:
-        # By name: a module may have replaced a buffer by another tensor.
+        # Looks buffers up by name, because a module can replace a buffer by another tensor.
         named = dict(self._model.named_buffers())
         return [named[name] for name in self._buffers]

@@ -1,7 +1,7 @@
-"""Observers of each training step, and their order. engine/step_loop.py calls them on every rank.
+"""Defines observers of training steps, and the order in which engine/step_loop.py calls them on every rank.
 
-Observers communicate with those of other ranks, so all ranks call theirs in one order. Only places define the order, not the
-time at which an observer was added.
+Observers communicate with those of other ranks, so all ranks must call them in the same order. The order depends only on
+ObserverOrder, not on the time at which an observer was added.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from commlayer.records import Plan, Record
 
 
 class ObserverOrder(IntEnum):
-    """The order: first those that may change the plan, then those that watch what runs under it."""
+    """Order in which observers are called: first those that might change the plan, then those that only measure under the plan.
+    """
 
     CONTROLLER = 0
-    """Measures, chooses plans, compares coded with exact gradients, and switches (autotune/)."""
+    """The controller (autotune/): measures, chooses plans, compares sent with exact gradients, and switches plans."""
     TRACE = 1
-    """Records the steps of a trace (trace.py)."""
+    """The trace (trace.py): records the steps of a trace."""
     STALE_PLAN = 2
-    """Compares times of steps with predictions (observers.py)."""
+    """The watch on a requested plan (below): compares times of steps with predictions."""
     PARAMETER_DRIFT = 3
-    """Compares the ranks' parameters (parameter_drift.py)."""
+    """The check for replica divergence (parameter_drift.py): compares the ranks' parameters."""
     OTHER = 4
 
 
 def _nothing() -> None:
-    """Default: the observer does nothing at that point."""
+    """Default callback: does nothing."""
 
 
 def _never() -> bool:
-    """Default: the observer does not read sums."""
+    """Default for `looks`: `before_commit` reads no sums."""
     return False
 
 
@@ -49,21 +50,22 @@ class Observer(NamedTuple):
     place: ObserverOrder
     who: Any
     after_step: Callable[[], None] = _nothing
-    """Averages are written, before the optimizer's step. Under sync="forward": after it, before the next step's first
-    gradient."""
+    """Called when averages are written, before the optimizer's step. Under sync="forward" it is called after that step, before
+    the next step's first gradient."""
     before_commit: Callable[[], None] = _nothing
-    """Sums have arrived, and averages are not yet written."""
+    """Called when sums have arrived and averages are not written yet."""
     looks: Callable[[], bool] = _never
-    """Whether `before_commit` reads the sums of the current step."""
+    """Returns True if `before_commit` reads the sums of the current step."""
     after_exchange: Callable[[], None] = _nothing
-    """Local steps have been exchanged on schedule. An observer may change the plan in this call."""
+    """Called after a scheduled exchange of local steps. The observer can change the plan in this call."""
     after_drain: Callable[[], None] = _nothing
-    """Local steps have been exchanged early: for a save, an evaluation, the end, or a change of plans. Training continues under
-    the same plan."""
+    """Called after an early exchange of local steps: for a checkpoint, an evaluation, the end, or a change of plans. Training
+    continues under the same plan."""
 
 
 class Observers:
-    """Those of one session, in the order of their places; at one place, in the order in which they were added."""
+    """The observers of one session, in the order of ObserverOrder; observers of equal order are called in the order in which
+    they were added."""
 
     def __init__(self) -> None:
         self._all: list[Observer] = []
@@ -82,30 +84,28 @@ class Observers:
         return iter(tuple(self._all))
 
 
-# ---- checks whether a requested plan still performs as predicted, and reports it if not
-#
-# Never changes the plan.
-#
-# If commlayer chooses the plan, the controller (autotune/) watches it. A user's plan stays until the user changes it.
+# ---- checks whether a requested plan still performs as predicted, and reports it if not, but never changes the plan
 
 REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or leave plan out'
 
 
 class StaleState(Record, frozen=True):
-    """Knowledge about the watched plan."""
+    """What is known about the requested plan and its step times."""
 
     plan: Plan | None = None
     check: PredictionCheck | None = None
-    """None without a prediction."""
+    """Comparison of step times with the plan's prediction; None if the plan has no prediction."""
     recent: tuple[float, ...] = ()
-    """Seconds of the latest steps under the plan; the check uses their median."""
+    """Seconds of the latest steps under the plan, at most three. `check` observes their median."""
 
 
 def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tuple[StaleState, StalePlan | None]:
-    """Runs after step number `step`. `plan`: the requested plan in use; None if commlayer chooses the plan.
+    """Compares the time of step number `step` with the plan's prediction. Returns the new state, and a report if the plan is
+    slower or faster than predicted. `plan`: the requested plan in use; None if commlayer chooses the plan.
 
     A plan's first step is not compared, because part of it ran under another plan. After a report, the reported time becomes
-    the expected one, so that the report is not repeated."""
+    the expected one, so that the report is not repeated.
+    """
     if plan is not state.plan:
         check = PredictionCheck(plan.step_s) if plan is not None and plan.step_s > 0 else None
         return StaleState(plan, check), None
@@ -119,12 +119,13 @@ def decide(state: StaleState, plan: Plan | None, step: int, step_s: float) -> tu
 
 
 def watch_of(connection: DistributedJob) -> StalePlanWatch | None:
-    """On rank 0 only. It watches each plan that has a prediction, one after the other."""
+    """Returns the observer of requested plans on rank 0; None on other ranks."""
     return StalePlanWatch(connection) if connection.rank == 0 else None
 
 
 class StalePlanWatch:
-    """Called after each step. Warm-up steps are not compared: they send more than the prediction includes."""
+    """Observer that is called after each step and compares step times with the plan's prediction. Warm-up steps are not
+    compared: they send more than the prediction includes."""
 
     def __init__(self, connection: DistributedJob) -> None:
         self._connection, self._state, self._ended = connection, StaleState(), 0.0

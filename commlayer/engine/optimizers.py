@@ -1,6 +1,6 @@
-"""Observes and describes torch optimizers: calls watchers around every step, compares settings, and digests optimizer states.
+"""Calls functions around every optimizer step, compares optimizer settings between ranks, and digests optimizer states.
 
-One pair of torch's global optimizer hooks serves all watchers.
+One pair of torch's global optimizer hooks serves all these functions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from commlayer.records import Job, TensorInfo
 from commlayer.transport.crc import crc32c
 
 Call = Callable[[Optimizer, Any, Any], None]
-"""Function to call around a step. It receives the optimizer and the step's arguments: a tuple that starts with the optimizer,
-and a dict."""
+"""Function to call before or after a step. It receives the optimizer and the step's arguments: a tuple that starts with the
+optimizer, and a dict."""
 Weak = Callable[[], Call | None]
 
 
@@ -49,8 +49,8 @@ _running: list[_Step] = []
 
 
 def watch(before: Call | None = None, after: Call | None = None) -> Callable[[], None]:
-    """Calls `before` and `after` around every optimizer step of this process. Returns the function that ends this. Watchers are
-    called in the order in which they were added.
+    """Calls `before` and `after` around every optimizer step of this process. Returns a function that ends these calls.
+    Functions are called in the order in which they were added.
 
     Both arguments are methods. They are referenced weakly, so a session that a script drops is freed with its model.
     """
@@ -73,15 +73,16 @@ def watch(before: Call | None = None, after: Call | None = None) -> Callable[[],
 
 
 class HeldParameters:
-    """Tells which of a model's parameters belong to an optimizer, by parameter number. While any watcher exists, also which
-    optimizers of these parameters are inside a step."""
+    """Returns which of a model's parameters belong to an optimizer, by parameter number. While functions added by `watch`
+    exist, also returns which optimizers of these parameters are inside a step."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._numbers = {id(p): number for number, p in enumerate(parameters)}
         self._by: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
     def by(self, optimizer: Any) -> tuple[int, ...]:
-        """Numbers of the parameters that belong to the optimizer, in its order. Empty if the argument is not an optimizer."""
+        """Returns the numbers of the parameters that belong to the optimizer, in the optimizer's order. Empty if the argument
+        is not an optimizer."""
         ids = [*map(id, chain.from_iterable(group["params"] for group in getattr(optimizer, "param_groups", ())))]
         known, numbers = self._by.get(optimizer, (None, ()))
         if known != ids:
@@ -91,14 +92,15 @@ class HeldParameters:
         return numbers
 
     def stepping(self) -> list[Optimizer]:
-        """The optimizers with some of these parameters that are inside a step; outer steps precede steps inside them."""
+        """Returns the optimizers with some of these parameters that are inside a step; outer steps precede steps inside them.
+        """
         inside = (step.optimizer() for step in tuple(_running))
         return [optimizer for optimizer in inside if optimizer is not None and self.by(optimizer)]
 
 
 def closure_of(args: Any, kwargs: Any) -> Any:
-    """The closure among the arguments of an optimizer's step; None if there is none. Its backward passes are part of the step.
-    """
+    """Returns the closure among the arguments of an optimizer's step; None if there is none. Backward passes of the closure are
+    part of the step."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
@@ -121,7 +123,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     while place:
         place -= 1
         if _running[place].thread == thread and _running[place].optimizer() is optimizer:
-            # Steps inside this one that have raised end with it.
+            # Steps that were called inside this one and have raised end with it.
             _running[place:] = [step for step in _running[place:] if step.thread != thread]
             break
     for watcher in tuple(_watchers):
@@ -130,7 +132,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _nested() -> bool:
-    """Whether the step that is beginning was called by another optimizer's step."""
+    """Returns True if the step that is beginning was called by another optimizer's step."""
     frame: FrameType | None = sys._getframe()
     steps = 0
     while frame is not None:
@@ -139,18 +141,18 @@ def _nested() -> bool:
     return steps > 1
 
 
-# ---- reads an optimizer's settings by name, to compare them between ranks: class, groups, and their hyperparameters
+# ---- reads an optimizer's settings (class, parameter groups and hyperparameters) by name, to compare them between ranks
 
 ALWAYS = frozenset({"lr"})
 """Keys of a parameter group that are compared even if the optimizer's constructor has no such parameter."""
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
-"""Keys of a parameter group that are not compared between ranks. Parameters are compared by name, and the implementation of a
+"""Keys of a parameter group that are not compared between ranks: parameters are compared by name, and the implementation of a
 step can differ between processors."""
 
 
 def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """The optimizer's settings as text, by a name that the user knows. `named`: the model's parameters. Empty without an
-    optimizer."""
+    """Maps names of the optimizer's settings, which the user knows, to their values as text. `named`: the model's parameters.
+    Empty without an optimizer."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return {}
@@ -169,7 +171,8 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
 
 
 def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
-    """The keys of a parameter group that are parameters of the optimizer's constructor; all keys if none is, as in a wrapper.
+    """Returns the keys of a parameter group that are parameters of the optimizer's constructor; all keys if none is, as in a
+    wrapper.
 
     Other keys are values that the optimizer's steps change, such as the estimated distance of Prodigy.
     """
@@ -181,7 +184,7 @@ def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
 
 
 def structural(name: str) -> bool:
-    """Whether ranks that differ in this setting cannot use each other's optimizer state."""
+    """Returns True if ranks that differ in this setting cannot use each other's optimizer state."""
     return name.partition(" ")[0] in ("optimizer", "number", "parameters")
 
 
@@ -197,8 +200,8 @@ def differences(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
 
 
 def _spelled(value: Any) -> str:
-    """Text of a setting's value; "" if it is not a simple value. Floats have six digits, because a learning rate might be a
-    float32 tensor on some ranks."""
+    """Returns a setting's value as text; "" if the value is not a simple one. Floats have six digits, because a learning rate
+    might be a float32 tensor on some ranks."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -211,23 +214,23 @@ def _spelled(value: Any) -> str:
     return ""
 
 
-# ---- digests of an optimizer's state, and its effect on weights: what a change of sync mode needs to know of it
+# ---- digests of an optimizer's state, and the optimizer's effect on weights, for changes of the sync mode
 
 class OptimizerMemory:
-    """Describes one optimizer's state and its effect on weights, for changes of the sync mode. Parameters are identified by
-    number."""
+    """Describes one optimizer's state and effect on weights, for changes of the sync mode. Parameters are identified by number.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: Any, outer: OuterSGD) -> None:
         self._parameters, self._optimizer, self._outer = parameters, optimizer, outer
 
     @property
     def family(self) -> str:
-        """Name of the optimizer's family; empty if it is unknown."""
+        """Name of the optimizer's family, such as "adam"; "other" if the family is unknown."""
         return family_of(self._optimizer)
 
     @property
     def matched(self) -> bool:
-        """Whether averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
+        """True: averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
         return self._outer.matched
 
     @property
@@ -236,7 +239,8 @@ class OptimizerMemory:
         return any(value is not None for p in self._parameters for _, value in _flat(state.get(p, {})))
 
     def digest(self) -> int:
-        """A digest of the optimizer's state of these parameters. Ranks with equal states stay equal under equal gradients."""
+        """Returns a digest of the optimizer's state for the averaged parameters. Ranks with equal states stay equal under equal
+        gradients."""
         return zlib.crc32(repr(state_digests(self._parameters, self._optimizer)).encode())
 
     @property
@@ -244,7 +248,8 @@ class OptimizerMemory:
         return learning_rate(self._optimizer, 1.0)
 
     def effect(self, number: int) -> float:
-        """By how much a gradient of 1 decreases a tensor's weights in an exchanged step. 0 if that is not a constant."""
+        """Returns the weight change, as local steps exchange it, that has the same effect as a gradient of 1 in a synchronous
+        step; 0 if this ratio is not a constant."""
         optimizer, p = self._optimizer, self._parameters[number]
         if type(optimizer) is not torch.optim.SGD or self._outer.momentum or self._outer.matched:
             return 0.0
@@ -256,8 +261,8 @@ class OptimizerMemory:
 
 
 def state_digests(parameters: Sequence[torch.Tensor], optimizer: Any, *, moments: bool = True) -> list[int]:
-    """A digest of the optimizer's state for each parameter. Without `moments` it covers only names and types of the entries,
-    and scalars such as step counts: under local steps only those are equal on all ranks."""
+    """Returns a digest of the optimizer's state for each parameter. Without `moments` it covers only names and types of the
+    entries, and scalars such as step counts: under local steps only those are equal on all ranks."""
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     digests_of = [0] * len(parameters)
     by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
@@ -290,15 +295,11 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
-    # The repr of an object may hold its address.
+    # The repr of an object can contain its address.
     return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
 
 
-# ---- digests of tensors, computed piece by piece so that no single step pays for all of them
-#
-# On a CPU, the digest is a CRC-32C over the bytes. On a GPU that would have to wait for copies. So there the device sums the
-# elements' bits by row and by column, with odd weights; one number per tensor returns in the end. Two changes that cancel in
-# a plain sum do not cancel under the weights.
+# ---- digests of tensors, computed piece by piece so that no single step takes the time of all digests
 
 PIECE_NBYTES = 4 << 20
 """Number of bytes that are digested at once; this takes about 0.4 ms on a CPU."""
@@ -331,13 +332,17 @@ def pieces(tensors: Sequence[torch.Tensor], most_nbytes: int = PIECE_NBYTES) -> 
 
 class Digests:
     """Digests of tensors on one device, over the pieces added since the last `afresh`. They compare bits: -0.0 differs from
-    0.0, and equal NaNs are equal."""
+    0.0, and equal NaNs are equal.
+
+    On a CPU, a digest is a CRC-32C over the bytes. A CRC on a GPU would wait for copies, so the GPU sums the elements' bits by
+    row and by column, with odd weights. Two changes that cancel in a plain sum do not cancel under these weights.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         device = tensors[0].device if tensors else torch.device("cpu")
         self.by_sums = device.type != "cpu"
-        """Whether digests are weighted sums (on a GPU) instead of CRCs (on a CPU). The two kinds cannot be compared."""
+        """True: digests are weighted sums (on a GPU). False: they are CRCs (on a CPU). The two kinds cannot be compared."""
         self._device, self._weights = device, torch.empty(0, dtype=torch.int64, device=device)
         self.afresh()
 
@@ -356,7 +361,7 @@ class Digests:
             self._crcs[piece.tensor] = crc32c(flat.view(torch.uint8).numpy().data, self._crcs[piece.tensor])
 
     def sum_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A weighted sum of the elements' bits. It is a tensor on the device, so the host does not wait."""
+        """Returns a weighted sum of the elements' bits. It is a tensor on the device, so the host does not wait."""
         bits = flat.view(_INTEGERS[flat.element_size()])
         table_numel = bits.numel() // ROW * ROW
         table, rest = bits[:table_numel].view(-1, ROW), bits[table_numel:].to(torch.int64)
@@ -381,19 +386,19 @@ class Digests:
 # ---- reads the tensors to average from a model, and learning rate and loss scale from optimizer and scaler
 
 def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The trained parameters with their names, in registration order. Tied weights occur once."""
+    """Returns the trained parameters with their names, in registration order. Tied weights occur once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def buffers_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point buffers that workers average, such as running statistics. Buffers with infinite values, such as masks,
-    are excluded."""
+    """Returns the floating-point buffers that workers average, such as running statistics. Buffers with infinite values, such
+    as masks, are excluded."""
     named = model.named_buffers()
     return [(name, b) for name, b in named if b.is_floating_point() and b.numel() and bool(torch.isfinite(b).all())]
 
 
 def job_of(model: nn.Module) -> Job:
-    """Describes the averaged tensors: gradients of trained parameters, then floating-point buffers."""
+    """Returns the description of the averaged tensors: gradients of trained parameters, then floating-point buffers."""
     named: list[tuple[str, torch.Tensor, bool]] = [(name, tensor, False) for name, tensor in parameters_of(model)]
     named += [(name, tensor, True) for name, tensor in buffers_of(model)]
     return Job(tuple(
@@ -411,12 +416,12 @@ def check_dense(name: str, gradient: torch.Tensor) -> None:
 
 
 def learning_rate(optimizer: Any, before: float) -> float:
-    """Learning rate of the optimizer's first parameter group. Returns `before` while that rate is 0 or infinite, and without an
-    optimizer."""
+    """Returns the learning rate of the optimizer's first parameter group. Returns `before` while that rate is 0 or infinite,
+    and without an optimizer."""
     rate = float(optimizer.param_groups[0]["lr"]) if optimizer is not None else before
     return rate if 0 < rate < math.inf else before
 
 
 def loss_scale(scaler: Any) -> float:
-    """The current loss scale of a GradScaler; 1 without an enabled scaler."""
+    """Returns the current loss scale of a GradScaler; 1 without an enabled scaler."""
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0

@@ -1,13 +1,12 @@
-"""Checks that all ranks still have the same parameters: they exchange a digest of each parameter, once per round of N steps.
+"""Checks for replica divergence: once per round of N steps, all ranks exchange a digest of each parameter.
 
 Ranks might diverge because a script changes weights on one of them, optimizers have different states, or processors round
-differently. Then their gradients belong to different models, and no error shows it. The digests of a round are computed over
-all of its steps and read one step later, so ranks do not wait for them. All ranks read the same rows after the same step, and
-react alike.
+differently. Then their gradients belong to different models, and no error shows it. Digests are computed during all steps of a
+round and read one step later, so ranks do not wait for them. All ranks read the same digests after the same step, and react
+alike.
 
-The row also contains a checksum of the exchanges after which the optimizer has stepped. If ranks make unequal numbers of
-backward passes per step, each rank's gradients are averaged with those of another step. The row also contains a digest of the
-optimizer's settings.
+If ranks make unequal numbers of backward passes per step, each rank's gradients are averaged with those of another step. So
+ranks also exchange a checksum of the exchanges after which the optimizer has stepped, and a digest of the optimizer's settings.
 
 Before the first optimizer step of a job, or after a load, ranks compare everything at once and wait: settings, weights, and
 optimizer state, which scripts often load after attach().
@@ -46,30 +45,30 @@ from commlayer.engine.worker import UNEQUAL
 from commlayer.errors import CommError
 
 COST_MOST = 0.001
-"""Largest fraction of the training time for digests, if the setting drift_steps is -1."""
+"""Largest fraction of the training time that digests take, if the setting drift_steps is -1."""
 LEAST, MOST = 10, 10_000
-"""Number of steps of the first round, whose cost is not known yet, and the largest number of steps of a round."""
+"""LEAST: number of steps of the first round, whose cost is not known yet. MOST: largest number of steps of a round."""
 NAMED = 3
-"""Largest number of tensors or settings that one line names."""
+"""Largest number of tensors or settings that one log line or error names."""
 HEAD = 6
-"""Numbers in a row before the digests: kind of digest, seconds that digests cost, seconds of a step, two numbers about the
-optimizer's steps, and a digest of the optimizer's settings."""
+"""Number of values before the digests in a row that ranks exchange: kind of digest, seconds that digests cost, seconds of a
+step, two values about the optimizer's steps, and a digest of the optimizer's settings."""
 SHARDED = "consolidate_state_dict"
-"""Name of a method that only optimizers have whose state is divided among the ranks."""
+"""Name of a method of optimizers whose state is divided among the ranks; other optimizers do not have it."""
 
 
 def drift_of(
     connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
     held: HeldParameters,
 ) -> ParameterDrift | None:
-    """Creates the check; None if there are no other ranks to compare with, or the setting drift_steps is 0."""
+    """Creates the check for replica divergence; returns None if there are no other ranks, or the setting drift_steps is 0."""
     if connection.world == 1 or not config.drift_steps:
         return None
     return ParameterDrift(connection, named, optimizer, config, held)
 
 
 def spacing(cost_s: float, step_s: float) -> int:
-    """Number of steps in a round whose digests cost `cost_s` seconds in total.
+    """Returns the number of steps of a round whose digests cost `cost_s` seconds in total.
 
     >>> spacing(0.02, 0.5), spacing(0.02, 0.001), spacing(0.02, 60.0)
     (40, 10000, 10)
@@ -78,23 +77,23 @@ def spacing(cost_s: float, step_s: float) -> int:
 
 
 def _unlike(rows: Sequence[Sequence[float]]) -> dict[int, list[int]]:
-    """Maps each column in which rows differ to the ranks whose value differs from that of rank 0."""
+    """Maps the index of each column in which rows differ to the ranks whose value differs from that of rank 0."""
     differing = {at: [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(len(rows[0]))}
     return {at: ranks for at, ranks in differing.items() if ranks}
 
 
 @dataclasses.dataclass
 class _Round:
-    """What has happened since the last row was sent."""
+    """What has happened on this rank in the current round, since the last row of digests was sent."""
 
     began: float
     place: int = 0
-    """Number of steps so far."""
+    """Number of training steps in the round so far."""
     cost_s: float = 0.0
     steps: int = 0
-    """Number of optimizer steps."""
+    """Number of optimizer steps in the round so far."""
     places: int = 0
-    """A checksum of the exchanges that these steps followed."""
+    """Checksum of the positions in the round at which these optimizer steps were made."""
 
 
 class ParameterDrift:
@@ -105,7 +104,7 @@ class ParameterDrift:
         self, connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
         held: HeldParameters,
     ) -> None:
-        """`named`: the parameters with their names. `held`: tells which optimizers step the averaged parameters."""
+        """`named`: the parameters with their names. `held`: returns which optimizers step the averaged parameters."""
         self._connection, self._optimizer, self._answer = connection, optimizer, config.drift
         self._named, self._names = named, [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
@@ -116,12 +115,12 @@ class ParameterDrift:
         self._held = held
         # A worker that joins under local steps enters in the middle of an exchange, where the others compare nothing.
         self._compared = connection.fresh and connection.local is not None
-        """Whether settings, weights and optimizer states have been compared since the start or the last load."""
+        """True: settings, weights and optimizer states have been compared since the start or the last load."""
         self.begin_again()
         connection.on_close.append(watch(after=self._stepped))
 
     def begin_again(self) -> None:
-        """Restarts with the first round, because a new member does not know the earlier ones. All ranks call it in the same
+        """Restarts with the first round, because a new member has no digests of earlier rounds. All ranks call it in the same
         step."""
         self._digests = Digests(self._tensors)
         self._compared = self._compared and self._connection.local is not None
@@ -130,7 +129,8 @@ class ParameterDrift:
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
         self._apart = self._unlike = False
-        """Two flags about the last round: whether optimizer steps differed between ranks, and whether settings did."""
+        """Two flags about the last round. `_apart`: optimizer steps differed between ranks. `_unlike`: optimizer settings
+        differed."""
 
     def loaded(self) -> None:
         """Restarts the comparison after a checkpoint was loaded. All ranks call it after the same step."""
@@ -139,8 +139,8 @@ class ParameterDrift:
         self.begin_again()
 
     def start(self) -> None:
-        """Compares everything before the first optimizer step. All ranks call it after the same backward pass; later calls do
-        nothing."""
+        """Compares settings, weights and optimizer states before the first optimizer step. All ranks call it after the same
+        backward pass; later calls do nothing."""
         if not self._compared:
             self._compared = True
             try:
@@ -195,7 +195,7 @@ class ParameterDrift:
             if not self._fixed:
                 self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
             self._compare_steps(rows)
-            if self._connection.local is None:  # under local steps, a scaler may skip the step after which a schedule advances
+            if self._connection.local is None:  # under local steps, a skipped step can delay a schedule
                 self._compare_settings({row[HEAD - 1] for row in rows})
             if len({row[0] for row in rows}) > 1:
                 return  # digests from CPUs and from GPUs cannot be compared
@@ -221,7 +221,7 @@ class ParameterDrift:
         if not before:
             self._connection.say(what)
 
-    # ---- everything at once
+    # ---- settings, weights and optimizer states at once
 
     def _compare_all(self) -> None:
         """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,

@@ -32,19 +32,21 @@ from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
 FINE = ("int4()", "int8()")
-"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen. The first one within the
-loss budget is used.
+"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen. The first codec within
+the loss budget is used.
 
-The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec costs more progress there than
-a minute of faster steps gains.
+The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec slows the decrease of the loss
+by more than its faster steps gain.
 """
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
-"""Codec of the first steps if the loss model has no measurement of the codecs in FINE, and its smallest ratio."""
+"""SPARSE: codec of the first steps if the loss model has no measurement of the codecs in FINE. LEAST_RATIO: its smallest ratio.
+"""
 FREE = "fp16()"
 """Codec of the first steps if the loss budget allows none of the others."""
 
 UPDATES_CODEC = FINE[0]
-"""Codec of the automatic plan for weight changes. The planner does not search then, because a search measures gradients."""
+"""Codec of the automatic plan for weight changes of local steps. The planner then does not search for a better one, because a
+search measures gradients."""
 
 Tell = Callable[[str], None]
 
@@ -70,8 +72,8 @@ def requested_plan(compression: Any, plan: Any) -> Plan | Path | str:
 
 def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
            requested: RequestedModes = RequestedModes(), optimizer: str = "") -> Plan:
-    """Returns the plan for `world` ranks that `plan` requests; see `requested_plan`. The settings `ratio_over` and `warmup`
-    override the plan's own. `optimizer`: name of its family, on which loss budgets depend."""
+    """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
+    `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend."""
     base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
@@ -101,8 +103,8 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:
-    """Reads the plan file with the inputs from which it was made. If they cannot be read, reports that through `tell` and
-    returns None: training does not need them."""
+    """Reads the inputs file of a plan file: the measurements from which the plan was made. If that fails, reports it through
+    `tell` and returns None: training does not need them."""
     try:
         return plan_file.basis_of(plan)
     except ValueError as error:
@@ -111,8 +113,8 @@ def basis(plan: Any, tell: Tell) -> Basis | None:
 
 
 def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tell) -> Plan:
-    """Returns the plan with its servers on the nodes that it names, if servers can be started on these nodes. Otherwise reports
-    the reason through `tell`."""
+    """Returns the plan with its servers on the nodes that the plan names, if servers can be started on these nodes. Otherwise
+    reports the reason through `tell`."""
     for line in untouched(plan):
         tell(line)
     planned = sum(1 for node in made_from.inputs.cluster.nodes if node.ranks) if made_from else nodes
@@ -130,8 +132,8 @@ def with_server_nodes(plan: Plan, made_from: Basis | None, nodes: int, tell: Tel
 
 
 def _first_codec(config: Config, recipe: Recipe) -> str:
-    """The codec of the automatic plan for the first steps. Reads the loss model, which exists only on rank 0."""
-    rows = machines.learning_rows(config.learning)  # reads the file before anything starts, so that an error in it shows early
+    """Returns the codec of the automatic plan for the first steps. Reads the loss model, which exists only on rank 0."""
+    rows = machines.learning_rows(config.learning)  # reads the file before the job starts, so that an error in it shows early
     if config.loss:
         model = loss_model.read(Path(config.loss))
         return loss_budget.first_codec(model, config.max_loss or loss_budget.BUDGET, FINE, SPARSE, LEAST_RATIO)
@@ -160,8 +162,8 @@ def plan_in(data: bytes) -> Plan:
 
 
 class OfferedPlan:
-    """Result of make() on rank 0, before it is sent to the other ranks. So ranks can exchange its size together with other
-    data. If make() fails, its error text is sent instead."""
+    """Result of the function make() on rank 0, before it is sent to the other ranks. If make() fails, its error text is sent
+    instead. Ranks can exchange the size of the result together with other data."""
 
     def __init__(self, make: Callable[[], bytes], rank: int) -> None:
         self.data = b""
@@ -196,8 +198,8 @@ def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float 
 def check_plan(
     plan: Plan, job: Job, nodes: int, per_node: int, device: torch.device, forbids: Forbids, *, reachable: bool = True,
 ) -> None:
-    """Raises ValueError with the first reason why this plan cannot run in this job. `forbids` returns why a sync mode is
-    excluded."""
+    """Raises ValueError with the first reason why this plan cannot run in this job. `forbids` returns why the job cannot use a
+    sync mode, or ""."""
     problems = planner.verify(plan, job) or unsuited(
         plan, nodes, per_node, cuda=device.type == "cuda", reachable=reachable) or \
         [f"{what}: {why}" for mode, what in modes_of(plan) if (why := forbids(mode))]
@@ -218,48 +220,47 @@ class PlanTerms:
     requested: RequestedModes = dataclasses.field(default_factory=RequestedModes)
     """The sync mode that the user requested in attach(); it applies to every plan."""
     forbids: Forbids = _allow
-    """Returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
+    """Function that returns why a plan cannot use a sync mode in this job, or ""; see sync_modes.py."""
     useless: Forbids = _allow
-    """Returns why a sync mode would bring no benefit in this job, or "". Set by module_driver.py."""
+    """Function that returns why a sync mode would bring no benefit in this job, or "". Set by module_driver.py."""
     auto: bool = False
-    """Whether commlayer chooses the plan, instead of the user."""
+    """True: commlayer chooses the plan. False: the user does."""
     optimizer: str = ""
-    """Name of the family of the script's optimizer; empty if unknown."""
+    """Name of the family of the script's optimizer, such as "adam"; empty if unknown."""
     loss: str = ""
-    """Path of the loss model."""
+    """Path of the loss model, which predicts the loss of each codec."""
     learning: str = ""
     """Path of the table of convergence factors; empty: the built-in table."""
     max_loss: float = 0.0
     """The loss budget; 0: none."""
     suggested: bool = False
-    """Whether the log has already suggested local steps; used only on rank 0."""
+    """True: the log has already suggested local steps. Used only on rank 0."""
     balanced: bool = False
-    """Whether the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients."""
+    """True: the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients."""
     floor: float = 0.0
-    """The precision level (see `level`) below which the quality guard allows no codec."""
+    """Precision level (see the function `level`) of the coarsest codec that the quality guard allows."""
     basis: Basis | None = None
-    """The plan and the inputs from which it was made, if known; used only on rank 0."""
+    """The current plan and the inputs from which it was made, if known. Used only on rank 0."""
     price: tuple[float, float] | None = None
-    """Seconds of communication per step under the current plan, and the fraction of it that computation hides; None if unknown.
-    Used only on rank 0."""
+    """Two numbers about the current plan: seconds of communication per step, and the fraction of them that overlaps with
+    computation. None if unknown. Used only on rank 0."""
 
     def forbidden_modes(self) -> dict[str, str]:
-        """Maps each sync mode to the reason why a planner cannot choose it, or to "" if it can. Reasons can differ between
-        ranks, so ranks exchange them."""
+        """Maps each sync mode to the reason why a planner cannot choose it, or to "". Reasons can differ between ranks, so
+        ranks exchange them."""
         return {mode: requested_otherwise(self.requested, mode) or self.forbids(mode) or self.useless(mode) for mode in MODES}
 
     def allowed_modes(self) -> set[str]:
-        """The sync modes that a planner can choose on this rank."""
+        """Returns the sync modes that a planner can choose on this rank."""
         return {mode for mode, why in self.forbidden_modes().items() if not why}
 
 
-# ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs
-#
-# planner.verify checks the plan itself, without codecs and without the process that is to run it.
+# ---- checks whether a plan can run here: codecs that exist and fit their paths, and the nodes and device that it needs.
+# planner.verify checks the plan itself.
 
 def unsuited(plan: Plan, nodes: int, per_node: int, *, cuda: bool = False, reachable: bool = True) -> list[str]:
-    """All reasons why a plan cannot run on these nodes, one per line, the same on every rank. `cuda`: the model is on GPUs.
-    `reachable`: nodes can connect to one another, so collectives can span them."""
+    """Returns all reasons why a plan cannot run on these nodes, one per line, the same on every rank. `cuda`: the model is on
+    GPUs. `reachable`: True if nodes can connect to one another, so that collectives can span them."""
     try:
         fragments_of(plan.buckets, plan.fragments)
     except ValueError as error:
@@ -316,18 +317,18 @@ def promise_of(codec: Codec) -> codec_fit.Promise:
 
 DENSE = "identity()"
 STEPS = ((0.3, "int8()"), (0.6, "fp16()"), (1.0, DENSE))
-"""Pairs (floor, codec) in ascending order. Up to that floor, the codec replaces a codec without a ratio, or a sparse codec that
-would send as much."""
+"""Pairs (floor, codec) in ascending order of the floor. To raise a bucket's precision level to a floor, the codec of the first
+pair with at least this floor is used, if a sparse codec is not possible or would send as much."""
 TYPICAL = Spec((1 << 16,))
-"""Shape at which codecs are measured if they do not belong to a bucket."""
+"""Shape for which the precision level of codecs is measured without a bucket."""
 SMALL = 1 << 12
-"""Number of elements up to which headers dominate the measured level of a codec."""
+"""Number of elements up to which a codec's headers dominate its measured precision level."""
 EQUAL = 0.99
-"""Tolerance for comparing levels, because ratios are written with three digits."""
+"""Tolerance for comparing precision levels, because ratios are written with three digits."""
 
 
 def level(codec: Codec, spec: Spec = TYPICAL) -> float:
-    """Precision level of a codec: its ratio, or else the fraction of float32 bytes that it sends.
+    """Returns the precision level of a codec: its ratio, or else the fraction of float32 bytes that it sends.
 
     >>> level(parse("error_feedback(topk(ratio=0.01))")), level(parse("fp16()"))
     (0.01, 0.5)
@@ -341,45 +342,45 @@ def level(codec: Codec, spec: Spec = TYPICAL) -> float:
 
 
 def at_least(floor: float, texts: list[str]) -> list[str]:
-    """The codecs in `texts` whose level is at least `floor`, and a topk with the floor as its ratio, so that one codec is just
-    above the floor."""
+    """Returns the codecs in `texts` whose precision level is at least `floor`, and a topk codec with the floor as its ratio."""
     fine_enough = [text for text in texts if level(parse(text)) >= floor * EQUAL]
     finest = STEPS[0][0]
     return [*fine_enough, f"topk(ratio={floor:.3g})"] if 0 < floor < finest else fine_enough
 
 
 def lossy(bucket: Bucket) -> bool:
-    """Whether any of the bucket's codecs loses information."""
+    """Returns True if any of the bucket's codecs loses information."""
     return bucket.path != "allreduce" and any(level(codec, bucket.spec) < 1 for codec in _codecs(bucket))
 
 
 def lowest(plan: Plan) -> float:
-    """The level of the coarsest codec in the plan; 1 if all buckets are sent without loss."""
+    """Returns the precision level of the coarsest codec in the plan; 1 if all buckets are sent without loss."""
     return min((level(codec, b.spec) for b in plan.buckets if lossy(b) for codec in _codecs(b)), default=1.0)
 
 
 def carries_gradients(codec: Any) -> bool:
-    """Whether the codec sends gradients, and not a momentum (velocity)."""
+    """Returns True if the codec sends gradients, and not a momentum (velocity)."""
     if isinstance(codec, Momentum):
         return False
     return all(carries_gradients(part) for part in structs.astuple(codec) if isinstance(part, msgspec.Struct))
 
 
 def exchanges_gradients(bucket: Bucket) -> bool:
-    """Whether every node's codec of this bucket sends gradients. The result is the same on all ranks, whatever codec their own
-    node has."""
+    """Returns True if every node's codec of this bucket sends gradients. The result is the same on all ranks, whatever codec
+    their own node has."""
     return all(carries_gradients(codec) for codec in _codecs(bucket))
 
 
 def lift(plan: Plan, floor: float, nodes: int, *, cuda: bool = False) -> Plan:
-    """Returns the plan with all codecs at `floor` or above. A bucket is sent uncompressed if none of the finer codecs supports
-    its path."""
+    """Returns the plan with all codecs at precision level `floor` or above. A bucket is sent uncompressed if none of the finer
+    codecs supports its path."""
     buckets = tuple(_lifted(plan, b, floor, nodes, cuda) if lossy(b) else b for b in plan.buckets)
     return structs.replace(plan, buckets=buckets)
 
 
 def nbytes(plan: Plan) -> float:
-    """Upper bound for the bytes that a worker sends and receives in a step, for comparing two plans of the same job."""
+    """Returns an upper bound for the bytes that a worker sends and receives in a step, for comparing two plans of the same job.
+    """
     return sum(codec_of(b).bound(b.spec) + (wrap(parse(b.down or b.codec)).bound(b.spec)) if lossy(b) else 8 * b.numel
                for b in plan.buckets)
 
@@ -399,8 +400,8 @@ def _lifted(plan: Plan, bucket: Bucket, floor: float, nodes: int, cuda: bool) ->
 
 
 def _candidates(bucket: Bucket, floor: float) -> Iterator[Bucket]:
-    """Finer versions of a bucket to try in order: first the same codec with a higher ratio, then other codecs from coarse to
-    exact."""
+    """Yields finer versions of a bucket in the order in which to try them: first the same codec with a higher ratio, then other
+    codecs from coarse to exact."""
     floor = min(floor, 1.0)
     if floor <= STEPS[0][0]:
         texts = (bucket.codec, bucket.down, *bucket.by_node)

@@ -1,11 +1,11 @@
 """Transfers residuals, shared buffer values and counters from one plan's worker to the next plan's worker, between two steps.
 
-Residuals continue as inherited residuals of the buckets that contain their elements, whatever path and codec these now have.
-Under plans that average gradients, residuals are gradients; under local steps they are weight changes. Only an optimizer can
-convert gradients into weight changes. So from gradients to local steps they stay gradients: each rank adds its own to its next
-step (`unpaid`). Residuals that are still pending when a later plan averages gradients again are inherited unchanged. Weight
-changes become gradients only if the effect of a gradient on a weight is a constant: the learning rate of SGD without momentum.
-Otherwise they are dropped.
+Residuals continue as inherited residuals of the buckets that contain their elements, whatever path and codec these buckets now
+have. Under plans that average gradients, residuals are gradients; under local steps they are weight changes. Only an optimizer
+can convert gradients into weight changes. So when local steps begin, residuals stay gradients: each rank adds its own residuals
+to its next gradients (`unpaid`). Residuals that are still pending when a later plan averages gradients again are inherited
+unchanged. Weight changes become gradients only if the effect of a gradient on a weight is a constant: the learning rate of SGD
+without momentum. Otherwise they are dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ log = logging.getLogger("commlayer")
 def hand_over(before: Worker, after: Worker, effect: Callable[[int], float] = lambda _: 0.0, rate: float = 1.0) -> None:
     """Makes worker `after` continue where `before` stopped, with the residuals of `before`.
 
-    `effect(tensor)`: by how much a gradient of 1 decreases a tensor's weights; 0 if that is not a constant. `rate`: the
-    learning rate.
+    `effect(tensor)`: see OptimizerMemory.effect. `rate`: the learning rate.
     """
     after.now.number = before.step
     after.units.take(before.units)
@@ -50,7 +49,7 @@ def _carry(before: Worker, after: Worker, effect: Callable[[int], float]) -> Non
     residuals = [_times(d, worth / before.units.rate_of(bucket)) for bucket, d in unsent]
     if after.plan.steps_locally and not before.plan.steps_locally:
         units = before.units
-        # A worker's residual counts as a part of the mean; its gradient counts by its weight.
+        # A worker's residual is a part of the mean. Its gradient is multiplied by its weight.
         worth = units.total / (units.weight * units.members) if units.weight else 0.0
         after.unpaid = [_times(d, worth) for d in residuals]
         return
@@ -64,8 +63,8 @@ def _carry(before: Worker, after: Worker, effect: Callable[[int], float]) -> Non
 
 
 def inherit_residuals(worker: Worker, residuals: Sequence[ResidualSlice], *, members: int = 0) -> None:
-    """Makes a worker send residuals, in units of the gradient, that count toward the mean of `members` workers; 0: of its own
-    members."""
+    """Makes a worker send residuals, in units of the gradient, that count toward the mean of `members` workers. 0: all workers
+    of the current job."""
     worth = worker.units.members / members if members else 1.0
     for bucket in worker.buckets:
         bucket.ledger.inherited = None

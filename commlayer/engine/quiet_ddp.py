@@ -1,7 +1,7 @@
-"""Stops a DistributedDataParallel module from averaging gradients and copying buffers, because attach() does it.
+"""Stops a DistributedDataParallel module from averaging gradients and copying buffers, because attach() does both.
 
 DDP decides in its forward pass whether the next backward pass averages gradients. It also communicates in the forward pass. So
-its flags are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
+DDP's flags are off during each forward pass, as inside its own no_sync(), and the script's values are restored afterwards.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ class QuietDDP:
         """Adds hooks around the module's forward pass, which run before existing hooks."""
         self._ddp, self._said = ddp, (True, True)
         self.syncing = True
-        """Whether the script wants the current backward pass to be synchronized, which means that it is not inside
-        `ddp.no_sync()`."""
+        """True: the script wants the current backward pass to be averaged, so it is not inside `ddp.no_sync()`."""
         self._handles = [ddp.register_forward_pre_hook(self._silence, prepend=True),
                          ddp.register_forward_hook(self._restore, always_call=True)]
 
     def _silence(self, ddp: Any, _args: Any) -> None:
         if not self._handles:
-            return  # a hook before this one has removed it
+            return  # a hook before this one has called `remove`
         if ddp._join_config.enable:
             raise InvalidInput("E-DDP-UNSUPPORTED",
                                "DistributedDataParallel's join() does not work with an attached module, whose gradients "
@@ -42,7 +41,7 @@ class QuietDDP:
         ddp.require_backward_grad_sync, ddp._static_graph_delay_allreduce_enqueued = self._said
 
     def remove(self) -> None:
-        """Removes the hooks: the module averages gradients and broadcasts buffers again, as without commlayer."""
+        """Removes the hooks. The module then averages gradients and broadcasts buffers as without commlayer."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -50,8 +49,8 @@ class QuietDDP:
 
 
 def check_silenceable(ddp: DistributedDataParallel, hook: object = None) -> None:
-    """Raises ValueError for a module that would train differently without DDP's averaging. `hook`: commlayer's HookState on the
-    module."""
+    """Raises ValueError for a module whose training would change if attach() averaged its gradients instead of DDP. `hook`:
+    commlayer's HookState on the module."""
     if ignored := sorted(getattr(ddp, "parameters_to_ignore", ())):
         raise InvalidInput("E-DDP-UNSUPPORTED",
                            f"DistributedDataParallel ignores the parameter {ignored[0]}, but attach() would average it: freeze "

@@ -1,28 +1,28 @@
-"""Continues with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
+"""Continues a job with the remaining workers, and with new ones, when members leave, die or join in the middle of a step.
 
-The coordinator defines a new epoch with the remaining members (cluster/epoch_change.py; the code calls it a view). Each rank
-learns of it while it waits for others. Members then exchange messages to find the step that all of them repeat.
+The coordinator defines a new epoch with the remaining members (cluster/epoch_change.py; the code calls an epoch a view). Each
+rank receives it while it waits for others. Members then exchange messages to find the step that all of them repeat.
 
 If one member has completed a step, all of them will: servers push results, and keep them for members that lack them. A member
 might receive such a result while it waits for messages. It must then continue, because the others might wait for it after that
-step, in a collective of the script. So when all messages name one step, each member sends a binding confirmation of whether it
-stays in the step or has completed it.
+step, in a collective of the script. So when all messages name one step, each member sends a binding confirmation: it stays in
+the step, or has completed it.
 
 In the end all members are in one step that none has completed. That step is abandoned: codecs roll back what they encoded,
 servers what they summed. A new Worker is created for the new epoch, as for another plan (switch.py). It inherits the residuals,
 and encodes the same gradients again, which are still in the script's `.grad`.
 
 A joining worker only reports that it is ready. It receives its state (replica.py) before all members switch to the epoch, so
-its first backward pass is in that very step. Sums might arrive before messages do, step after step. So the first member of the
-epoch withholds its part of one step (step_loop.py, local_steps.py): all members meet in that step.
+its first backward pass is in the repeated step. To hold all members in one step, the first member of the epoch withholds its
+part of a step (step_loop.py, local_steps.py).
 
 Joining is paused (`closed_door`) while local steps are exchanged early, as for a save or a change of plans; then a joining
-worker waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat work in which
-it has no part. They turn the joining worker away, and then switch to the epoch without it.
+worker waits for the next scheduled exchange (replica.py). If members are lost meanwhile, the others must repeat an exchange to
+which the joining worker has not contributed. They turn it away, and then switch to the epoch without it.
 
-If another member dies during all this, the coordinator defines another epoch, and all members restart with it. Nothing is final
-before all members of an epoch have reported that they are ready for it. No step completes without all of them. agreement.py
-decides which step they repeat.
+If another member dies during all this, the coordinator defines another epoch, and all members restart with it. An epoch takes
+effect only when all of its members have reported that they are ready for it. No step completes without all of them.
+agreement.py decides which step they repeat.
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ from commlayer.records import Plan, View, plan_of
 from commlayer.transport.protocol import peer_name
 
 # ---- messages between workers when the members of a job change, through the store of their rendezvous
-#
-# A message is a row that stays, so late readers get it, too. A wait ends as soon as there is a newer view. After that, no
-# message of this view is accepted. So of the members of both views, either all have read all messages that they wait for, or
-# none has.
 
 LOOK_S = 0.5
 """Seconds between two checks by a waiting member whether there is a newer epoch, or all results of its step have arrived."""
@@ -73,23 +69,29 @@ def never() -> bool:
 
 
 class EpochMessages:
-    """Messages of one rank to other members during an epoch change, through the store of the rendezvous. The heartbeat thread
-    sets `newest`."""
+    """Sends and receives one rank's messages to other members during an epoch change, through the store of the rendezvous. The
+    heartbeat thread sets `newest`.
+
+    A message stays in the store, so late readers receive it, too. A wait ends as soon as there is a newer epoch. After that, no
+    message of this epoch is accepted. So either all members of both epochs have read all messages that they wait for, or none
+    has.
+    """
 
     def __init__(self, view: View, notice_s: float, away_s: float = 0.0) -> None:
-        """`notice_s`: seconds in which news from the coordinator arrives. `away_s`: seconds for which requests to an
+        """`notice_s`: seconds to wait for a new epoch from the coordinator. `away_s`: seconds for which requests to an
         unresponsive coordinator are repeated."""
         self.newest, self._notice_s, self._away_s = view, notice_s, away_s
         self._said: set[str] = set()
-        """Names of the messages that this rank has sent. A sent message does not change."""
+        """Names of the messages that this rank has sent. Their content does not change."""
 
     def tell(self, view: View, what: str, mine: int, word: Vote, until: float, *, among: Sequence[int] = (),
              complete: Callable[[], bool] = never, limit_s: float = 0.0) -> list[Vote]:
-        """Sends a message, and returns those of the members `among` (empty: all members of the epoch), in the epoch's order.
+        """Sends a message, and returns the messages of the members `among` (empty: all members of the epoch), in the epoch's
+        order.
 
-        Returns an empty list if all results of the step arrive first, as `complete` reports. Raises NewerEpoch if a newer epoch
-        starts first. `limit_s`: how long the others might wait for this rank; it is sent to the coordinator. The wait ends at
-        `until`, which includes time for the coordinator to decide who is lost.
+        Returns an empty list if `complete` first reports that all results of the step have arrived. Raises NewerEpoch if a
+        newer epoch starts first. `limit_s`: how long the others might wait for this rank; the coordinator receives this limit.
+        The wait ends at `until`, which includes time for the coordinator to decide who is lost.
         """
         ranks = [m.rank for m in view.members if not among or m.rank in among]
         own = agreement.name_of(view, what, mine)
@@ -103,8 +105,8 @@ class EpochMessages:
     def read(self, view: View, want: Sequence[tuple[str, int]], until: float, *, step: int,
              put: Sequence[tuple[str, bytes]] = (), complete: Callable[[], bool] = never,
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
-        """Waits for rows in the store and returns them. `want`: their names, each with the rank that writes it. `put`: rows to
-        write first. `waits`: the waiting rank, and how long others might wait for it."""
+        """Waits for values in the store and returns them. `want`: their names, each with the rank that writes it. `put`: names
+        and values to write first. `waits`: the waiting rank, and how long others might wait for it."""
         give_up = math.inf
         while True:
             try:
@@ -115,7 +117,8 @@ class EpochMessages:
             except CommError as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + self._away_s)
-                # Also if there is a newer view: only a reply shows whether others have found all messages of this one.
+                # The request is sent even if there is a newer epoch, because only a reply shows whether other members have
+                # found all messages of this one.
                 if _unanswered(error) and now < min(until, give_up):
                     continue
                 if self.newest is view and not self.hears_of(view):
@@ -134,7 +137,7 @@ class EpochMessages:
                                        peer=", ".join(late), step=step)
 
     def put(self, view: View, rows: Sequence[tuple[str, bytes]], until: float, *, drop: Sequence[str] = ()) -> None:
-        """Writes rows into the store, and deletes those named in `drop`."""
+        """Writes named values into the store, and deletes the values named in `drop`."""
         try:
             site_process_group.kv_client().request(until, put=rows, drop=drop, view=view.generation)
         except CommError:
@@ -143,7 +146,8 @@ class EpochMessages:
             raise NewerEpoch from None
 
     def hears_of(self, view: View) -> bool:
-        """Whether a newer epoch than `view` arrives soon. The coordinator defines one when it declares a member dead."""
+        """Returns True if a newer epoch than `view` arrives soon. The coordinator defines one when it declares a member dead.
+        """
         until = time.monotonic() + self._notice_s
         while self.newest is view and time.monotonic() < until:
             time.sleep(0.05)
@@ -151,20 +155,20 @@ class EpochMessages:
 
 
 def _unanswered(error: CommError) -> bool:
-    """Whether an error means that the coordinator did not reply. It might be restarting; its store then still contains all
-    messages."""
+    """Returns True if an error means that the coordinator did not reply. It might be restarting; its store then still contains
+    all messages."""
     return isinstance(error, (PeerLost, DeadlineExceeded)) and error.peer.startswith("coordinator ")
 
 
 # ---- sends a training worker's state to joining workers, in parts, through the store of the rendezvous
 #
 # Homes have no other connection to each other, and the store is small, so a window of parts is sent at a time. After each
-# window all members report, also those that neither give nor take. So no member waits longer than one window's deadline for a
-# slow home. If a member dies meanwhile, all get a newer view.
+# window all members send a report, even if they neither send nor receive the state. So no member waits longer than one window's
+# deadline for a slow home. If a member dies meanwhile, all receive a newer epoch.
 
 T = TypeVar("T")
 WINDOW = 64
-"""Number of parts that are in the store at a time; 10 MB in total."""
+"""Number of parts of the state that are in the store at a time; 10 MB in total."""
 
 
 class StateRelay:
@@ -172,7 +176,7 @@ class StateRelay:
     """
 
     def __init__(self, words: EpochMessages, view: View, mine: int, word: Vote, limit_s: float, judged_s: float) -> None:
-        """`limit_s`: longest wait for other members, in seconds. `judged_s`: further seconds for the coordinator to decide
+        """`limit_s`: longest wait for other members, in seconds. `judged_s`: further seconds in which the coordinator decides
         whether missing members are lost."""
         self._words, self._view, self._mine, self._word = words, view, mine, word
         self._limit_s, self._deadline_s = limit_s, limit_s + judged_s
@@ -194,7 +198,7 @@ class StateRelay:
         self._meet(windows)
 
     def take(self, enter: Callable[[bytes], T]) -> T:
-        """Receives the complete state and calls `enter` with it, before the others learn that it has arrived. Returns the
+        """Receives the complete state and calls `enter` with it, before the other members are told of its arrival. Returns the
         result of `enter`."""
         nbytes = self._nbytes()
         windows, data = self._windows(nbytes), bytearray()
@@ -249,7 +253,7 @@ class StateGiver(Protocol):
 
 
 class MembershipChange(MemberChanges):
-    """One rank's part in changes of members. The heartbeat thread calls `offer`; the thread that waits for a step calls
+    """Carries out changes of members on one rank. The heartbeat thread calls `offer`; the thread that waits for a step calls
     everything else."""
 
     elastic = True
@@ -262,7 +266,7 @@ class MembershipChange(MemberChanges):
         self._stands = VoterState()
         self._agreed: tuple[View, list[Vote]] | None = None
         self._admits = True
-        """Whether new members can join during the current operation."""
+        """True: new members can join during the current operation."""
         context.uplink.subscribe_epochs(self.offer)
 
     @contextlib.contextmanager
@@ -284,8 +288,8 @@ class MembershipChange(MemberChanges):
         return bool(self._gone())
 
     def patience(self) -> float:
-        """Extra seconds for each wait. The value does not depend on whether the coordinator replies now: it might reply again
-        before the wait ends."""
+        """Returns the extra seconds of each wait. The value does not depend on whether the coordinator replies now: it might
+        reply again before the wait ends."""
         return judged_s(self._config)
 
     def gone(self) -> list[str]:
@@ -345,14 +349,16 @@ class MembershipChange(MemberChanges):
         return new_in(self._newest, self._view)
 
     def _finished(self) -> Iterator[int]:
-        """For each lost member, the number of exchanges that it completed; -1 if it did not leave in order."""
+        """Yields, for each member that has left or died, the number of exchanges that it completed; -1 if it did not announce
+        its leave."""
         return (self._context.uplink.finished(member) for member in self._gone())
 
     def _agree(self, worker: Worker, complete: Callable[[], bool] = never) -> None:
-        """Finds the step to repeat. Raises EpochChanged if no member has completed the step in which all members are.
+        """Finds the step that all members repeat. Raises EpochChanged if no member has completed the step in which all members
+        are.
 
-        Returns if some member has completed it, because this rank then will, too; or if this rank has all results, as
-        `complete` reports.
+        Returns without an error if some member has completed this step, because this rank then will, too; or if `complete`
+        reports that this rank has all results.
         """
         # Under local steps, slow members arrive later.
         local = worker.plan.local_steps
@@ -377,22 +383,22 @@ class MembershipChange(MemberChanges):
                 raise EpochChanged
 
     def _send_away(self, view: View) -> None:
-        """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when their
-        heartbeats end."""
+        """Turns joining workers away and waits for the epoch without them. They leave, or are declared dead when they send no
+        heartbeats."""
         with contextlib.suppress(NewerEpoch):
-            for name in ("ready", "left"):  # they never send the second, so this waits for the newer view
+            for name in ("ready", "left"):  # a joining worker never sends the second one, so this waits for the newer epoch
                 self._tell(view, name, AWAY, time.monotonic() + self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        """Longest wait in seconds for other members. It includes time for the coordinator to decide who is lost: if one member
-        fails during the wait, the others can still continue."""
+        """Returns the longest wait for other members, in seconds. It includes time for the coordinator to decide who is lost:
+        if one member fails during the wait, the others can still continue."""
         return self._config.deadline_s + judged_s(self._config)
 
     def _hear(self, view: View, says: Claims, until: float, among: Sequence[int], complete: Callable[[], bool], local_steps: int
               ) -> list[Vote]:
-        """Sends a vote and returns those of the members `among`. `local_steps`: steps per exchange; the others might need as
-        long as an outer step to reach this point."""
+        """Sends a vote and returns the votes of the members `among`. `local_steps`: steps per exchange; the other members might
+        need as long as an outer step before they vote."""
         limit_s = self._config.deadline_s * local_steps
         return self._words.tell(view, says.what, self._context.id, says.word, until, among=among,
                                 complete=complete if says.ends else never, limit_s=limit_s)
@@ -400,7 +406,7 @@ class MembershipChange(MemberChanges):
     def _tell(self, view: View, what: str, word: Vote, until: float) -> list[Vote]:
         return self._words.tell(view, what, self._context.id, word, until, limit_s=self._config.deadline_s)
 
-    # ---- to the new view
+    # ---- to the new epoch
 
     def _go_over(self, old: Worker, under: Plan, agreed: tuple[View, list[Vote]]) -> None:
         job_context, (view, words) = self._context, agreed
@@ -465,7 +471,7 @@ class MembershipChange(MemberChanges):
 
 
 def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view: View, own: int) -> Groups:
-    """Creates the process groups of torch.distributed for the members of the epoch `view`, of which this one is `own`."""
+    """Creates torch.distributed's process groups for the members of the epoch `view`. `own`: this member's initial rank."""
     ids = [m.rank for m in view.members]
     former.close()
     site_process_group.change_members(KvClient(config.join, config, home), ids, ids.index(own), view.generation)
@@ -476,9 +482,9 @@ def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view:
 
 
 def unfit(plan: Plan) -> str:
-    """Why workers cannot leave under this plan; "" if they can.
+    """Returns why workers cannot leave under this plan; "" if they can.
 
-    An exchange that is repeated starts from its inputs. So no part of it can be applied before it is complete.
+    A repeated exchange starts from its inputs, so no part of it can be applied before it is complete.
     """
     what = "results that are a step late" if any(b.stale for b in plan.buckets) else \
         f"{plan.fragments} fragments" if plan.fragments > 1 else "overlap='forward'" if plan.overlap == "forward" else \
@@ -488,7 +494,7 @@ def unfit(plan: Plan) -> str:
 
 
 def forbidding(others: Forbids) -> Forbids:
-    """Returns a function like `others`, which gives the reason why a sync mode is excluded, for a job whose workers can leave.
-    """
+    """Returns the function `forbids` for a job whose workers can leave. It returns the reason why a sync mode is excluded,
+    which `others` or this module gives."""
     why = "workers of this job can leave (min_workers), and results that are applied bucket by bucket cannot be repeated"
     return lambda mode: why if mode == "forward" else others(mode)

@@ -1,4 +1,4 @@
-"""State of a training model that a joining worker receives: weights, buffers, optimizer state, and progress.
+"""Sends and installs the state that a joining worker receives: weights, buffers, optimizer state, and progress.
 
 The state is that of the current step, before which all ranks have the same weights; under local steps, that of the last
 exchange. The format is safetensors plus plain values, without pickle.
@@ -38,14 +38,14 @@ from commlayer.records import MALFORMED, Job, Plan, Record, View
 from commlayer.transport.crc import crc32c
 
 TENSOR, TUPLE = "\0tensor", "\0tuple"
-"""Keys that mark values for which msgpack has no type, in the encoded optimizer state."""
+"""Keys that mark tensors and tuples, for which msgpack has no type, in the encoded optimizer state."""
 LOCAL, OWN, HEAD = "local.", "own.", "head"
 PIECE_NBYTES = 16 << 20
-"""Number of bytes per broadcast of an optimizer's state; each broadcast has its own deadline."""
+"""Number of bytes per broadcast of an optimizer's state. Each broadcast has its own deadline."""
 
 
 class GivenState(Record, frozen=True):
-    """The values of a state that are not tensors."""
+    """All values of a sent state that are not tensors."""
 
     error: str = ""
     """The reason why the sender could not read its state; empty if it could."""
@@ -57,22 +57,22 @@ class GivenState(Record, frozen=True):
     passes: int = 0
     """Number of training steps (JobContext.passes)."""
     carried: int = 0
-    """Number of training steps whose changes all ranks have (DistributedJob.carried)."""
+    """Number of training steps whose weight changes all ranks have (DistributedJob.carried)."""
     matched: bool = False
-    """Whether all ranks use norm-matched averaging (DistributedJob.matched)."""
+    """True: all ranks use norm-matched averaging (DistributedJob.matched)."""
     automatic: bool = False
-    """Whether commlayer chooses the plan."""
+    """True: commlayer chooses the plan."""
     optimizer: str = ""
     """Name of the optimizer's class; "NoneType" without an optimizer."""
     state: Any = None
-    """State of the optimizer, in which names replace tensors."""
+    """State of the optimizer, with names instead of tensors."""
     scaler: dict[str, Any] = msgspec.field(default_factory=dict)
     followed: dict[str, str] = msgspec.field(default_factory=dict)
     """Results of the functions in JobContext.followers, by name."""
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
     """States of the script's own objects, in a checkpoint."""
     model: bool = True
-    """Whether the state includes model, optimizer and scaler."""
+    """True: the state includes model, optimizer and scaler."""
 
 
 class TakenState(NamedTuple):
@@ -98,15 +98,16 @@ class Replica:
         """Encodes this rank's state for a joining rank. If the state cannot be read, encodes the error instead."""
         try:
             tensors = self.state(context, plan)
-        except Exception as error:  # the optimizer's code may raise anything; the others continue to train
+        except Exception as error:  # the optimizer's code can raise any error; the other ranks continue to train
             tensors = {HEAD: _head(GivenState(error=f"{type(error).__name__}: {error}".splitlines()[0]))}
         return safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
 
     def state(
         self, context: JobContext, plan: Plan | None, extra: Mapping[str, Any] = MappingProxyType({}), *, model: bool = True,
     ) -> dict[str, torch.Tensor]:
-        """This rank's state as named tensors, of which one has all values that are not tensors. `model`: includes model,
-        optimizer and GradScaler. `plan`: None if the job has one worker. `extra`: further objects, by name."""
+        """Returns this rank's state as named tensors; one of them contains all values that are not tensors. `model`: True if
+        model, optimizer and GradScaler are included. `plan`: None if the job has one worker. `extra`: further objects, by name.
+        """
         tensors: dict[str, torch.Tensor] = {}
         job = context if isinstance(context, DistributedJob) else None
         local = None if job is None else job.local
@@ -122,7 +123,7 @@ class Replica:
         if model:
             buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
             if job is not None:
-                # The current buffers are one forward pass further, different on each rank.
+                # The current buffers belong to one forward pass later and differ between ranks.
                 agreed(job.worker.shared_buffers, [*[None] * len(self._trained), *(buffers[name] for name in self._averaged)])
             tensors |= {f"buffer.{name}": b for name, b in buffers.items()}
             starts = {} if local is None else dict(zip(map(id, self._trained), local.starts, strict=True))
@@ -132,7 +133,7 @@ class Replica:
 
     @contextlib.contextmanager
     def averaged(self, context: JobContext) -> Iterator[None]:
-        """See Session.averaged."""
+        """Implements Session.averaged."""
         if not isinstance(context, DistributedJob) or (local := context.local) is None:
             yield
             return
@@ -150,7 +151,8 @@ class Replica:
                 tensor.copy_(value)
 
     def own_state(self, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """What a checkpoint keeps for each rank: its current buffers, and the states of the script's own objects `extra`."""
+        """Returns the part of a checkpoint that is different on each rank: current buffers, and the states of the script's own
+        objects `extra`."""
         tensors: dict[str, torch.Tensor] = {}
         head = _head(_states_of(extra, tensors))
         buffers = dict(self._model.named_buffers())
@@ -178,8 +180,8 @@ class Replica:
     def load(
         self, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any], own: Mapping[str, torch.Tensor] | None,
     ) -> dict[str, torch.Tensor]:
-        """Installs the state in a checkpoint, and returns the state of local steps in it. `own`: what `own_state` returned on
-        this rank; None if the checkpoint has nothing for this rank. Raises ValueError if the state does not fit."""
+        """Installs the state in a checkpoint, and returns the state of local steps. `own`: result of `own_state` on this rank
+        when it was saved; None if the checkpoint contains none. Raises ValueError if the state does not fit."""
         saved = msgspec.msgpack.decode(tensors[HEAD].numpy().tobytes(), type=GivenState)
         states, of_states = saved.extra, tensors
         if own is not None:
@@ -223,7 +225,7 @@ class Replica:
 
 
 def _states_of(extra: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The states of the script's own objects, in which names replace tensors, which are added to `tensors`."""
+    """Returns the states of the script's own objects, with names instead of tensors. The tensors are added to `tensors`."""
     for name, value in extra.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise InvalidInput("E-CHECKPOINT", f"checkpoint(): extra {name!r} is a {type(value).__name__}, but it must have "
@@ -236,13 +238,14 @@ def _head(record: Any) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in CPU memory that belongs to it alone, as the safetensors format requires. Copies only if needed."""
+    """Returns the tensor in CPU memory that it shares with no other tensor, as the safetensors format requires. Copies only if
+    needed."""
     host = tensor.detach().cpu().contiguous()
     return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
 
 
 def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: int = 0) -> None:
-    """Copies the optimizer's state and hyperparameters from rank `source` to all ranks, which call this together.
+    """Copies the optimizer's state and hyperparameters from rank `source` to all ranks. All ranks call it together.
 
     Raises the same ValueError on all ranks if rank `source` has no optimizer, or one whose state cannot be sent.
     """
@@ -252,7 +255,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
         error, state = "", None
         try:
             state = _plain(optimizer.state_dict(), tensors)
-        except Exception as failed:  # the optimizer's code may raise anything, and the other ranks wait for the answer
+        except Exception as failed:  # the optimizer's code can raise any error, and the other ranks wait for a message
             error, tensors = f"rank {source}: {type(failed).__name__}: {failed}".partition("\n")[0], {}
         body = safetensors.torch.save({name: on_host(t) for name, t in tensors.items()})
         head = msgspec.msgpack.encode((error, state, len(body)))
@@ -265,7 +268,7 @@ def share_optimizer(optimizer: Any, groups: Groups, deadline_s: float, source: i
 
 
 def broadcast_bytes(data: bytes, nbytes: int, groups: Groups, source: int = 0) -> bytes:
-    """Copies `nbytes` bytes of rank `source` to all ranks, in pieces with a deadline each."""
+    """Copies `nbytes` bytes from rank `source` to all ranks, in pieces with a deadline each."""
     received = torch.empty(nbytes, dtype=torch.uint8, device=groups.device)
     if groups.rank == source and nbytes:
         received.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -283,8 +286,8 @@ def _restore(optimizer: Any, state: Any, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Returns the value with names instead of tensors, which are added to `tensors`. Raises ValueError for values that are
-    neither tensors nor of a plain type."""
+    """Returns the value with names instead of tensors. The tensors are added to `tensors`. Raises ValueError for a value that
+    is neither a tensor nor of a plain type."""
     if isinstance(value, torch.Tensor):
         name = f"state.{len(tensors)}"
         tensors[name] = value
@@ -302,7 +305,7 @@ def _plain(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Returns the value with the tensors instead of their names; the inverse of `_plain`."""
+    """Returns the value with tensors instead of their names; the inverse of `_plain`."""
     if isinstance(value, dict):
         if TENSOR in value:
             return tensors[value[TENSOR]].clone()
@@ -316,7 +319,7 @@ def _whole(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 # ---- lets this worker join a running job: registers, waits until the others reach a step, and receives their state
 #
-# regroup.py is the other side. Until this worker has its complete state, the others can continue as if it had not come.
+# regroup.py runs on the other workers. Until this worker has its complete state, they can continue without it.
 
 log = logging.getLogger("commlayer")
 
@@ -325,8 +328,8 @@ def enter(
     terms: PlanTerms, job: Job, device: torch.device, replica: Replica, memory: OptimizerMemory, request: messages.Join,
     config: Config, home: str, waits: WaitsFor, check: Callable[..., None], *, logs: bool,
 ) -> DistributedJob:
-    """Joins a running job, and returns when this rank is a member, in the step in which all other members are. `check` raises
-    ValueError for a plan that cannot run with a given number of `workers`."""
+    """Joins a running job. Returns when this rank is a member, in the same step as all other members. `check` raises ValueError
+    for a plan that cannot run with a given number of `workers`."""
     begin, own = time.monotonic(), request.rank
     with contextlib.ExitStack() as undo:
         groups = Groups(1, config.deadline_s, device, Members())
@@ -349,7 +352,7 @@ def enter(
             terms, own, groups, rows, link, memory, taken.plan, job, generation=wire_generation(view), logs=logs, waits=waits,
             matched=given.matched, joined=JoinedState(taken.local, taken.restore, dict(given.followed), given.carried))
         undo.pop_all()
-    context.passes = given.passes - int(taken.plan.steps_locally)  # local steps count at the end of their backward pass
+    context.passes = given.passes - int(taken.plan.steps_locally)  # local steps are counted at the end of their backward pass
     worker = context.worker
     worker.now.number, worker.counters.exchanges = given.step, given.counted
     worker.units.regroup(sum(word.weight for word in ready))
@@ -362,8 +365,8 @@ def enter(
 def _receive(
     replica: Replica, link: Uplink, own: int, config: Config, waits: WaitsFor, check: Callable[..., None], begin: float,
 ) -> tuple[View, list[Vote], TakenState]:
-    """Waits until the others reach a step in which this rank can join, and installs their state. Returns the epoch with this
-    rank, the votes of its members, and the state."""
+    """Waits until the other members reach a step in which this rank can join, and installs their state. Returns the epoch with
+    this rank, the votes of its members, and the state."""
     words = EpochMessages(link.view, waits.notice_s, reconnect_window_s(config))
 
     def offer(view: View) -> None:
@@ -378,7 +381,8 @@ def _receive(
             try:
                 ready = words.tell(view, "ready", own, Vote(-1, 1.0), time.monotonic() + config.deadline_s)
             except DeadlineExceeded:
-                # Their plan defines how long an exchange takes; the coordinator reports members that have died.
+                # The plan of the running job defines how long an exchange takes. The coordinator reports members that have
+                # died.
                 log.warning("still waiting for the other workers after %.0f s: under local steps "
                             "a worker can join only at a scheduled exchange, and there is none "
                             "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
@@ -411,7 +415,8 @@ def _check_givers(view: View, mine: int, link: Uplink) -> None:
 # ---- copies one rank's parameters and buffers to all ranks, sending only tensors that differ
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """CRC-32C of a tensor's elements in logical order. It is not secure against attackers, but ten times as fast as SHA-256."""
+    """Returns the CRC-32C of a tensor's elements in logical order. It is not secure against attackers, but ten times as fast as
+    SHA-256."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     return crc32c(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 

@@ -1,7 +1,7 @@
 """Makes gradients sparse if their average has few nonzero elements, for optimizers that update only those elements.
 
-Results that arrive as sparse entries become the gradient, without dense memory. Other averages are scanned once, whatever their
-codec and sync mode, with the same result. The entries are the same on all ranks, to the last bit. So all ranks make the same
+Averages that arrive as sparse entries become the gradient, without dense memory. Other averages are scanned once, whatever
+their codec and sync mode, with the same result. The entries are the same on all ranks, bit for bit. So all ranks make the same
 choice, as replicas of a lazy optimizer must.
 """
 
@@ -20,15 +20,16 @@ from commlayer.engine.worker import Worker
 from commlayer.optim.sparse import LazyOptimizer, sparse_gradient
 
 LEAST = 4096
-"""Number of elements below which a dense optimizer step is as fast."""
+"""Number of elements below which an optimizer's dense step is as fast as its sparse step."""
 MOST = 8
-"""A gradient is made sparse if at most one in MOST elements is nonzero. With more, a dense optimizer step is as fast."""
+"""Number of elements per nonzero element: below it, an optimizer's dense step is as fast as its sparse step, so the gradient
+stays dense."""
 SMALLEST = 2.0**-126
 """Smallest magnitude that counts as nonzero: smaller numbers are not normal float32 numbers."""
 
 
 def stepped_lazily(optimizer: Any, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
-    """The parameters for which sparse averages save time, by their number: large CPU parameters of a lazy optimizer."""
+    """Returns the parameters for which sparse averages save time, by their number: large CPU parameters of a lazy optimizer."""
     if not isinstance(optimizer, LazyOptimizer):
         return {}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -52,7 +53,8 @@ def keep_entries(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> None:
 
 
 def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-    """The averages that arrived as few sparse entries, as sparse gradients by parameter number. Call it after Worker.finish."""
+    """Returns the averages that arrived as few sparse entries, as sparse gradients by parameter number. Call it after
+    Worker.finish."""
     gradients = {}
     used = worker.used() if lazily else []
     for number, p in lazily.items():
@@ -65,8 +67,8 @@ def sparse_averages(worker: Worker, lazily: Mapping[int, nn.Parameter]) -> dict[
 
 
 def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor | None:
-    """Joins the sparse entries of a tensor's parts, in order, to one gradient. None if there are too many entries, or if some
-    are not finite."""
+    """Returns one gradient that joins the sparse entries of a tensor's parts, in order; None if there are too many entries, or
+    if some are not finite."""
     room = shape.numel() // MOST
     if sum(len(idx) for idx, _ in parts) > room:
         return None
@@ -78,10 +80,10 @@ def joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size
 
 
 class SparseRows:
-    """Parameters with sparse COO gradients, as nn.Embedding(sparse=True) creates them.
+    """Handles parameters with sparse COO gradients, as nn.Embedding(sparse=True) creates them.
 
-    They are averaged as dense tensors. Afterwards `.grad` is sparse again, with the rows in which the average is not zero: the
-    same rows on every rank. A rank without a gradient recognizes such a parameter by its module.
+    These gradients are averaged as dense tensors. Afterwards `.grad` is sparse again, with the rows in which the average is not
+    zero: the same rows on every rank. A rank without a gradient recognizes such a parameter by its module.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], lazily: Mapping[int, nn.Parameter]) -> None:

@@ -78,13 +78,13 @@ def connect(
     DistributedJob if there are other ranks.
 
     `must`: further values that must be the same on all ranks. `settings`: settings of optimizers, which can differ between
-    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: the state that this
-    rank sends to workers that join later, or receives if it joins; None: workers cannot leave or join.
+    ranks if drift="warn". `forbids` returns why a plan cannot use a sync mode (sync_modes.py). `replica`: sends this rank's
+    state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join.
     """
     kernels.choose(config.backend)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {}, matched=memory.matched)
-    # Server child processes get the same limit.
+    # Child processes of this rank's servers get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
     kernels.threads(config.codec_threads)
@@ -99,7 +99,7 @@ def connect(
             raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
                                                   "script with torchrun or `commlayer join`, or leave join out")
         settled = with_modes(plan_for(1, 1), requested)
-        # An error in the plan counts on a single process, too; the number of nodes that it is for does not.
+        # A single process also reports an error in the plan, but ignores the plan's number of nodes.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
         return JobContext(terms, logs=met.logs)
@@ -122,7 +122,7 @@ def _begin(
 ) -> DistributedJob:
     """Starts a job together with all other ranks."""
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
-    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each sends for itself
+    per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
     nodes, first = members.world // per_node, members.rank == 0
     if elastic:
         terms.forbids = forbidding(terms.forbids)
@@ -157,7 +157,7 @@ def _begin(
         check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
         if first and (note := float64.doubles_notice(job, nodes)):
             notes.append(note)
-        # Also without servers: a broken collective does not show which rank failed, the coordinator's heartbeats do.
+        # Heartbeats are needed even without servers: a broken collective does not show which rank failed.
         config = _placed(config, met.address, notes.append if first else _not_told)
         link = _join(job, agreed, groups, servers, config, outbound_only=not met.reachable, elastic=elastic,
                      must_match=must_match if elastic else {})
@@ -176,7 +176,7 @@ def _enter(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, config: Config, replica: Replica | None,
     memory: OptimizerMemory, waits: WaitsFor, must_match: Mapping[str, str],
 ) -> DistributedJob:
-    """Registers this worker with a job that is already running, and receives the state of its workers."""
+    """Registers this worker with a running job, and receives the state of its workers."""
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
                            "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
@@ -210,7 +210,7 @@ def _join(
 
 
 def _not_told(_line: str) -> None:
-    """Rank 0 logs the line for all."""
+    """Does nothing with a log line, because rank 0 logs it for all ranks."""
 
 
 def _placed(config: Config, address: str, tell: Callable[[str], None]) -> Config:
@@ -234,7 +234,7 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
     hosts = plan.hosts or [number % nodes if config.servers == "each" else 0 for number in range(plan.servers)]
     mine = [number for number, host in enumerate(hosts) if host == groups.node] if groups.local == 0 else []
 
-    # Servers load codecs, a coordinator does not. So if several start, the coordinator starts first and alone, and they start
+    # Servers load codecs, which takes time; a coordinator does not. So the coordinator starts first, and then the servers start
     # in parallel. A configured port is for the coordinator, and for a server in its process.
     alone = plan.servers > 1 and not config.port
 
@@ -246,7 +246,7 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
         # The group's store is plain text. With keys, each rank reads the secret from its key folder instead.
         return f"{child.control} {'' if config.keys else guarded.token}".encode()
 
-    # The child has join_deadline_s itself, and then reports why it did not start.
+    # The child process has the limit join_deadline_s itself, and then reports why it did not start.
     reply = from_rank_0(first, groups, config.join_deadline_s + HEARD_S).decode()
     address, _, token = reply.partition(" ")
     token = token or config.token
@@ -261,12 +261,10 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
     return address, token
 
 
-# ---- runs a training script as one process of a home, as `commlayer join` starts it, with torch's world set to the whole
-# job
-#
-# A script that creates the process group itself asks torch for sockets between all ranks, which homes behind NAT do not have.
-# Here that call returns the group of site_process_group.py, whatever its arguments. Rank and world come from the environment,
-# and traffic between homes passes through the coordinator. So a script written for torchrun runs unchanged.
+# ---- runs a training script as one process of a home, as `commlayer join` starts it. A script that creates the process group
+# itself asks torch for sockets between all ranks, which homes behind NAT do not have. So that call is replaced: it returns the
+# group of site_process_group.py, whose traffic between homes passes through the coordinator. Rank and world size come from the
+# environment.
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
@@ -274,12 +272,12 @@ AHEAD = ("this home joins a running job, whose workers take part in no collectiv
          "step: move the call after a step (a communication hook that a script registers itself makes such calls: join with "
          "attach())")
 OWN = (None, "", "env://")
-"""Values of init_method with which a script leaves the rendezvous to the launcher."""
+"""Values of init_process_group's argument init_method with which a script leaves the rendezvous to the launcher."""
 
 
 def begin_world(launch: Launch, inside: str, timeout_s: float = 0.0) -> None:
-    """Creates torch's default process group. `inside`: the backend for groups within this machine. `timeout_s`: seconds that
-    collectives wait; 0: the setting deadline_s."""
+    """Creates torch's default process group. `inside`: the backend for groups within this machine. `timeout_s`: seconds after
+    which a collective fails; 0: the setting deadline_s."""
     from commlayer.cluster import site_process_group
     from commlayer.cluster.site_client import KvClient
 
@@ -302,16 +300,16 @@ def main() -> None:
     except BaseException as error:
         if how == "traceback" or not (line := line_for(error)):
             raise
-        sys.last_value = error  # as Python does when it prints one: the session's close at exit sends it as the reason
-        if not isinstance(error, KeyboardInterrupt):  # the launcher reports it
+        sys.last_value = error  # as Python does when it prints an error; the session sends it to the other ranks as the reason
+        if not isinstance(error, KeyboardInterrupt):  # the launcher reports Ctrl-C
             sys.stderr.write(f"commlayer: {line}\n")  # one write, so that lines of several processes do not mix
             sys.stderr.flush()
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def line_for(error: BaseException) -> str:
-    """The one line that describes an error that ends a script: Ctrl-C, or an error of commlayer with a code. "" for an error in
-    the script itself or a bug, which need their traceback."""
+    """Returns the line that describes an error which ends a script: Ctrl-C, or an error of commlayer with a code. Returns ""
+    for an error in the script itself or a bug, which need their traceback."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, Coded) else ""
@@ -329,7 +327,7 @@ def _run(script: str, args: list[str]) -> None:
 
 def _end_with(parent: int) -> None:
     """Makes this process end as if by Ctrl-C when the launcher is killed (only on Linux). Shells make background processes and
-    their children ignore SIGINT; this function restores the default, so that the launcher's SIGINT ends the process."""
+    their children ignore SIGINT. This function restores the default, so that the launcher's SIGINT ends the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
@@ -421,13 +419,12 @@ if __name__ == "__main__":
     main()
 
 
-# ---- rendezvous of a job's ranks: finds out the members, their machines, and whether all were started alike
-#
-# Every rank publishes one row about itself through the store of the process group, and all reach the same verdict from the
-# rows. So an error on one machine is one line on every rank, and no rank waits in a collective that others never enter.
+# ---- rendezvous of a job's ranks. Every rank publishes one row about itself through the store of the process group, and all
+# ranks draw the same conclusion from all rows. So an error on one machine is one line on every rank, and no rank waits in a
+# collective that others never enter.
 
 NAMED = 3
-"""Largest number of differing settings that one error names."""
+"""Largest number of differing settings that one error message names."""
 HEARD_S = 5.0
 """Seconds that a failing rank keeps running, so that other ranks can read the reason: the store might be in its process."""
 
@@ -447,12 +444,12 @@ class RankRow(NamedTuple):
     """Settings of the optimizer, which must be the same on all ranks unless drift="warn"."""
     model: str = ""
     matched: bool = False
-    """Whether averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
+    """True: averages of weight changes are scaled to the norm of the ranks' changes (norm-matched averaging)."""
     error: str = ""
 
 
 class Rendezvous(NamedTuple):
-    """Result of a job's rendezvous, as one rank sees it. `members` is None if there are no other ranks."""
+    """Result of a job's rendezvous on one rank. `members` is None if there are no other ranks."""
 
     members: Members | None
     launch: Launch
@@ -464,17 +461,17 @@ class Rendezvous(NamedTuple):
     note: str = ""
     """A line to log about uneven numbers of ranks per machine; empty if there is none."""
     reachable: bool = True
-    """Whether ranks on different machines can connect to one another directly."""
+    """True: ranks on different machines can connect to one another directly."""
     differs: str = ""
     """Text that describes how optimizers differ between ranks, if the settings allow it; empty if they are equal."""
     logs: bool = True
-    """Whether this rank logs for its node or home, because it is the first rank there."""
+    """True: this rank logs for its node or home, because it is the first rank there."""
     matched: bool = False
-    """Whether all ranks use norm-matched averaging."""
+    """True: all ranks use norm-matched averaging."""
 
 
 class Start:
-    """Context manager for one start of a job: an error inside it before the rendezvous is sent to all ranks."""
+    """Context manager for the start of a job. An error inside it before the rendezvous is sent to all ranks."""
 
     def __init__(self, process_group: Any, device: torch.device) -> None:
         """`process_group`: the ranks to train with; None: all ranks of the job."""
@@ -485,9 +482,9 @@ class Start:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, CommError) or read_launch().joins >= 0:
-            return  # the others cannot be reached, or did not come
+            return  # the other ranks cannot be reached, or did not start
         if isinstance(error, Exception) and not self._told:
-            with contextlib.suppress(ValueError, CommError):  # then no rank waits for this one, or only for a short time
+            with contextlib.suppress(ValueError, CommError):  # other ranks then notice the loss by themselves
                 members = self._members(read_launch(), Config())
                 self._tell(members, Config(), _own_row(error=str(error).partition("\n")[0] or type(error).__name__))
                 _stay(members)
@@ -495,13 +492,13 @@ class Start:
     def meet(
         self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
     ) -> Rendezvous:
-        """Exchanges one row per rank; all ranks call it together. Raises the same ValueError on all ranks if they were not
-        started alike. With drift="warn", the optimizers' `settings` can differ."""
+        """Exchanges the values that must be the same on all ranks; all ranks call it together. Raises the same ValueError on
+        all ranks if their values differ. With drift="warn", the optimizers' `settings` can differ."""
         launch = read_launch()
         members = self._members(launch, config)
         if members is None:
             return Rendezvous(None, launch, local_world=launch.local_world)
-        if launch.joins >= 0:  # the others have met; the coordinator compares
+        if launch.joins >= 0:  # the other ranks have compared theirs already; the coordinator compares this rank's values
             return Rendezvous(members, launch, local_world=launch.local_world, reachable=False, logs=launch.local_rank == 0)
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
@@ -522,7 +519,7 @@ class Start:
         several = len({row.machine for row in rows}) > 1
         address = _own_address(mine, rows) if several else ""
         if several and members.reachable and "gloo" not in dist.get_backend():
-            use_interface(own_address.interface_of(address))  # for Gloo's groups, which carry small rows
+            use_interface(own_address.interface_of(address))  # for Gloo's groups, which send small measurements
         local_ranks = Counter(row.machine for row in rows)[mine.machine]
         mates = [row for row in rows if (row.machine, row.agent) == (mine.machine, mine.agent)]
         return Rendezvous(members, launch, per_node, local_ranks, address, note, members.reachable, differs,
@@ -544,7 +541,7 @@ class Start:
         if members is None:
             return [mine]
         rows = members.tell(json.dumps(mine._asdict()).encode(), config.join_deadline_s, "start")
-        # Another version may send more fields.
+        # Another version can send more fields.
         return [RankRow(**{k: v for k, v in json.loads(data).items() if k in RankRow._fields}) for data in rows]
 
 
@@ -560,7 +557,7 @@ def group_of(process_group: Any) -> Any:
 
 
 def compared(must: Mapping[str, str], config: Config) -> dict[str, str]:
-    """All values that must be the same on all ranks, by name: versions, `must`, and settings."""
+    """Returns all values that must be the same on all ranks, by name: versions, `must`, and settings."""
     return _versions() | dict(must) | alike(config)
 
 
@@ -587,8 +584,8 @@ def begin_group(launch: Launch, device: torch.device, config: Config) -> None:
 
 
 def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bool = True) -> str:
-    """Why these ranks cannot train together, in one line; empty if they can. `own_servers`: the job starts its servers itself.
-    """
+    """Returns why these ranks cannot train together, in one line; "" if they can. `own_servers`: True if the job starts its
+    servers itself."""
     if wrong := [r for r, row in enumerate(rows) if row.error]:
         return f"{_who(wrong, rows, ranks)}: {rows[wrong[0]].error}"
     for name in dict.fromkeys(name for row in rows for name in row.must):
@@ -619,7 +616,7 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
 
 
 def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:
-    """How the ranks' optimizers differ, in one line; empty if they are equal."""
+    """Returns how the ranks' optimizers differ, in one line; "" if they are equal."""
     differences = optimizers.differences([row.settings for row in rows])
     return "; ".join(f"{name}: {_by_value(values, rows, ranks)}" for name, values in [*differences.items()][:NAMED])
 
@@ -647,7 +644,7 @@ def ranks_per_node(rows: Sequence[RankRow]) -> tuple[int, str]:
 
 
 def _stay(members: Members | None) -> None:
-    """Keeps this rank running until all ranks have read the common error, after which they end."""
+    """Keeps this rank's process running until all ranks have read the common error, after which all of them end."""
     if members is not None:
         with contextlib.suppress(CommError):
             members.tell(b"", HEARD_S, "start")
@@ -660,13 +657,13 @@ def _own_row(name: str = "", **fields: Any) -> RankRow:
 def _versions() -> dict[str, str]:
     return {"version of commlayer": messages.version(), "protocol of commlayer": str(messages.PROTOCOL),
             "version of torch": torch.__version__.partition("+")[0],
-            # All ranks must compute the same floats: since 3.12, sum() rounds differently.
+            # All ranks must compute the same floats, but sum() rounds differently since Python 3.12.
             "version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def _own_address(mine: RankRow, rows: Iterable[RankRow]) -> str:
-    """This machine's address on its route to another machine. MASTER_ADDR can be loopback on the machine that it names, so the
-    route to another rank's machine decides there."""
+    """Returns this machine's address on its route to another machine. MASTER_ADDR can be loopback on the machine that it names,
+    so that machine uses the route to another rank's machine."""
     ways = [mine.address, *(own_address.address_to(row.address) for row in rows if not _local(row.address))]
     return next((address for address in ways if not _local(address)), "")
 

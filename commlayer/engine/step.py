@@ -1,7 +1,8 @@
-"""State of the current step that all paths share: its number, units, first error, counters, and arrivals of buckets.
+"""Defines the state of the current step that all paths share: its number, units, first error, counters, and arrivals of
+buckets.
 
-The worker advances it to the next step. A path reads it, counts its work in it, and reports to it the first error and each
-arrived bucket.
+The worker advances this state to the next step. A path reads it, counts its work, and reports the first error and each arrived
+bucket.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from commlayer.transport.protocol import peer_name
 
 @dataclasses.dataclass
 class Counters:
-    """Totals since the start of the session, as Session.stats defines them. Any thread can add bytes and codec time through the
-    methods."""
+    """Totals since the start of the session, as Session.metrics defines them. Any thread can add bytes and codec time through
+    the methods."""
 
     exchanges: int = 0
     sent_nbytes: int = 0
@@ -66,18 +67,20 @@ class Counters:
 
 
 class EpochChanged(Exception):
-    """The members of the job are changing: the current step is abandoned, and the remaining members repeat it."""
+    """Error: the members of the job are changing, so the current step is abandoned, and the remaining members repeat it."""
 
 
 class WorkerListener:
-    """What a worker asks the session and reports to it. This class serves a worker without a session; JobContext others."""
+    """Interface by which a worker sends questions and reports to its session. This class serves a worker without a session;
+    JobContext implements it for others."""
 
     def check_interrupts(self, complete: Callable[[], bool]) -> None:
-        """Polls for interrupts; the training thread calls it before each wait and after each `wake`. It can raise, for example
-        EpochChanged. `complete` returns whether all results have arrived."""
+        """Polls for interrupts. The training thread calls it before each wait and after each `wake`. It can raise, for example
+        EpochChanged. `complete` returns True if all results have arrived."""
 
     def patience(self) -> float:
-        """Seconds to wait beyond a step's deadline because the coordinator has yet to decide which worker is lost."""
+        """Returns the seconds to wait after a step's deadline, because the coordinator has yet to decide which worker is lost.
+        """
         return 0.0
 
     def explain(self, error: BaseException) -> BaseException:
@@ -85,7 +88,7 @@ class WorkerListener:
         return error
 
     def settle(self) -> None:
-        """Reports the averages of the last step that the script has cleared; see Worker.mark_discarded."""
+        """Reports to the worker the averages of the last step that the script has cleared; see Worker.mark_discarded."""
 
     def finish_pending(self) -> None:
         """Waits for results of the last step that are still missing, if results are applied bucket by bucket."""
@@ -98,7 +101,7 @@ class Step:
         self, rank: int, generation: int, units: Units, check_interrupts: Callable[[Callable[[], bool]], None], *,
         eager: bool = False,
     ) -> None:
-        """`eager`: results are applied one by one, in the order in which the next forward pass needs the parameters."""
+        """`eager`: True if results are applied one by one, in the order in which the next forward pass needs the parameters."""
         self.rank, self.generation, self.units, self.eager = rank, generation, units, eager
         self.check_interrupts = check_interrupts
         self.number = 0
@@ -107,14 +110,15 @@ class Step:
         self.waiting_since = 0.0
         """Value of time.monotonic() when the training thread began to wait for results; 0 while it does not wait."""
         self.deadline_s = 0.0
-        """Limit in seconds of the training thread's current or last wait, without the listener's patience."""
+        """Limit in seconds of the training thread's current or last wait, without the time for the coordinator's decision
+        (`patience`)."""
         self.counters, self.recorder = Counters(), Recorder()
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
 
     def latch(self, error: BaseException) -> None:
-        """Keeps the first error and ends all waits for arrivals; the waiting thread then reads the error. Any thread can call
-        it."""
+        """Stores an error, unless there is one already, and ends all waits for arrivals; the waiting thread then reads the
+        error. Any thread can call it."""
         with self._lock:
             if self.error is None:
                 self.error = error
@@ -139,8 +143,8 @@ class Step:
 
 
 class Arrivals:
-    """Counts the buckets of one path for which the step still waits. `arrived` is called by lanes, all other methods by the
-    training thread."""
+    """Counts the buckets of one path whose results the step still waits for. `arrived` is called by lanes, all other methods by
+    the training thread."""
 
     def __init__(self, check_interrupts: Callable[[], None]) -> None:
         self._lock, self._all, self._next = threading.Lock(), threading.Event(), threading.Event()
@@ -155,7 +159,7 @@ class Arrivals:
             self._all.set()
 
     def arrived(self) -> None:
-        """Counts one more bucket for which the step no longer has to wait. Called by lanes."""
+        """Counts one more bucket whose result has arrived, or will not arrive. Called by lanes."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -201,28 +205,28 @@ class Arrivals:
                 return condition() or self._ended
 
 
-# ---- factors from gradients to coded values, and from sums to averages: weights, loss scale, learning rate
-#
-# Residuals are kept in parts of the mean, without the loss scale. So a change of weights or scale does not change the value
-# of an old residual. For that, the weight of all workers must be known before coding. A worker assumes the total of the last
-# step, unless the script gives it. If the assumption was wrong, the server requests that the step be coded again
-# (Flag.AGAIN).
+# ---- factors from gradients to encoded values, and from sums to averages: weights, loss scale, learning rate
 
 class Units:
-    """Factors between gradients, encoded values and averages, and this worker's assumption of the total weight."""
+    """Factors between gradients, encoded values and averages, and this worker's assumption of the total weight.
+
+    Residuals are kept as parts of the mean, without the loss scale. So a change of weights or scale does not change the value
+    of an old residual. For that, the total weight must be known before encoding. A worker assumes the total of the last step,
+    unless the script provides it. If the assumption is wrong, the server requests that the step be encoded again (Flag.AGAIN).
+    """
 
     def __init__(self, members: int, *, shared: bool) -> None:
-        """`shared`: several ranks of a node add up their gradients before one of them encodes the sum."""
+        """`shared`: True if several ranks of a node add up their gradients before one of them encodes the sum."""
         self.members, self._shared = members, shared
         self.weight = 1.0
         self.scale = 1.0
         self.rate = 1.0
         self.total = float(members)
-        """The total weight of all workers: given by the script, or assumed equal to that of the previous step."""
+        """The total weight of all workers: provided by the script, or assumed equal to that of the previous step."""
         self.weight_known = False
-        """Whether the script provided the total weight."""
+        """True: the script has provided the total weight."""
         self.broken = False
-        """Whether this worker has aborted the step. Its weight is then sent as NaN, which makes the total weight NaN on all
+        """True: this worker has aborted the step. Its weight is then sent as NaN, which makes the total weight NaN on all
         workers."""
 
     def take(self, other: Units) -> None:
@@ -230,13 +234,13 @@ class Units:
         self.total, self.weight_known = other.total, other.weight_known
 
     def rate_of(self, bucket: WorkerBucket) -> float:
-        """Factor on a bucket's gradients before encoding, in addition to weight and loss scale: the learning rate if the codec
-        encodes weight updates, else 1."""
+        """Returns the factor by which a bucket's gradients are multiplied before encoding, besides weight and loss scale: the
+        learning rate if the codec encodes weight updates, else 1."""
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:
-        """Divisor from gradients to encoded values: the loss scale, divided by the learning rate if the bucket encodes weight
-        updates.
+        """Returns the number by which gradients are divided before encoding: the loss scale, divided by the learning rate if
+        the bucket encodes weight updates.
 
         Without this division, a change of the loss scale would falsify every residual. The same holds for the learning rate in
         codecs of weight updates.
@@ -246,7 +250,7 @@ class Units:
     def gather(self, bucket: WorkerBucket) -> None:
         """Copies a bucket's gradients into its send buffer, in the unit in which they are encoded.
 
-        An inherited residual is scaled so that its sum over all workers is `members` times what the mean lacks. With equal
+        An inherited residual is scaled by total weight / `members`, unless it is already a part of the mean. With equal
         weights, the send buffer then has the scale of gradients.
         """
         bucket.exchange.total = total = as_float32(self.total)
@@ -258,14 +262,14 @@ class Units:
             bucket.gather(self.factor(bucket), self.weight, worth)
 
     def factor(self, bucket: WorkerBucket) -> float:
-        """Factor from a gradient to the value that is encoded. Codecs with residuals encode parts of the mean. Paths over
-        collectives scale them to that when they have learned the total weight, so they need not assume it."""
+        """Returns the factor from a gradient to the value that is encoded. Codecs with residuals encode parts of the mean.
+        Paths over collectives apply this scale later, when they know the total weight, so they need not assume it."""
         part = self.weight / self.scale_of(bucket)
         in_parts = bucket.in_means and bucket.served
         return part * (self.members / (bucket.exchange.total or self.total)) if in_parts else part
 
     def average(self, bucket: WorkerBucket, weight: float) -> float | torch.Tensor | None:
-        """Factor from the received sum to the average; None if all workers have weight 0."""
+        """Returns the factor from the received sum to the average; None if all workers have weight 0."""
         scale = self.scale_of(bucket)
         with contextlib.suppress(ZeroDivisionError):
             average = bucket.over_weight(scale, weight)
@@ -278,8 +282,8 @@ class Units:
         """Sets this worker's weight from now on. `total`: the sum of all workers' weights; None if the script does not provide
         it.
 
-        If several ranks of a node share buckets, they ignore `total`. They must all assume the same value: the total weight of
-        the last step.
+        Several ranks of a node that share buckets ignore `total`, because all of them must assume the same value: the total
+        weight of the last step.
         """
         self.weight, self.weight_known = weight, total is not None and not self._shared
         if total is not None and self.weight_known:
@@ -290,7 +294,7 @@ class Units:
         self.total, self.weight_known = total, False
 
     def receive(self, total: float) -> None:
-        """Stores the total weight of this step, as a server has sent it. Ranks of a node that share buckets ignore it, because
+        """Stores the total weight of this step, which a server has sent. Ranks of a node that share buckets ignore it, because
         all of them must assume the same value."""
         if not self._shared:
             self.regroup(total)
@@ -310,7 +314,7 @@ class Units:
             self.total = total
 
 
-# ---- measures how long a worker computes in each step, without its waits
+# ---- measures how long a worker computes in each step, without its waits for other ranks
 
 LAPS_KEPT = 256
 """Largest number of measured steps that are kept for `take`; older ones are dropped."""
@@ -325,8 +329,8 @@ class StepTiming(NamedTuple):
 
 
 class Stopwatch:
-    """Measures the computation time of every step, without waits. On CUDA it records events in the stream, because the host
-    only enqueues work."""
+    """Measures the computation time of every step, without waits for other ranks. On CUDA it records events in the stream,
+    because the host only enqueues work."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -339,7 +343,7 @@ class Stopwatch:
         self._begin, self._skipped_s = self._now(), 0.0
 
     def drop(self) -> None:
-        """Discards the current measurement, because this step computes nothing."""
+        """Discards the current measurement, because this step has no computation."""
         self._begin = None
 
     def skip(self, seconds: float) -> None:
@@ -375,19 +379,18 @@ class Stopwatch:
 
 
 # ---- detects whether a worker aborted the step that was just exchanged, and which one
-#
-# A worker whose backward pass failed sends an abort when its next pass begins, instead of its gradients: a flag with a line of
-# text to servers, weight NaN in collectives. So all workers see it in the result.
+# A worker whose backward pass failed sends an abort when its next pass begins, instead of its gradients. To servers the abort
+# is a flag with a line of text, to collectives a weight of NaN. So all workers receive it with the result.
 
 BROKEN = "its backward pass broke off"
 
 
 def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
     """Returns which worker aborted the step and why; "" if none did. `buckets`: those with results of this step.
-    `by_this_worker`: whether this worker aborted it."""
+    `by_this_worker`: True if this worker aborted it."""
     if reason := next((bucket.exchange.abandoned for bucket in buckets if bucket.exchange.abandoned), ""):
         return reason
-    # Collectives run in plan order, so the last weight covers all workers that finished the pass.
+    # Collectives run in plan order, so the last weight covers the workers that finished the backward pass.
     last = [bucket for bucket in buckets if not bucket.served][-1:]
     weights = [bucket.exchange.weight for bucket in buckets if bucket.served] + [bucket.summed_weight() for bucket in last]
     return f"a worker: {BROKEN}" if by_this_worker or any(map(math.isnan, weights)) else ""
@@ -396,7 +399,7 @@ def aborted_by(buckets: Sequence[WorkerBucket], *, by_this_worker: bool) -> str:
 # ---- finds the peer that caused an error, once the coordinator has had time to report it
 
 class RootCause:
-    """Keeps the first lost peer that the coordinator reported, or that the coordinator itself is silent."""
+    """Stores which peer the coordinator first reported as lost, or that the coordinator itself does not respond."""
 
     def __init__(self) -> None:
         self.error: CommError | None = None
@@ -420,7 +423,7 @@ class RootCause:
         elif error.peer.startswith("server"):
             self._heard.wait(notice_s)
         if self.error is not None:
-            # The reported peer may have met the same loss first, and have left because of it.
+            # The reported peer might have lost the same peer first, and have left because of that.
             return self.error if error.peer in ("", ANY_PEER) else root_cause((self.error, error))
         if error.peer == ANY_PEER and link.embedded and not link.coordinated:
             silent = f"the coordinator {link.address} that it hosts no longer answers"
@@ -433,8 +436,8 @@ class RootCause:
 FIRST_S = 5.0
 GROWTH = 2.0
 LOOK_S = 1.0
-"""Seconds between two checks of the training thread's wait. The training thread only stores when its wait began, or 0; the
-thread that logs reads it."""
+"""Seconds between two checks whether the training thread still waits. The training thread only stores when its wait began, or
+0; the logging thread reads this value."""
 
 
 class Waiting(Protocol):

@@ -1,13 +1,12 @@
-"""The training step of one attached model, the same for communication hooks and for DDP.
+"""Runs the training step of one attached model.
 
     begin      before a step's first gradient: sets loss scale and learning rate
     ready      for each gradient that becomes final
     average    after the backward pass: waits for sums, compares with exact gradients, commits
-    written    after averages are written to `.grad`: starts to observe how the script uses them
+    written    after averages are written to `.grad`: starts to observe whether the script applies or clears them
     observe    runs controller, trace, stale plan and drift checks, in the order of engine/observers.py
 
-The callers (session.py, ddp.py) know where gradients come from and where averages are written. JobContext.passes counts the
-steps.
+module_driver.py passes in the gradients, and decides where averages are written. JobContext.passes counts the steps.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class StepLoop(EpochListener):
             observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
 
     def _decide(self) -> None:
-        """Adds the observers that make decisions during training."""
+        """Adds the observers that change or report on the plan during training."""
         connection, observers = self.connection, self.observers
         self._controller = controller = controller_of(connection, self._config)
         if controller is not None:
@@ -80,7 +79,7 @@ class StepLoop(EpochListener):
 
     @property
     def local(self) -> bool:
-        """Whether the current plan has local steps, so that gradients are not averaged."""
+        """True: the current plan has local steps, so gradients are not averaged."""
         return self.connection.local is not None
 
     def settle(self) -> None:
@@ -118,7 +117,7 @@ class StepLoop(EpochListener):
             self.connection.local.recorder.tensor(number)
 
     def count_local(self, *, adds: bool = True) -> bool:
-        """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns whether it was a local step."""
+        """Counts a local step if the plan has local steps; see ExchangeSchedule.count. Returns True if it was a local step."""
         if self._schedule is None or not self._schedule.count(loss_scale(self._scaler), adds=adds):
             return False
         self._finite.counted()
@@ -128,13 +127,13 @@ class StepLoop(EpochListener):
         return True
 
     def join_round(self) -> None:
-        """Joins the current outer step, if this rank has joined a running job with local steps."""
+        """Starts this rank's part in the current outer step, if this rank has joined a running job with local steps."""
         if self._schedule is not None and self.connection.joined is not None:
             self._schedule.join_round(self.connection.joined.local)
 
     def enter(self, starts: Mapping[str, torch.Tensor]) -> None:
-        """Adapts the checks to a plan that has taken effect. `starts`: tensors to compare instead of weights that differ by
-        design, by name."""
+        """Adapts the checks to a plan that has taken effect. `starts`: tensors by name that all ranks compare, instead of
+        weights which differ between ranks under this plan."""
         if self.local:
             self._use.wrote(keeps=False)  # local steps have no averages to watch
         for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
@@ -189,15 +188,15 @@ class StepLoop(EpochListener):
             self.observe()
 
     def judged(self, worker: Worker, *, dropped: bool = False) -> None:
-        """Reports to the check for finite values that a step has ended. `dropped`: values that were not finite have not been
-        applied."""
+        """Reports the end of a step to the check for finite values. `dropped`: True if averages that were not finite have not
+        been applied."""
         (self._finite.dropped if dropped else self._finite.averaged)(worker.not_finite, finite=not worker.tentative)
 
     def _finish(self, leftovers: Sequence[torch.Tensor | None]) -> None:
         """Sends the rest of the gradients and waits for all sums.
 
         If workers wait to join, this rank first waits until all members are in this step. The step cannot complete without this
-        rank's last part, so the new workers join in this step.
+        rank's last bucket, so the new workers join in this step.
         """
         if self.connection.members.invites():
             self.worker.stopwatch.stop(self.worker.counters.exchanges)
@@ -237,18 +236,18 @@ class StepLoop(EpochListener):
 
     @property
     def looked_at(self) -> bool:
-        """Whether an observer reads this step's sums or times; then the training thread waits for the whole step."""
+        """Returns True if an observer reads this step's sums or times; then the training thread waits for the complete step."""
         return self.worker.recorder.on or any(observer.looks() for observer in self.observers)
 
     def written(self, known: Collection[int] = ()) -> None:
-        """Starts to observe how the script uses the averages in `.grad`. `known`: parameters whose averages have already been
-        reported as applied or discarded."""
+        """Starts to observe whether the script applies or clears the averages in `.grad`. `known`: parameters whose averages
+        have already been reported as applied or discarded."""
         self._finite.written()
         self._use.wrote(keeps=self.worker.keeps, known=known)
 
     def observe(self, *, between: bool = True) -> None:
-        """Runs the observers after the commit; one of them might switch to another plan. `between`: no forward pass has run
-        since the commit."""
+        """Runs the observers after averages are written; one of them might switch to another plan. `between`: True if no
+        forward pass has run since then."""
         for observer in self.observers if self._all_active() else ():
             begin = time.perf_counter()
             try:
@@ -284,10 +283,11 @@ class StepLoop(EpochListener):
             self._controller.report(loss)
 
     def flush(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Completes late exchanges, as Session.flush describes. `parameters` are in the order of their numbers."""
+        """Completes exchanges whose averages are applied later than in their own step, as Session.flush describes. `parameters`
+        are in the order of their numbers."""
         if self._schedule is not None:
             self._schedule.drain()
-        worker = self.worker  # read after the exchange, which replaces the worker if a member died in it
+        worker = self.worker  # read only now, because flushing replaces the worker if a member dies
         self._units(worker)
         if has_late := hand_out(worker, parameters):
             self._guard.exchanged()

@@ -20,7 +20,7 @@ from commlayer.records import Member, Plan, plan_of, with_updates
 
 
 class _Told(Exception):
-    """Raised on all ranks when a switch failed with `error` after some servers might have received the new plan."""
+    """Error that all ranks raise when a switch failed with `error` after some servers might have received the new plan."""
 
     def __init__(self, error: CommError, plan: Plan) -> None:
         super().__init__(error)
@@ -28,23 +28,24 @@ class _Told(Exception):
 
 
 class _Entered(EpochChanged):
-    """Members have left, and the remaining members have switched to the new plan."""
+    """Error: members have left, and the remaining members have switched to the new plan."""
 
 
 def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = False, requested: bool = False) -> None:
     """Switches to another plan between two steps. All ranks call it together; rank 0's plan is used, and other ranks can pass
     None.
 
-    Codecs restart, but old residuals are sent under the new plan. On servers that applies to elements that stay on their server
-    in the same unit; the other residuals of servers are dropped. If the plan does not fit some rank, all ranks raise ValueError
-    and nothing changes.
+    Codecs restart, but old residuals are sent under the new plan. A server keeps the residuals of elements that stay on this
+    server in the same unit; other residuals of servers are dropped. If the plan does not fit some rank, all ranks raise
+    ValueError and nothing changes.
 
     A failure after servers have received the plan ends the job, because only some of them might have switched. If members are
-    lost, the remaining members continue in a new epoch: before that point with the old plan, after it with the new plan on all
-    servers. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where needed, and this function
-    returns.
+    lost, the remaining members continue in a new epoch: with the old plan if no server has received the new one, otherwise with
+    the new plan on all servers. Both cases raise EpochChanged. If the script `requested` the switch, it is repeated where
+    needed, and this function returns.
 
-    `by_itself`: the script did not request this very plan, so parts of the plan that cannot follow local steps are left out.
+    `by_itself`: True if the script did not request exactly this plan. Parts of the plan that are impossible after local steps
+    are then left out.
     """
     again = False
     while True:
@@ -64,8 +65,8 @@ def switch(context: DistributedJob, plan: Plan | None, *, by_itself: bool = Fals
 
 
 def _all_go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool, again: bool) -> None:
-    """Makes one attempt to switch. `again`: it is a repetition, in which rank 0 might be another worker than before, and have
-    no plan."""
+    """Makes one attempt to switch. `again`: True for a repetition, in which rank 0 might be another worker than before, and
+    have no plan."""
     try:
         context.catch_up()
         if again and not gather(context.groups, [plan is not None])[0][0]:
@@ -88,7 +89,8 @@ def _all_go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool,
 
 
 def _of_those_left(plan: Plan | None, before: Sequence[Member], now: Sequence[Member]) -> Plan | None:
-    """The plan for the remaining members: codecs of lost workers are removed where the plan names one codec per worker."""
+    """Returns the plan for the remaining members: where the plan names one codec per worker, the codecs of lost workers are
+    removed."""
     if plan is None or any(b.by_node and len(b.by_node) != len(before) for b in plan.buckets):
         return plan
     return plan_of(plan, [place for place, member in enumerate(before) if member in now])
@@ -118,7 +120,7 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
     for listener in context.listeners:
         listener.before_switch()
     if context.worker is not old:
-        raise EpochChanged  # members were lost in an exchange of these callbacks
+        raise EpochChanged  # members were lost in an exchange that a listener ran
     new = context.worker_for(agreed, old.job, old.device, old.now.generation + 1)
     sent, undone = False, old.roll_back()
     try:
@@ -147,8 +149,8 @@ def _go_over(context: DistributedJob, plan: Plan | None, *, by_itself: bool) -> 
 
 
 class _Stand(NamedTuple):
-    """State of a rank that all ranks compare before a switch. It is one row, because each exchange costs a round trip of the
-    link."""
+    """State of a rank that all ranks compare before a switch. All values are in one row, because each exchange of rows takes a
+    round trip of the link."""
 
     step: int
     taken: int
@@ -160,7 +162,7 @@ class _Stand(NamedTuple):
 
 def _stand_alike(context: DistributedJob, old: Worker, groups: Groups, plan_nbytes: int) -> list[_Stand]:
     """Checks that all ranks are between the same two steps, without an error, and with no message to a server on its way.
-    Returns their states."""
+    Returns the states of all ranks."""
     local = context.local
     with all_or_none(groups, "switch()", len(_Stand._fields)) as exchange:
         old.check()
@@ -182,8 +184,8 @@ def _stand_alike(context: DistributedJob, old: Worker, groups: Groups, plan_nbyt
 
 
 def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
-    """Returns the plan with compressed weight changes instead of gradients, and a line for the log. Raises ValueError if a plan
-    that the script requested does not allow that."""
+    """Returns the plan, changed to compress weight changes instead of gradients, and a line for the log. Raises ValueError if a
+    plan that the script requested does not allow that."""
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
         what = "results that are a step late" if late else f"overlap={plan.overlap!r}"

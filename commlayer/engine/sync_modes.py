@@ -1,11 +1,11 @@
-"""How often workers exchange: attach()'s argument `sync`, its effect on a plan, and the sync modes that a job can use.
+"""Defines the sync modes: attach()'s argument `sync`, its effect on a plan, and the modes that a job can use.
 
-After the start only the plan defines how steps are exchanged. The modes of a plan that not every job can use:
+After the start only the plan defines when workers exchange. Modes that not every job can use, and the plan's field for each:
 
     forward   results arrive during the next forward pass                     Plan.overlap
     updates   weight changes are exchanged after every step                   Plan.codes
     local     weight changes are exchanged after several steps                Plan.local_steps
-    round     the exchange runs while the next local steps compute            Plan.overlap
+    round     the exchange overlaps with the next local steps                 Plan.overlap
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Forbids = Callable[[str], str]
 
 
 class LocalSteps(msgspec.Struct, frozen=True):
-    """Local steps, as a value of attach()'s argument `sync`: each worker takes `every` optimizer steps on its own batches, then
+    """Value of attach()'s argument `sync` for local steps: each worker takes `every` optimizer steps on its own batches, then
     the workers exchange their weight changes, and an outer optimizer applies the average.
 
-    `overlap`: training continues during the exchange, and its result is merged before the next exchange. `fragments`: the model
-    is exchanged in so many parts, one every (every / fragments) steps. `outer`: the outer optimizer; None: the average is
-    applied as it is, or for Adam and similar optimizers scaled to the norm of the workers' changes. every=1 exchanges weight
-    changes in every step: for optimizers like Adam with sparse codecs.
+    `overlap`: training continues during the exchange, and its result is merged before the next exchange. `fragments`: number of
+    parts in which the model is exchanged, one after every (every / fragments) steps. `outer`: the outer optimizer. None: the
+    average is applied as it is, or for Adam and similar optimizers scaled to the norm of the workers' changes. every=1
+    exchanges weight changes in every step: for optimizers like Adam with sparse codecs.
     """
 
     every: int
@@ -59,26 +59,27 @@ class LocalSteps(msgspec.Struct, frozen=True):
 
 
 def DiLoCo(every: int = 500, *, overlap: bool = False) -> LocalSteps:
-    """Local steps as published by Douillard et al. (2023): the outer optimizer is SGD with Nesterov momentum."""
+    """Returns the local steps that Douillard et al. (2023) published: the outer optimizer is SGD with Nesterov momentum."""
     return LocalSteps(every, overlap=overlap, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True))
 
 
 class RequestedModes(NamedTuple):
-    """What the argument `sync` asks of every plan of the job, the same on all ranks. None: as the plan defines."""
+    """What the argument `sync` requires of every plan of the job. It is the same on all ranks. None in a field: the plan
+    decides."""
 
     every: int | None = None
-    """Number of steps after which weight changes are exchanged; None if the script did not ask for local steps."""
+    """Number of steps after which weight changes are exchanged; None if the script did not request local steps."""
     overlap: str | None = None
     fragments: int | None = None
     exact: bool | None = None
     """True: every plan must apply the average of all gradients in each step. False: the automatic plan can use local steps.
-    None: only a plan that the script gives can use them."""
+    None: only a plan that the script requests can use local steps."""
     text: str = "sync=None"
-    """The argument as the script wrote it, for messages."""
+    """The argument as the script wrote it, for error messages."""
 
     @property
     def updates(self) -> bool:
-        """Whether weight changes are exchanged, whatever the plan defines."""
+        """True: weight changes are exchanged, whatever the plan defines."""
         return self.every is not None
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ class RequestedModes(NamedTuple):
 
 
 def requested_modes(sync: Any) -> RequestedModes:
-    """Reads the argument `sync` of attach()."""
+    """Returns the modes that the argument `sync` of attach() requires."""
     text = f"sync={sync!r}"
     if isinstance(sync, LocalSteps):
         return RequestedModes(sync.every, "round" if sync.overlap else "", sync.fragments, text=text)
@@ -120,7 +121,7 @@ def with_modes(plan: Plan, requested: RequestedModes) -> Plan:
                               overlap=requested.overlap or plan.overlap, fragments=fragments)
     if all(getattr(changed, name) == getattr(plan, name) for name in ("local_steps", "overlap", "fragments", "steps_locally")):
         return changed
-    # The prediction is for steps that exchange, and wait for it.
+    # The prediction is for steps that wait for their exchange.
     return structs.replace(changed, step_s=0.0, steps=0.0, steps_high=0.0)
 
 
@@ -142,7 +143,8 @@ def modes_of(plan: Plan) -> list[tuple[str, str]]:
 # ---- the modes that a job can use
 
 def requested_otherwise(requested: RequestedModes, mode: str) -> str:
-    """The reason why the argument `sync`, which applies to every plan, excludes a mode; "" if it allows it."""
+    """Returns the reason why the argument `sync`, which applies to every plan, excludes a mode; "" if `sync` allows the mode.
+    """
     if mode == "forward":
         excluded = requested.updates
     else:
@@ -152,8 +154,8 @@ def requested_otherwise(requested: RequestedModes, mode: str) -> str:
 
 
 def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbids:
-    """Returns a function from a mode to the reason why it would bring no benefit in this job; "" if it might. `apart`: whether
-    local steps have left the optimizers in different states on different ranks."""
+    """Returns a function that returns the reason why a mode would bring no benefit in this job; "" if it might. `apart` returns
+    True if local steps have left the optimizers in different states on different ranks."""
 
     def useless(mode: str) -> str:
         if mode != "forward":
@@ -168,7 +170,7 @@ def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbid
 
 
 def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
-    """Returns a function from a mode to the reason why model or optimizer exclude it; "" if they allow it. It checks at each
+    """Returns a function that returns the reason why model or optimizer exclude a mode; "" if they allow it. It checks at each
     call, because the optimizer can change."""
 
     def forbids(mode: str) -> str:
@@ -196,7 +198,7 @@ def check_local(optimizer: Any) -> None:
         raise InvalidInput("E-SYNC-OPTIMIZER",
                            f"local steps need a torch.optim.Optimizer, after whose steps weight changes are exchanged, but got "
                            f"{name}: attach(model, optimizer, sync=...)")
-    if not hooked(optimizer):  # a wrapper that only pretends to be an Optimizer, such as Accelerate's
+    if not hooked(optimizer):  # a wrapper that only looks like an Optimizer, such as Accelerate's
         raise InvalidInput("E-SYNC-OPTIMIZER", f"local steps: optimizer {name} does not support step hooks: pass the optimizer "
                                                "that it wraps")
     if any(kind.__name__ == SHARDED for kind in type(optimizer).__mro__):

@@ -1,7 +1,7 @@
 """Records a trace of a few steps: predictions and each rank's measurements, in one file that rank 0 writes.
 
-All ranks count steps alike, so they record the same steps and gather them after the same step. With an automatic plan, only
-rank 0 knows when a plan has been found. Until then rank 0 informs the other ranks at agreed steps.
+All ranks count steps alike, so they record the same steps. With an automatic plan, only rank 0 knows when the search for a plan
+has ended. Until then rank 0 informs the other ranks after agreed steps.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ log = logging.getLogger("commlayer")
 
 STEPS = 3
 WARM_STEPS = 2
-"""Number of first steps that are not traced, because they find thresholds and allocate buffers, so their times are not typical.
-"""
+"""Number of first steps that are not traced: they find thresholds and allocate buffers, so their times are not typical."""
 LATEST_STEP = 200
-"""Number of steps after which a trace starts even if no plan has been found."""
+"""Number of steps after which a trace starts even if the search for a plan has not ended."""
 MOST_GAP = 16
-"""Largest number of steps between two checks whether the plan has been found."""
+"""Largest number of steps between two checks whether the search for a plan has ended."""
 APART = 1.05
-"""Distance between two steps in the drawing, relative to the longest step, predicted or measured."""
+"""Distance between two steps in the drawing, in units of the longest step, predicted or measured."""
 
 
 def trace_once(connection: JobContext, observers: Observers, file: str, *, planning: bool) -> None:
-    """Starts a trace when the plan is final, if `file` is not empty. `planning`: commlayer is still searching for a plan."""
+    """Starts a trace when the plan is final, if `file` is not empty. `planning`: True while commlayer is still searching for a
+    plan."""
     if file and (why := _untraceable(connection)):
         log.warning("no trace in %s: %s", file, why)
     elif file and isinstance(connection, DistributedJob):
@@ -72,7 +72,7 @@ def trace(connection: JobContext, observers: Observers, path: Path, steps: int) 
 
 
 def _untraceable(connection: JobContext) -> str:
-    """The reason why a trace would record nothing in this job; "" if it would record steps."""
+    """Returns the reason why a trace would record nothing in this job; "" if it would record steps."""
     if not isinstance(connection, DistributedJob):
         return "this process trains alone"
     if connection.local is not None or connection.plan.local_steps > 1:
@@ -92,8 +92,8 @@ class Tracer:
         """Number of steps after which recording starts at the earliest."""
         self._steps: list[RecordedStep] = []
         self._latest: RecordedStep | None = None
-        """The last recorded step, until it is known whether to keep it. Only steps in which all ranks have a batch are kept
-        (uneven_inputs.py)."""
+        """The last recorded step, until it is known whether to keep the record. Only steps in which all ranks have a batch are
+        kept (uneven_inputs.py)."""
         self._recording: Worker | None = None
         self._plan: Plan | None = None
         observers.add(Observer(ObserverOrder.TRACE, self, self._after_step))
@@ -143,7 +143,7 @@ class Tracer:
         self._latest = step
 
     def _stands(self) -> bool:
-        """Whether to trace the current plan. Rank 0 decides, and all ranks get the same answer."""
+        """Returns True if the current plan is to be traced. Rank 0 decides for all ranks."""
         if not self._planning or not self._connection.terms.auto:
             return True
         if self._done < self._ask:
@@ -189,7 +189,7 @@ def write(connection: DistributedJob, path: Path, ranks: Sequence[Sequence[Recor
 
 
 def _name(connection: DistributedJob, plan: Plan) -> str:
-    """Digest of the plan as users know it: that of the file from `plan create`, or the one in the log."""
+    """Returns the digest of the plan that users know: that of the file from `plan create`, or the one in the log."""
     basis = connection.terms.basis
     return digest(plan if connection.terms.auto or basis is None else basis.plan)
 
@@ -207,8 +207,8 @@ def _predicted(connection: DistributedJob, nodes: int) -> tuple[Prediction | Non
 
 
 def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
-    """The events of a recorded step in the form in which they are compared: with computation and the step itself, and with the
-    bucket ids of the plan before lowering."""
+    """Yields the events of a recorded step in the form in which they are compared: with computation and the step itself, and
+    with bucket ids as before lowering (the division of the plan into executable buckets)."""
     backward_s = step.marks["backward"]
     first_s = min(step.ready.values(), default=backward_s)
     yield Event("forward", NO_BUCKET, 0.0, first_s)
@@ -218,8 +218,8 @@ def _events(step: RecordedStep, origin: Sequence[int]) -> Iterator[Event]:
 
 
 def _tracks(seen: Sequence[Seen], prediction: Prediction | None, steps: int) -> Mapping[str, Mapping[str, Sequence[Event]]]:
-    """The tracks of the drawing: for each node the prediction, below it the measurements of its ranks; at the end the simulated
-    lanes."""
+    """Returns the tracks of the drawing: for each node the prediction, below it the measurements of its ranks; at the end the
+    simulated lanes."""
     longest = [max(e.end_s for e in events) for rank in seen for events in rank.steps]
     longest += [max(e.end_s for e in events) for events in prediction.by_node.values()] if prediction else []
     at_s = [APART * max(longest) * number for number in range(steps + 1)]
@@ -257,7 +257,7 @@ class Prediction(NamedTuple):
 
     timeline: Timeline
     by_node: dict[int, list[Event]]
-    """Maps a node to the events that a worker on it would record. Only nodes with ranks are numbered."""
+    """Maps a node's index to the events that a worker on this node would record. Only nodes with ranks have an index."""
 
 
 def predict(basis: Basis) -> Prediction:
@@ -280,14 +280,14 @@ def predict(basis: Basis) -> Prediction:
 
 
 def origins(plan: Plan) -> list[int]:
-    """For each bucket of the lowered plan, the id of the bucket from which lowering made it."""
+    """Returns, for each bucket of the lowered plan, the id of the bucket from which lowering made it."""
     return [old.id for old in plan.buckets for _ in lower(structs.replace(plan, buckets=(old,))).buckets]
 
 
 def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
     timing = basis.inputs.job.timing
     if timing is None:
-        return  # the simulation has refused it
+        return  # `simulate` has refused this plan
     forward_s, backward_s = timing.forward_s / group.node.speed, timing.backward_s / group.node.speed
     yield Event("forward", NO_BUCKET, 0.0, forward_s)
     yield Event("backward", NO_BUCKET, forward_s, forward_s + backward_s)
@@ -295,19 +295,19 @@ def _compute(basis: Basis, group: Group, timeline: Timeline) -> Iterator[Event]:
 
 
 def _own(spans: Sequence[Span], name: str) -> Iterator[Event]:
-    """Events for the spans that occupy lanes of the node `name`."""
+    """Yields events for the spans in which lanes of the node `name` are busy."""
     return (_event(s) for s in spans if any(_of(lane, name) for lane in s.lanes))
 
 
 def _over_server(spans: Sequence[Span], name: str) -> Iterator[Event]:
-    """Events of a bucket over a server, as a worker on node `name` records them: everything between sending its payload and
-    receiving the result is one exchange."""
+    """Yields the events of a bucket over a server, as a worker on node `name` records them: everything between sending its
+    payload and receiving the result is one exchange."""
     own = [s for s in spans if s.op not in SERVED and any(_of(lane, name) for lane in s.lanes)]
     coded = next((i for i, s in enumerate(own) if s.op.startswith("encode")), None)
     decoded = next((i for i, s in enumerate(own) if s.op.startswith("decode")), None)
     if coded is None or decoded is None:
         return
-    # As in the runtime, each rank is the root of its own part.
+    # As in the runtime, each rank is the root of its own part of a bucket.
     yield from (_event(s)._replace(op="node.reduce") for s in own[:coded])
     yield _event(own[coded])
     away = [s for s in spans if s.op in SERVED]
@@ -324,6 +324,6 @@ def _event(span: Span) -> Event:
 
 
 def _of(lane: str, name: str) -> bool:
-    """Whether a simulated lane belongs to the node `name`. For example "cpu:home.1" is a lane of node "home"."""
+    """Returns True if a simulated lane belongs to the node `name`. For example "cpu:home.1" is a lane of node "home"."""
     where = lane.partition(":")[2]
     return where == name or (where.startswith(f"{name}.") and where[len(name) + 1 :].isdigit())

@@ -1,11 +1,11 @@
 """Implements session.join(): a rank that runs out of batches takes part in the steps of the other ranks with weight 0, until
 all ranks have run out.
 
-Before each step, each rank sends a row: whether it has a batch of its own, and which averages of the last step its script did
-not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some had none. In these steps
-no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches applies nothing
-itself. It copies what the other ranks report about the last step, so that residuals and servers treat the step alike on all
-ranks.
+Before each step, each rank sends a row of numbers: 1 if it has a batch of its own, and which averages of the last step its
+script did not apply. So no step begins in which no rank has a batch, and all ranks know the steps in which some ranks had none.
+In these steps no observer runs, because observers compare weights and times of ranks that train alike. A rank without batches
+applies nothing itself. It copies the other ranks' reports on the last step, so that residuals and servers treat the step alike
+on all ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = logging.getLogger("commlayer")
 
 TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
 BITS = 48
-"""Number of bits that one number of a row contains; numbers are float64."""
+"""Number of bits that ranks send in one float64."""
 
 
 class UnevenInputs:
-    """Runs session.join() for one attached plain module. Outside session.join() it sends nothing."""
+    """Runs session.join() for one attached module. Outside session.join() it sends nothing."""
 
     def __init__(
         self, model: nn.Module, connection: DistributedJob, optimizer: Any, scaler: Any, observers: Observers,
@@ -44,13 +44,13 @@ class UnevenInputs:
         self._observers, self._deadline_s = observers, deadline_s
         self._rows = connection.rows.rows("which ranks still have batches")
         self.inside = False
-        """Whether this rank is inside session.join(), where ranks can be at different positions in their scripts."""
+        """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
-        """Whether this rank has sent its row for the current step."""
+        """True: this rank has sent its row for the current step."""
         self._active: list[bool] = []
-        """One flag for each rank: whether it had a batch in the last step whose rows were read."""
+        """One flag for each rank. True: the rank had a batch in the last step whose rows were read."""
         self._last: list[bool] = []
-        """One flag for each rank: whether it had a batch in the last step in which any rank had one."""
+        """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
 
     def enter(self) -> None:
         """Called when session.join() begins. Raises the same ValueError on all ranks if session.join() is not supported in this
@@ -102,7 +102,7 @@ class UnevenInputs:
     # ---- around a step
 
     def send(self) -> None:
-        """Sends this rank's row before a step's first gradient."""
+        """Sends this rank's row of numbers before a step's first gradient."""
         self._send(active=True)
 
     def passed(self) -> None:
@@ -110,7 +110,7 @@ class UnevenInputs:
         self._sent = False
 
     def all_active(self) -> bool:
-        """Whether all ranks had a batch in the step whose sums have arrived, or else in the last one."""
+        """Returns True if all ranks had a batch in the step whose sums have arrived, or else in the last step."""
         if not self.inside:
             return True
         self._read()
@@ -118,7 +118,7 @@ class UnevenInputs:
 
     def _send(self, *, active: bool) -> None:
         if self.inside and not self._sent:
-            self._read()  # rows of a step that was broken off
+            self._read()  # receives the rows of a step that was aborted
             self._sent = True
             bits, slices = self._connection.worker.discarded()
             try:
@@ -171,7 +171,7 @@ class UnevenInputs:
 
     def _copy(self, source: int) -> None:
         """Copies weights, buffers, and the state of optimizer and GradScaler from a rank that had the last batch to all ranks.
-        The cost is a broadcast of all of them, once per session.join(): with AdamW, three times the size of the model."""
+        It broadcasts all of this once per session.join(): with AdamW, three times the size of the model."""
         groups = self._connection.groups
         state = {} if self._scaler is None else self._scaler.state_dict()
         try:
@@ -192,4 +192,4 @@ def _has_scaler() -> bool:
     def some() -> bool:
         return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
 
-    return some() and (gc.collect() >= 0 and some())  # one that nothing refers to does not count
+    return some() and (gc.collect() >= 0 and some())  # counts only a GradScaler that is still referenced

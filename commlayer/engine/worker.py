@@ -7,8 +7,8 @@
 `finish` consists of `complete` and `wait`; `commit` consists of `write` and `end`. Callers that send a step in fragments call
 these parts. Callers that apply buckets one by one call `take` and `write_bucket` between `complete` and `end`.
 
-paths/table.py assigns a path to each bucket. The first error of a step is kept: running exchanges end, no gradient is
-overwritten, residuals get back what was sent, and every later call raises the same error.
+paths/table.py assigns a path to each bucket. After the first error of a step, running exchanges end, no gradient is
+overwritten, what was sent returns to the residuals, and every later call raises the same error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from commlayer.transport.protocol import Transport
 
 # ---- detects that a worker waits for a peer that has finished
 #
-# A finished peer has sent its part of every exchange that it counted. So only workers in a later exchange wait in vain.
+# A finished peer has sent its gradients for every exchange that it counted. So only workers in a later exchange wait in vain.
 # Without this check, ranks with unequal numbers of backward passes would wait for each other until the deadline.
 
 UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is a batch shorter, a pass that raised, an "
@@ -55,9 +55,9 @@ UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is
 
 
 class FinishedPeers:
-    """Peers that have closed their sessions in order, and the exchange that this worker is in. It detects that this worker
-    waits for a peer that will not take part. The training thread stores its exchange, the heartbeat thread stores finished
-    peers. Each thread writes before it reads, so at least one of them finds a missed exchange."""
+    """Detects that this worker waits for a peer that has closed its session normally and will not take part. The training
+    thread stores its current exchange, the heartbeat thread stores finished peers. Each thread writes before it reads, so at
+    least one of them finds a missed exchange."""
 
     def __init__(self) -> None:
         self._first: tuple[int, str] | None = None
@@ -93,8 +93,8 @@ log = logging.getLogger("commlayer")
 DRAIN_S = 5.0
 """Seconds that a failed step waits for a lane to end its current call, before residuals are corrected."""
 LARGE_NBYTES = 256 << 20
-"""Total size of the buckets' buffers from which a worker returns their memory to the system between steps. For smaller buffers
-the page faults would cost more."""
+"""Total size of the buckets' buffers above which a worker returns their memory to the system between steps. For smaller buffers
+the page faults would take longer than the memory is worth."""
 
 
 class Worker:
@@ -109,7 +109,7 @@ class Worker:
         """Allocates the buckets and starts the lanes.
 
         `members`: number of workers in this epoch; 0: the size of `groups`. `recycle` receives the buffers of decoded results
-        for reuse. `listener`: what the worker asks and reports to the session.
+        for reuse. `listener`: receives the worker's questions and reports to the session.
         """
         self.job, self.plan, self.device = job, plan, device
         self._listener = listener or WorkerListener()
@@ -129,25 +129,27 @@ class Worker:
         """Lists of buckets that are exchanged together: a single list with all buckets, except for local steps in fragments."""
         self.late = LateResults(self.buckets)
         self.tracked = any(bucket.in_means for bucket in self.buckets)
-        """Whether averages of a step that are not applied must be rolled back in the residuals. The same on all ranks."""
+        """True: averages of a step that are not applied must be rolled back in the residuals. The value is the same on all
+        ranks."""
         self._looks = self.tracked or bool(self.late) or plan.steps_locally
-        """Whether sums of collectives are checked for finite values on a GPU as well. The check makes the host wait for the
-        GPU, so uncompressed gradients are not checked."""
+        """True: sums of collectives are checked for finite values on a GPU as well. The check makes the host wait for the GPU,
+        so uncompressed gradients are not checked."""
         staging = Staging(device)
         self._paths = make_paths(
             self.fragments, plan, codecs, self.now, staging, self.late.of, transport, groups, recycle)
         self._assembler = BucketAssembler(job, self.buckets, self._paths.of, staging, self.now, self._open)
         self.places: Mapping[int, int] = {}
-        """For each tensor number, its position in the forward pass; tensors without an observed position are missing."""
+        """Maps a tensor number to the tensor's position in the forward pass; tensors without an observed position are missing.
+        """
         self.finished_peers = FinishedPeers()
         self.not_finite = -1
         """Number of the first tensor for which this worker's own contribution to the last step was not finite; -1 if there is
         none."""
         self.tentative = False
-        """Whether some average of the last step was not finite. Such a step is skipped, unless an optimizer steps all the same.
+        """True: some average of the last step was not finite. Such a step is skipped, unless an optimizer steps nevertheless.
         """
         self.intact: bool | None = None
-        """After a failed step: whether residuals were restored to their values before it. False: an encoder was stuck, so they
+        """True: residuals were restored to their values before the failed step. False: an encoder was stuck, so the residuals
         are unknown. None: no step has failed."""
         self.unpaid: list[ResidualSlice] = []
         """Residuals of an earlier plan that have not been sent and whose unit differs from this plan's; see plan_handover.py.
@@ -175,7 +177,7 @@ class Worker:
 
     @property
     def begun(self) -> bool:
-        """Whether the current step has received a gradient or a weight change."""
+        """True: the current step has received a gradient or a weight change."""
         return self._assembler.begun
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
@@ -202,8 +204,8 @@ class Worker:
         """Drops the step on all workers, after an exception in this worker's backward pass. Called when its next backward pass
         begins.
 
-        Until then the other workers wait for this worker, up to their deadline. step.py describes how they learn that the step
-        was aborted.
+        Until then the other workers wait for this worker, up to their deadline. step.py describes how this worker reports the
+        abort.
         """
         self.units.broken = True
         try:
@@ -213,7 +215,7 @@ class Worker:
         finally:
             self.units.broken = False
 
-    # ---- its parts, for a step whose fragments are exchanged one by one
+    # ---- parts of a step whose fragments are exchanged one by one
 
     def send(self, changes: Mapping[int, torch.Tensor], fragment: int = 0) -> None:
         """Sends the buckets of one fragment at once. `changes`: contiguous tensors of weight changes, by tensor number; buckets
@@ -254,14 +256,14 @@ class Worker:
         self.recorder.mark("summed")
 
     def wait_all(self, deadline_s: float) -> None:
-        """Waits for the sums of all buckets. Call it even when all have arrived, because paths complete their bookkeeping in
-        it."""
+        """Waits for the sums of all buckets. Call it even when all sums have arrived, because paths then complete their
+        bookkeeping."""
         for fragment in range(len(self.fragments)):
             self.wait(deadline_s, fragment)
 
     @contextlib.contextmanager
     def _waiting(self, since: float) -> Iterator[None]:
-        """Context manager around a wait: latches errors, and raises the first error of the step."""
+        """Context manager around a wait: stores errors as the error of this worker, and raises the first error of the step."""
         self.now.waiting_since = since
         try:
             yield
@@ -276,7 +278,7 @@ class Worker:
             self._listener.check_interrupts(lambda: False)
 
     def write(self, targets: Sequence[torch.Tensor | None], fragment: int = 0) -> bool:
-        """Writes the averages of one fragment's buckets into `targets`. Returns whether all averages are finite."""
+        """Writes the averages of one fragment's buckets into `targets`. Returns True if all averages are finite."""
         finite = True
         with contiguous(targets, self._assembler.cut) as into:
             for bucket in self.fragments[fragment]:
@@ -288,11 +290,11 @@ class Worker:
             return finite
 
     def write_bucket(self, bucket: WorkerBucket, targets: Sequence[torch.Tensor | None]) -> bool:
-        """Writes one bucket's averages into `targets`, one for each slice. Returns whether the values that the optimizer reads
+        """Writes one bucket's averages into `targets`, one for each slice. Returns True if the values that the optimizer reads
         are finite.
 
-        The result must be the same on all ranks, because False leads to communication. So the plan decides whether to check,
-        and not the property `keeps`.
+        The result must be the same on all ranks, because False leads to communication. So the plan decides if values are
+        checked, and not the property `keeps`.
         """
         exchange = bucket.exchange
         if not bucket.served and (self._looks or (bucket.memory.facts_y is not None and not bucket.buffer)):
@@ -304,12 +306,12 @@ class Worker:
         begin = time.perf_counter()
         bucket.commit(self._factor(bucket, exchange.weight), targets)
         if isinstance(bucket.compact, EncodedResult):
-            self.counters.coded(decode_s=time.perf_counter() - begin)  # such a bucket decodes during the commit
+            self.counters.coded(decode_s=time.perf_counter() - begin)  # decodes encoded results
         return exchange.finite
 
     def end(self, *, finite: bool, computes: bool = True) -> None:
-        """Ends the step after its averages are written. `computes`: the stopwatch starts to time the next step's computation.
-        """
+        """Ends the step after its averages are written. `computes`: True if the stopwatch starts to time the next step's
+        computation."""
         try:
             self.units.learn(next((w for b in self.buckets if not b.late and (w := b.summed_weight())), 0.0))
         except ValueError as error:
@@ -324,8 +326,8 @@ class Worker:
         self._next(computes=computes)
 
     def _finalize(self, *, finite: bool) -> None:
-        """Marks averages that were not applied. The next exchange first rolls them back, and reports the rollback to the
-        servers."""
+        """Marks averages that were not applied as discarded. The next exchange first rolls them back, and reports the rollback
+        to the servers."""
         for bucket in self.buckets:
             if not bucket.late and not bucket.buffer:
                 bucket.ledger.finite = bucket.exchange.finite
@@ -354,13 +356,13 @@ class Worker:
         self.latch(error)
         raise error
 
-    # ---- its parts, for a step whose buckets are applied one by one: complete(), take() and write_bucket() each, end()
+    # ---- parts of a step whose buckets are applied one by one: complete(), take() and write_bucket() for each bucket, end()
 
     def all_complete(self, deadline: float | None, deadline_s: float) -> bool:
-        """Whether all workers have ended their backward pass; before that, no average may be applied.
+        """Returns True if all workers have ended their backward pass; before that, no average may be applied.
 
-        Waits for the answer until `deadline`; None: does not wait. If a worker has aborted the step, raises StepAbandoned after
-        all buckets have arrived.
+        Waits until `deadline`; None: does not wait. If a worker has aborted the step, raises StepAbandoned after all buckets
+        have arrived.
         """
         self.now.deadline_s = deadline_s
         last = self._assembler.last
@@ -371,8 +373,8 @@ class Worker:
         return True
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        """Whether this bucket's average can be written. Waits until `deadline`; None: does not wait. Raises the same CommErrors
-        as `finish`."""
+        """Returns True if this bucket's average can be written. Waits until `deadline`; None: does not wait. Raises the same
+        CommErrors as `finish`."""
         ready, begin = False, time.monotonic()
         with self._waiting(0.0 if deadline is None else begin):
             ready = self._paths.of[bucket.id].take(bucket, deadline)
@@ -382,10 +384,9 @@ class Worker:
             self.stopwatch.skip(waited_s)
         return ready
 
-    # ---- what became of the last step's averages
-    #
-    # Each ledger has one bit per slice for an average that was not applied. The rollback happens before the bucket's next
-    # exchange, and that exchange reports it to the server. `roll_back` does it between two steps.
+    # ---- which averages of the last step were applied. Each ledger has one bit per slice for an average that was not applied.
+    # The rollback happens before the bucket's next exchange, and that exchange reports the rollback to the server. `roll_back`
+    # does it between two steps.
 
     def mark_discarded(self, tensor: int) -> None:
         """Marks the last step's average of a tensor as not applied, because the script discarded it."""
@@ -410,13 +411,13 @@ class Worker:
                 bucket.exchange.applied |= 1 << i
 
     def any_nonzero(self, tensor: int) -> bool:
-        """Whether the last step's average of a tensor has nonzero values. Results that arrive one step late count as nonzero.
-        """
+        """Returns True if the last step's average of a tensor has nonzero values. Results that arrive one step late count as
+        nonzero."""
         return any(bucket.late or bool(bucket.slice_of_result(i).any()) for bucket, i in self._assembler.by_tensor[tensor])
 
     def roll_back(self) -> dict[int, int]:
         """Rolls back the last step's averages that were not applied. Returns, for each bucket id, a bit mask of slices whose
-        rollback the servers do not know yet. Equal on all ranks."""
+        rollback the servers do not know yet. The result is the same on all ranks."""
         self._listener.settle()
         for bucket in self.buckets:
             if not bucket.late:
@@ -424,8 +425,8 @@ class Worker:
         return {bucket.id: bucket.ledger.unreported for bucket in self.buckets if bucket.ledger.unreported and bucket.served}
 
     def discarded(self) -> tuple[int, int]:
-        """Which of the last averages were not applied: a bit mask over the slices of all buckets in order, and the number of
-        slices."""
+        """Returns which of the last averages were not applied: a bit mask over the slices of all buckets in order, and the
+        number of slices."""
         self._listener.settle()
         bits = slices = 0
         for bucket in self.buckets:
@@ -438,8 +439,8 @@ class Worker:
             bucket.ledger.discarded, bits = bits & bucket.ledger.all_slices, bits >> len(bucket.slices)
 
     def pending_rollbacks(self) -> dict[int, int]:
-        """After a failed step: for each bucket id, a bit mask of slices whose rollback in the previous step the servers might
-        not have received."""
+        """Returns, after a failed step, for each bucket id a bit mask of slices whose rollback in the previous step the servers
+        might not have received."""
         slices = {b.id: b.exchange.reported if b.exchange.started else b.ledger.unreported for b in self.buckets if b.served}
         return {number: bits for number, bits in slices.items() if bits}
 
@@ -464,7 +465,8 @@ class Worker:
         self._paths.stalled(bucket, step, missing)
 
     def missing(self) -> tuple[str, ...]:
-        """Names of the peers whose results are known to be missing. Any thread can call it. Collectives name no peer."""
+        """Returns the names of the peers whose results are known to be missing. Any thread can call it. Collectives name no
+        peer."""
         waiting = [bucket for bucket in self.buckets if bucket.served and not bucket.exchange.answered]
         return tuple({name: None for bucket in waiting for name in self._paths.awaited(bucket)})
 
@@ -472,14 +474,14 @@ class Worker:
         return [bucket for bucket, _ in self._assembler.by_tensor[tensor]]
 
     def used(self) -> list[bool]:
-        """For each tensor, whether any worker had a gradient. Call it after `finish`."""
+        """Returns one flag for each tensor: True if any worker had a gradient. Call it after `finish`."""
         used = {bucket.id: bucket.exchange.used for bucket in self.buckets}
         used |= {number: result.used for number, result in self.late.of.items()}
         return [any(used[bucket.id] >> i & 1 for bucket, i in places) for places in self._assembler.by_tensor]
 
     def entries(self, tensor: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """A tensor's average as sparse entries: pairs of positions and values, in order. None if a bucket of the tensor has not
-        kept its result in this form. Call it after `finish`."""
+        """Returns a tensor's average as sparse entries: pairs of positions and values, in order. None if a bucket of the tensor
+        has a dense or encoded result. Call it after `finish`."""
         parts = []
         for bucket, i in sorted(self._assembler.by_tensor[tensor], key=lambda place: place[0].slices[place[1]].start):
             if not isinstance(bucket.compact, SparseResult):
@@ -489,8 +491,8 @@ class Worker:
         return parts
 
     def drain(self) -> None:
-        """Waits until no exchange is running. Results that are one step late are kept for the caller. All ranks call it after
-        the same step."""
+        """Waits until no exchange is running. Averages that are applied one step after their gradients are kept for `hand_out`.
+        All ranks call it after the same step."""
         self.check()
         self._listener.finish_pending()
         with self._waiting(0.0):
@@ -502,7 +504,8 @@ class Worker:
             path.quiet(time.monotonic() + self.now.deadline_s)
 
     def rest(self) -> None:
-        """Before closing, waits for late exchanges in which other ranks of this node or the servers still need this rank."""
+        """Waits, before the worker closes, for running exchanges in which other ranks of this node or the servers still need
+        this rank."""
         several_rounds = any(bucket.late and len(bucket.codec.rounds) > 1 for bucket in self.buckets)
         if self.error is None and (self.plan.ranks_per_node > 1 or several_rounds):
             try:
@@ -517,12 +520,13 @@ class Worker:
 
     @property
     def spoilt(self) -> set[int]:
-        """Numbers of the tensors in buckets whose averages in the last step were not finite. The same on all ranks."""
+        """Numbers of the tensors in buckets whose averages in the last step were not finite. The set is the same on all ranks.
+        """
         return {s.tensor for bucket in self.buckets if not bucket.late and not bucket.ledger.finite for s in bucket.slices}
 
     @property
     def keeps(self) -> bool:
-        """Whether some of the last step's averages can be rolled back if they are not applied. Ranks can differ."""
+        """True: some of the last step's averages can be rolled back if they are not applied. Ranks can differ."""
         return self.tracked or bool(self.late) or any(bucket.ledger.sent is not None for bucket in self.buckets)
 
     @property
@@ -535,8 +539,8 @@ class Worker:
             bucket.let_go()
 
     def forget_states(self) -> None:
-        """Frees residuals and buffers at once. Called after close(), and after another worker object has received the
-        residuals. Worker and paths refer to each other, so the garbage collector would free their memory late."""
+        """Frees residuals and buffers at once. Called after close(), when another worker object has received the residuals.
+        Worker and paths refer to each other, so the garbage collector would free their memory late."""
         for bucket in self.buckets:
             for _, state in bucket.ledger.encoders:
                 state.clear()
@@ -553,10 +557,10 @@ class Worker:
                 release(buffer)
 
     def reorder(self, places: Mapping[int, int]) -> None:
-        """Sets the order of sending from positions in the forward pass. Buckets without a position follow, in reverse of the
-        order in which their gradients become final."""
+        """Sets the order in which buckets are sent, from tensors' positions in the forward pass. Buckets without a position
+        follow, in reverse of the order in which their gradients become final."""
         self.places, end = places, len(places)
-        # When results are taken one by one, all of them wait for the bucket that `all_complete` reads: it is sent first.
+        # If averages are applied one by one, all of them wait for the bucket that `all_complete` reads, so it is sent first.
         ahead = self._assembler.last if self.now.eager else None
         first_use = {b.id: min((places.get(s.tensor, end) for s in b.slices), default=end) for b in self.buckets}
         for order, bucket in enumerate(sorted(self.buckets, key=lambda b: (b is not ahead, first_use[b.id], b.order))):
@@ -565,13 +569,13 @@ class Worker:
     # ---- failure
 
     def latch(self, error: BaseException) -> None:
-        """Keeps the first error of this worker; later ones are ignored. Callers report lost peers, or a script that aborts in
-        the middle of a step."""
+        """Stores the first error of this worker; later errors are ignored. Callers report lost peers, or a script that aborts
+        in the middle of a step."""
         self.now.latch(error)
 
     def check(self) -> None:
-        """Raises the kept error, if there is one. The first time, residuals get back what the failed step sent. If a lane does
-        not end its call, perhaps inside a codec, residuals cannot be corrected."""
+        """Raises the stored error, if there is one. The first time, what the failed step sent returns to the residuals. If a
+        lane does not end its call, perhaps inside a codec, residuals cannot be corrected."""
         if self.now.error is None:
             return
         if self.intact is None:

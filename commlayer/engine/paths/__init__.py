@@ -1,1 +1,2 @@
-"""How a bucket is summed: by servers, all-reduce, coded collectives, or a node first."""
+"""Paths: the ways to sum a bucket over all workers (servers, all-reduce, compressed collectives, or a sum inside each node
+first)."""

@@ -1,4 +1,4 @@
-"""Path for uncompressed buckets: one all-reduce over all workers, called by the training thread.
+"""Defines the path for uncompressed buckets: one all-reduce over all workers, called by the training thread.
 
 On a GPU the host does not wait for sums. So the hosts exchange the total weight separately; it is NaN if a worker has aborted
 the step.
@@ -20,8 +20,8 @@ from commlayer.engine.step import Step
 
 
 class AllReducePath(Path[CollectiveBucket]):
-    """Sums each bucket with one all-reduce over all workers. With `groups` None this worker is the only one, and its gradients
-    are the sum."""
+    """Sums each bucket with one all-reduce over all workers. If `groups` is None, this worker is the only one, and its
+    gradients are the sum."""
 
     ordered = True
 
@@ -32,7 +32,7 @@ class AllReducePath(Path[CollectiveBucket]):
         self._groups = groups
         self._hosts = groups.hosts if groups is not None and not all(bucket.read_here for bucket in buckets) else None
         self._issued: dict[int, tuple[CollectiveBucket, PendingCollective, float]] = {}
-        """By bucket id: the buckets whose all-reduce is running, with its start time."""
+        """Maps bucket id to each bucket whose all-reduce is running, the running collective and its start time."""
         self._weight: tuple[torch.Tensor, PendingCollective] | None = None
         self._left = 0
 

@@ -1,8 +1,8 @@
-"""Path for buckets that are summed by a sequence of collectives, with encoding and decoding between them.
+"""Defines the path for buckets that are summed by a sequence of collectives, with encoding and decoding between them.
 
-Stage j of a path consists of its j-th exchange and the local operations before it. It runs on lane j and in its own process
-groups, with the buckets in plan order. So every rank calls a group's collectives in the same order. The second exchange of one
-bucket overlaps the first exchange of the next bucket.
+Stage j of a path consists of its j-th exchange and the local operations before this exchange. Stage j runs on lane j and in its
+own process groups, with the buckets in plan order. So every rank calls a group's collectives in the same order. The second
+exchange of one bucket overlaps the first exchange of the next bucket.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TINY = 1e-30
 
 
 class CollectivesPath(Path[CollectiveBucket]):
-    """Exchanges buckets by sequences of collectives. With `groups` None this worker is the only one, and its gradients are the
-    sum."""
+    """Exchanges buckets by sequences of collectives. If `groups` is None, this worker is the only one, and its gradients are
+    the sum."""
 
     ordered = True
 
@@ -56,9 +56,11 @@ class CollectivesPath(Path[CollectiveBucket]):
         self._begun = 0
         self._in_means = any(bucket.in_means for bucket in buckets)
         self._weights: tuple[int, torch.Tensor, PendingCollective] | None = None
-        """Number of workers, and the sum of all workers' weights, for codecs that encode parts of the mean."""
+        """Number of workers, the sum of all workers' weights, and the collective that computes this sum; for codecs that encode
+        parts of the mean."""
         self._tails: tuple[torch.Tensor, PendingCollective] | None = None
-        """Weights and used slices of all buckets, in one small all-reduce; None before it begins and after it was read."""
+        """The weights and used slices of all buckets, and the all-reduce that sums them; None before it begins and after its
+        result was read."""
 
     def begin(self, bucket: CollectiveBucket) -> None:
         self._fill(bucket)
@@ -111,7 +113,7 @@ class CollectivesPath(Path[CollectiveBucket]):
             return
         (tails, pending), self._tails = self._tails, None
         pending.wait(deadline, self._step.failed)
-        # All exchanges have ended, so also on a GPU this does not wait.
+        # All exchanges have ended, so this read does not wait, even on a GPU.
         weight, at = None if self.buckets[-1].read_here else float(tails[-1]), 0
         for bucket in self.buckets:
             tail = bucket.memory.tail
@@ -121,7 +123,8 @@ class CollectivesPath(Path[CollectiveBucket]):
             bucket.read_used()
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        """Results arrive only together, because of their weights."""
+        """Returns True if the result of `bucket` can be written. That is possible for all buckets together, when their weights
+        have arrived."""
         if self._tails is not None and deadline is not None:
             self.finish(deadline)
         return self._tails is None and super().take(bucket, deadline)
@@ -153,7 +156,7 @@ def _compiled(
         path, rounds = tree.parse(bucket.planned.path), len(codecs[bucket.id].rounds)
         segments[bucket.id] = compile_path(path, bucket.numel, place, owner=bucket.planned.owner, rounds=rounds,
                                            bucket=bucket.id)
-        # Includes exchanges without this rank: all ranks must make all groups.
+        # Exchanges without this rank are included, because all ranks must create all groups.
         wanted |= set(enumerate(stages_of(path, rounds)))
     channels = Channels(wanted, groups.members, place.per_node, groups.timeout_s)
     return channels, {b.id: BucketProgram(b, segments[b.id], codecs[b.id], channels, job=plan.job) for b in buckets}
@@ -162,16 +165,17 @@ def _compiled(
 # ---- runs one bucket's path: a sequence of collectives with encodes and decodes between them
 
 LENGTH_NBYTES = 16
-"""Bytes before each payload in its slot, which contain the payload's length. Their number keeps the payload aligned."""
+"""Number of bytes before each payload in its slot, which contain the payload's length. They also align the payload."""
 FOREVER_S = 1e9
 """Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
-them."""
+these waits."""
 
 Error = Callable[[], BaseException | None]
 
 
 def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
-    """Bytes that this rank sends and receives in a collective over `total` bytes, of which `own` are this rank's part.
+    """Returns the bytes that this rank sends and receives in a collective over `total` bytes, of which `own` are this rank's
+    part.
 
     An all-reduce counts as a ring, other collectives as direct sends.
     """
@@ -188,19 +192,19 @@ def carried(e: ExchangeStage, own: int, total: int) -> tuple[int, int]:
 
 
 class _Coder(NamedTuple):
-    """What one encode needs for one payload: its range of elements, the codec's state and, for sums of payloads, an
-    accumulator."""
+    """State of one encode of one payload: the range of elements, the codec's state and, for sums of payloads, an accumulator.
+    """
 
     span: Range
     spec: Spec
     state: State
     acc: dict[str, Any] | None
     given: torch.Tensor
-    """A copy of the codec's input, because the send buffer later contains sums. Empty if the codec keeps no residuals."""
+    """A copy of the codec's input, because the send buffer is overwritten with sums. Empty if the codec keeps no residuals."""
 
 
 class _Under(NamedTuple):
-    """A collective that is running, and the function that handles its result."""
+    """A running collective, and the function that handles its result."""
 
     pending: PendingCollective
     then: Callable[[], None]
@@ -214,10 +218,9 @@ class BucketProgram:
         x = bucket.x
         adds_payloads = any(s.exchange is not None and s.exchange.coded and s.exchange.name == "allreduce" for s in segments)
         self._kernels = launch.serves(x.device) and not adds_payloads and runs_on(codec, x.device)
-        """Whether the codec can run on the GPU of the send buffer, as well as on the host."""
+        """True: the codec can run on the GPU of the send buffer, as well as on the host."""
         self._host = x if x.device.type == "cpu" else torch.empty(bucket.numel, pin_memory=x.is_cuda)
-        """Host memory of the elements, for encoding on the CPU: a copy for a bucket on a GPU, otherwise the send buffer itself.
-        """
+        """Host memory for encoding on the CPU: a copy of a bucket on a GPU, otherwise the send buffer itself."""
         self._coders: dict[int, list[_Coder]] = {}
         self._slots: dict[int, torch.Tensor] = {}
         self._payloads = torch.empty(0, dtype=torch.uint8)
@@ -235,11 +238,11 @@ class BucketProgram:
                     self._prepare(step, job)
         paid = {step.number for s in segments for step in s.local if isinstance(step, EncodeStage) and step.pays}
         bucket.ledger.encoders = [(c.span, c.state) for e, coders in self._coders.items() if e in paid for c in coders]
-        # Checkpoints iterate over the states of buckets.
+        # Checkpoints save the states of `bucket.ledger.state`.
         bucket.ledger.state = {f"{e}-{u}": c.state for e, coders in self._coders.items() for u, c in enumerate(coders)}
 
     def _on_device(self, step: EncodeStage | DecodeStage) -> bool:
-        """Whether the codec runs on the GPU for this step: the plan requests it and the codec supports it."""
+        """Returns True if the codec runs on the GPU for this operation: the plan requests it and the codec supports it."""
         return step.device == "gpu" and self._kernels
 
     def _prepare(self, step: EncodeStage, job: str) -> None:
@@ -266,7 +269,7 @@ class BucketProgram:
         return LENGTH_NBYTES * (1 + -(-self._codec.bound(spec) // LENGTH_NBYTES))
 
     def advance(self, stage: int, now: Step) -> None:
-        """Waits for the previous exchange, runs the local ops, begins the exchange of this stage."""
+        """Runs one stage: waits for the previous exchange, runs the local operations, and begins the exchange of this stage."""
         bucket, recorder = self.bucket.id, now.recorder
         if stage == 0:
             self._started.clear()
@@ -367,7 +370,8 @@ class BucketProgram:
         sizes = [high - low for low, high in e.parts]
         mine = x[e.parts[e.place][0] : e.parts[e.place][1]]
         if e.name == "reduce_scatter":
-            # An all-to-all moves the same bytes, takes parts of any size, and adds in member order.
+            # An all-to-all moves the same number of bytes as a reduce-scatter, allows parts of any size, and adds in member
+            # order.
             rows = x.new_empty(e.size * mine.numel())
             count(mine.nbytes, span_x.nbytes)
             pending = channel.alltoall(rows, span_x, [mine.numel()] * e.size, sizes)
@@ -385,7 +389,7 @@ class BucketProgram:
         return _Under(pending, split_by_tensor)
 
     def _move_payloads(self, e: ExchangeStage, channel: Channel, count: Callable[[int, int], None]) -> _Under:
-        # On x's device, where the groups also move floats.
+        # The tensor is on x's device, because the groups also exchange the elements there.
         payloads, slot = self._payloads.to(self.bucket.x.device), self._slot_nbytes(e.widest)
         if e.name == "broadcast":
             if e.place != e.root:
@@ -423,7 +427,7 @@ class BucketProgram:
 
         def merge() -> None:
             reduced.merge()
-            # Not into the slot: to abandon a step, the codec needs this rank's own payload there.
+            # The sum is not written into the slot: to abandon a step, the codec needs this rank's own payload in the slot.
             result = memoryview(bytearray(codec.bound(coder.spec)))
             self._result = result[: codec.emit(r, acc, codec.init_server(coder.spec), result)]
             self._round = r + 1
@@ -434,12 +438,12 @@ class BucketProgram:
         return _Under(_All(works), merge)
 
     def _reduced(self) -> tuple[_Coder, torch.Tensor]:
-        """The only encoder of a path whose payloads are summed by all-reduce, and its payload slot."""
+        """Returns the only encoder of a path whose payloads are summed by all-reduce, and its payload slot."""
         (coders,), (slots,) = self._coders.values(), self._slots.values()
         return coders[0], slots[0, 0]
 
     def _x(self, span: Range, *, on_device: bool = False) -> torch.Tensor:
-        """The elements of `span`, on the device where they are encoded. Copies them to the host if necessary."""
+        """Returns the elements of `span`, on the device where they are encoded. Copies them to the host if necessary."""
         source = self.bucket.x[span[0] : span[1]]
         if on_device or self._host is self.bucket.x:
             return source
@@ -461,8 +465,8 @@ class _All(PendingCollective):
 
 
 def within(cut: Ranges, span: Range) -> Ranges:
-    """The part of `cut` (element ranges of a bucket) inside `span`, counted from the start of `span`. None means all elements.
-    """
+    """Returns the part of `cut` (element ranges of a bucket) inside `span`, counted from the start of `span`. None means all
+    elements."""
     low, high = span
     if cut is None:
         return None
@@ -487,9 +491,9 @@ def _nothing() -> None:
 
 # ---- compiles a path for one rank: which elements the rank holds at every op, and with which ranks it exchanges them
 #
-# The bucket is cut into atoms, one per part that the path's splits (reduce_scatter, alltoall) make. A rank always holds a run
-# of atoms. Payloads are made per unit: a run of atoms that no split cuts before the unit is decoded. All ranks compile the
-# same walk, differing only in their own index. So they agree on sizes without communication.
+# The bucket is divided into atoms, one for each part that the path's splits (reduce_scatter, alltoall) create. A rank always
+# has consecutive atoms. A unit is a range of consecutive atoms that no split divides before the unit is decoded; payloads are
+# made per unit. All ranks compile the same path with their own index, so they agree on sizes without communication.
 
 Range = tuple[int, int]
 SPLITS = ("reduce_scatter", "alltoall")
@@ -515,18 +519,18 @@ class ProgramPlace(NamedTuple):
 
 
 class EncodeStage(NamedTuple):
-    """Encodes the ranges `units` of the send buffer. `first`: they are gradients or uncompressed sums of gradients; otherwise
-    sums of decoded payloads.
+    """Operation that encodes the ranges `units` of the send buffer. `first`: True if these are gradients or uncompressed sums
+    of gradients, False if they are sums of decoded payloads.
 
-    Ranks with the same `sender` encode the same values, and must produce the same bytes. Exactly one of them keeps the
-    residual; it has `pays` set.
+    Ranks with the same `sender` encode the same values, and must produce the same bytes. Exactly one of them, the rank with
+    `pays` set, keeps the residual.
     """
 
     number: int
     """Index of this encode among the encodes of the path."""
     units: tuple[Range, ...]
     widest: int
-    """Number of elements of the largest unit on any rank: all payloads are sent in slots of one size."""
+    """Number of elements of the largest unit on any rank, because all payloads are sent in slots of one size."""
     first: bool
     device: str
     sender: int
@@ -534,7 +538,7 @@ class EncodeStage(NamedTuple):
 
 
 class DecodeStage(NamedTuple):
-    """Decodes `pieces` payloads of each unit, and writes their sum into the send buffer."""
+    """Operation that decodes `pieces` payloads of each unit, and writes their sum into the send buffer."""
 
     units: tuple[Range, ...]
     pieces: int
@@ -542,8 +546,8 @@ class DecodeStage(NamedTuple):
 
 
 class ExchangeStage(NamedTuple):
-    """One collective of a path. `parts`: element ranges of the members' shares, in member order (only for uncompressed splits
-    and the gathers that undo them)."""
+    """One collective of a path. `parts`: element range of each member's part, in member order (only for uncompressed splits and
+    the gathers that undo them)."""
 
     name: str
     scope: str
@@ -561,11 +565,12 @@ class ExchangeStage(NamedTuple):
     """Number of payloads per unit that this rank contributes."""
     widest: int
     merges: bool
-    """Whether an allgather joins shares of different elements; otherwise it collects payloads of the same elements."""
+    """True: an allgather joins parts with different elements. False: it collects payloads of the same elements."""
 
 
 class ProgramSegment(NamedTuple):
-    """Local operations, then one exchange. `exchange` is None at the end of the path, and where this rank takes no part."""
+    """Local operations, and the exchange after them. `exchange` is None at the end of the path, and where this rank takes no
+    part."""
 
     local: tuple[EncodeStage | DecodeStage, ...]
     exchange: ExchangeStage | None
@@ -575,9 +580,9 @@ def compile_path(
     path: tree.Path, numel: int, place: ProgramPlace, *, owner: int = 0, rounds: int = 1, bucket: int = 0
 ) -> tuple[ProgramSegment, ...]:
     """Compiles a path into the segments that this rank executes. `owner`: the local rank that is root inside a node. Between
-    nodes, the root rotates with the bucket's id.
+    nodes, the root depends on the bucket's id.
 
-    An allreduce of payloads, which only SUM and MAX codecs have, takes one exchange per round of the codec.
+    An allreduce of payloads, which only SUM and MAX codecs support, takes one exchange per round of the codec.
     """
     walk = _Walk(path, numel, place, owner, bucket)
     segments: list[ProgramSegment] = []
@@ -599,8 +604,8 @@ def compile_path(
 
 
 class _Walk:
-    """What one rank holds at the current position of the path, while it is compiled. Ranks that are not root of a group follow
-    the root's state; `active` tells whether this rank takes part itself."""
+    """State of one rank at the current position of the path, while the path is compiled. Ranks that are not root of a group
+    follow the root's state; `active` is True if this rank takes part itself."""
 
     def __init__(self, path: tree.Path, numel: int, place: ProgramPlace, owner: int, bucket: int) -> None:
         self.path, self.place, self.owner, self.bucket = path, place, owner, bucket
@@ -612,9 +617,10 @@ class _Walk:
         self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
         self.active = True
         self.summed: set[str] = set()
-        """Scopes over whose members this rank's values are summed, or will be when its payloads are decoded."""
+        """Scopes ("node", "net" or "all") over whose members this rank's values are summed, or will be when its payloads are
+        decoded."""
         self.copied: set[str] = set()
-        """Scopes whose members all have the same values."""
+        """Scopes ("node", "net" or "all") whose members all have the same values."""
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
@@ -636,7 +642,7 @@ class _Walk:
         return step if self.active else None
 
     def _sender(self) -> int:
-        """A number that is equal on all ranks with the sum of the same ranks' gradients, and different otherwise."""
+        """Returns a number that is equal on ranks with the sum of the same ranks' gradients, and different otherwise."""
         nodes, per_node, node, local = self.place
         one_node = not self.summed & {"net", "all"}
         one_local = not self.summed & {"node", "all"}
@@ -703,7 +709,7 @@ def _cut(low: int, high: int, parts: int) -> list[Range]:
 
 
 def stages_of(path: tree.Path, rounds: int = 1) -> list[str]:
-    """The scope ("node", "net" or "all") of every exchange of a path in order, also of those without this rank."""
+    """Returns the scope ("node", "net" or "all") of every exchange of a path in order, also of exchanges without this rank."""
     scopes: list[str] = []
     coded = False
     for op in path:

@@ -1,8 +1,8 @@
 """Sums buckets among the ranks of a node, and distributes the results to them.
 
-A single bucket is reduced onto its owner, which broadcasts the result. Shards, one for each rank, share one exchange: every
-rank sends the other ranks their shards of its gradients, and sums the shards that it receives. One all-gather distributes all
-results.
+A single bucket is reduced onto its owner (the rank that encodes it), which broadcasts the result. Shards are buckets of which
+each rank owns one; they are summed by one exchange: every rank sends the other ranks their shards of its gradients, and sums
+the shards that it receives. One all-gather distributes all results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Error = Callable[[], BaseException | None]
 
 
 class NodeSum(ABC):
-    """One rank's part in the sum and distribution of some buckets inside a node. Every step calls `reduce`, `reduced`,
+    """Sums some buckets inside a node and distributes their results, on one rank. Every step calls `reduce`, `reduced`,
     `distribute`, in this order."""
 
     def __init__(self, buckets: Sequence[ServedBucket]) -> None:
@@ -43,7 +43,7 @@ class NodeSum(ABC):
 
     @abstractmethod
     def reduced(self, deadline: float, failed: Error) -> None:
-        """Waits for the sums: each owner then has the sum of its bucket. After that, buffers of other owners' buckets can be
+        """Waits for the sums; each owner then has the sum of its bucket. After that, buffers of other owners' buckets can be
         overwritten."""
 
     @abstractmethod
@@ -77,8 +77,8 @@ class ShardedSum(NodeSum):
         self._parts = self._own.all.new_zeros(sum(self._sizes) - own_size)
         """This rank's gradients in the shards of other ranks, one shard after the other."""
         self._rows = self._own.all.new_zeros(len(buckets), most)
-        """First the other ranks' gradients in this rank's shard, later all results, which are the receive buffers; one row for
-        each rank."""
+        """One row for each rank. During the sum: the other ranks' gradients in this rank's shard. After it: all results, as the
+        receive buffers."""
         self._row = self._own.all.new_zeros(most)
         at = 0
         for number, (bucket, size) in enumerate(zip(buckets, self._sizes, strict=True)):
@@ -104,19 +104,19 @@ class ShardedSum(NodeSum):
 
 
 def node_sums(buckets: Sequence[ServedBucket], ranks_per_node: int, local: int) -> list[NodeSum]:
-    """The sums inside a node that these buckets of a plan need, in order."""
+    """Returns the sums inside a node that these buckets of a plan need, in order."""
     return [
         ShardedSum(buckets[run.start : run.stop], local) if len(run) > 1 else OwnedSum(buckets[run.start])
         for run in together([bucket.planned for bucket in buckets], ranks_per_node)
     ]
 
 
-# ---- paths over a server for nodes with several ranks: summed in the node, exchanged by owners, distributed in the node
+# ---- paths over a server for nodes with several ranks: sum in the node, exchange by owners, distribution in the node
 
 class NodeReduce(Path[ServedBucket]):
     """Wraps the exchange with servers for nodes with several ranks. Every rank of a node has all of the path's buckets, and
-    encodes those that it owns. A lane distributes results in an order that is the same on all ranks of the node. So ranks need
-    not wait for a result at the same time."""
+    encodes those that it owns. A lane distributes results in an order that is the same on all ranks of the node, so the
+    training threads of these ranks need not wait at the same time."""
 
     ordered = True
 
@@ -124,7 +124,7 @@ class NodeReduce(Path[ServedBucket]):
         self, buckets: Sequence[ServedBucket], step: Step, staging: Staging, exchange: ServerExchange, groups: Groups,
         lane: Lane, *, late: bool = False,
     ) -> None:
-        """`lane` distributes results, after a notice to all ranks of the node. Paths with equal `late` share it."""
+        """`lane` distributes results, after a message to all ranks of the node. Paths with equal `late` share a lane."""
         super().__init__(buckets, step, staging)
         inside = groups.inside
         self._out, self._back, self._ready = ((inside.late, inside.late, inside.late_ready) if late else
@@ -143,7 +143,7 @@ class NodeReduce(Path[ServedBucket]):
         self._send(node_sum)
         self._begun.append(node_sum)
         if len(self._begun) == len(self._sums):
-            # The next forward pass needs the last bucket first. After the backward pass, no computation overlaps the wait.
+            # The next forward pass needs the last bucket first. No computation overlaps the wait after the backward pass.
             for each in reversed(self._begun) if self._step.eager else self._begun:
                 self._lane.put(partial(self._hand_on, each))
 
@@ -154,13 +154,13 @@ class NodeReduce(Path[ServedBucket]):
         for bucket in node_sum.buckets:
             bucket.exchange.step = self._step.number
             if bucket is not node_sum.mine:
-                bucket.ledger.report()  # its owner reports it with this step's frame
+                bucket.ledger.report()  # the bucket's owner reports the rollback with this step's frame
         if node_sum.mine is not None:
             self._exchange.put(node_sum.mine, partial(self._reduced, node_sum, issued), lambda _: self._answers.arrived(),
                                in_order=True)
 
     def _reduced(self, node_sum: NodeSum, issued: float, bucket: EncodedBucket) -> float:
-        """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane; returns the start
+        """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane. Returns the start
         time."""
         node_sum.reduced(time.monotonic() + FOREVER_S, self._step.failed)
         self._step.recorder.add("node.reduce", bucket.id, issued)
@@ -169,7 +169,7 @@ class NodeReduce(Path[ServedBucket]):
         return begin
 
     def _hand_on(self, node_sum: NodeSum) -> None:
-        """Waits for the servers' answers and distributes the results inside the node. Runs on the lane."""
+        """Waits for the servers' results and distributes them inside the node. Runs on the lane."""
         mine, failed, forever = node_sum.mine, self._step.failed, time.monotonic() + FOREVER_S
         if failed() is not None:
             return
@@ -181,7 +181,7 @@ class NodeReduce(Path[ServedBucket]):
                 if failed() is not None:
                     return
                 mine.write_tail(mine.memory.tail_y)
-            if self._ready is not None:  # on the hosts, without the GPUs
+            if self._ready is not None:  # a message between hosts, without the GPUs
                 self._ready.allreduce(torch.zeros(1)).wait(forever, failed)
             begin = time.perf_counter()
             node_sum.distribute(self._back).wait(forever, failed)
@@ -211,8 +211,8 @@ class NodeReduce(Path[ServedBucket]):
 
 
 class LateNodeReduce(OneStepLate[ServedBucket], NodeReduce):
-    """The same for buckets whose results the next step applies. It sums a step's gradients after all results of the previous
-    step have been distributed, so the calls inside the node have one order on all ranks."""
+    """Like NodeReduce, for buckets whose averages are applied one step after their gradients. It sums a step's gradients after
+    all results of the previous step have been distributed, so all ranks of the node call collectives in the same order."""
 
     def start(self, bucket: ServedBucket) -> None:
         NodeReduce.begin(self, bucket)

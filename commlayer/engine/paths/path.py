@@ -1,9 +1,9 @@
-"""Interface of a path: how one kind of bucket gets from final gradients to the sum over all workers.
+"""Defines the interface of a path: how one kind of bucket gets from final gradients to the sum over all workers.
 
 In each step the worker calls `begin` for each of the path's buckets when their gradients are final. After the backward pass it
-calls `finish`, and before that `take` for single buckets if results are applied one by one. Then it commits the results in the
-buckets, and calls `reset`. Between two steps, a bucket's ledger rolls back what was not applied. These calls come from one
-thread at a time. A path can have threads of its own. It reports their errors, counts and arrivals to the Step object.
+calls `finish`, and before that `take` for single buckets if averages are applied one by one. Then it writes the results, and
+calls `reset`. Between two steps, a bucket's ledger rolls back what was not applied. These calls come from one thread at a time.
+A path can have threads of its own. It reports their errors, counts and arrivals to the Step object.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Path(ABC, Generic[B]):
     """Base class of paths. A path exchanges some of the buckets of one worker."""
 
     ordered = False
-    """Whether `begin` calls a collective. All ranks must then call `begin` for the path's buckets in the order of the plan."""
+    """True: `begin` calls a collective, so all ranks must call `begin` for the path's buckets in the order of the plan."""
 
     def __init__(self, buckets: Sequence[B], step: Step, staging: Staging) -> None:
         self.buckets, self._step, self._staging = buckets, step, staging
@@ -37,18 +37,18 @@ class Path(ABC, Generic[B]):
         """Starts the exchange of a bucket whose gradients are final, without waiting for it."""
 
     def overdue(self, bucket: WorkerBucket) -> CommError:
-        """The deadline error for a bucket without a result. It names the peer that caused the delay; a collective knows none.
-        """
+        """Creates the deadline error for a bucket without a result. It names the peer that caused the delay; after a collective
+        no peer is known."""
         return DeadlineExceeded("the bucket was not exchanged before the deadline", peer=ANY_PEER, step=self._step.number,
                                 bucket=bucket.id)
 
     def _arrived(self, bucket: WorkerBucket) -> None:
-        """Records that commit can read a bucket's result. Lanes call it."""
+        """Records that a bucket's result can be written. Lanes call it."""
         bucket.exchange.done = True
         self._arrivals.arrived()
 
     def finish(self, deadline: float) -> None:
-        """Waits until commit can read the results of all buckets, and the step can continue. Called after `begin` for all.
+        """Waits until the results of all buckets can be written, and the step can continue. Called after `begin` for all.
 
         Raises an error that names the missing peers when the deadline passes. Returns early when the step has failed.
         """
@@ -57,8 +57,8 @@ class Path(ABC, Generic[B]):
         self._staging.join()
 
     def take(self, bucket: WorkerBucket, deadline: float | None) -> bool:
-        """Whether commit can read this bucket before the others. Waits for it until `deadline`; None: does not wait. The worker
-        calls `finish` after the last bucket in any case."""
+        """Returns True if this bucket's result can be written before those of the others. Waits for the result until
+        `deadline`; None: does not wait. The worker calls `finish` after the last bucket in any case."""
         if deadline is not None and not self._arrivals.wait_for(lambda: bucket.exchange.done, deadline):
             raise self.overdue(bucket)
         if bucket.exchange.done:
@@ -66,24 +66,24 @@ class Path(ABC, Generic[B]):
         return bucket.exchange.done
 
     def quiet(self, deadline: float) -> None:
-        """Waits until no exchange is running after the end of its step."""
+        """Waits for exchanges that continue after the end of their step."""
 
     def reset(self) -> None:
-        """Prepares the path for the next step. Called after the commit of the last one."""
+        """Prepares the path for the next step. Called after the results of the last step were written."""
         self._arrivals.expect(len(self.buckets))
         for bucket in self.buckets:
             bucket.exchange = BucketExchange()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until the path's threads have finished their work. Returns whether they did within `timeout_s` seconds."""
+        """Waits until the path's threads have finished their work. Returns True if that took less than `timeout_s` seconds."""
         return True
 
     def close(self, timeout_s: float) -> None:
         """Ends the path's threads, and waits up to `timeout_s` seconds for each."""
 
     def _roll_back(self, bucket: WorkerBucket) -> None:
-        """Rolls back the averages of a bucket's last exchange that were not applied, before its next exchange. Later readers of
-        the bucket wait for the rollback."""
+        """Rolls back the averages of a bucket's last exchange that were not applied, before its next exchange. Threads that
+        read the bucket later wait for the rollback."""
         if bucket.ledger.roll_back():
             bucket.marks.append(self._staging.mark())
 
@@ -96,11 +96,11 @@ class Path(ABC, Generic[B]):
 
 
 class OneStepLate(Path[B]):
-    """Base class of paths whose results the next step applies: a step's exchanges begin when the step ends, after the results
-    of the previous step have arrived and been taken."""
+    """Base class of paths whose averages are applied one step after their gradients. A step's exchanges begin when the step
+    ends, after the results of the previous step have arrived and been taken."""
 
     results: Mapping[int, LateResult]
-    """By bucket id."""
+    """Maps bucket id to the bucket's late result, an average that is applied one step after its gradients."""
 
     @abstractmethod
     def start(self, bucket: B) -> None:

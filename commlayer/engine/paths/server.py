@@ -1,4 +1,4 @@
-"""Path for buckets that a worker, the only one on its node, exchanges with servers, and the exchange itself.
+"""Defines the path for buckets that a worker, the only one on its node, exchanges with servers.
 
 A bucket's exchange has four parts on two lanes: encode, send, receive, decode.
 """
@@ -22,7 +22,7 @@ from commlayer.transport.protocol import SERVER_BASE, Flag, Handle, Header, Kind
 
 
 class ServerPath(Path[EncodedBucket]):
-    """Exchanges buckets whose results belong to their own step."""
+    """Exchanges buckets whose averages are applied in their own step."""
 
     def __init__(self, buckets: Sequence[EncodedBucket], step: Step, staging: Staging, exchange: ServerExchange) -> None:
         super().__init__(buckets, step, staging)
@@ -44,7 +44,7 @@ class ServerPath(Path[EncodedBucket]):
 
 
 class LateServerPath(OneStepLate[EncodedBucket], ServerPath):
-    """Exchanges buckets whose results the next step applies."""
+    """Exchanges buckets whose averages are applied one step after their gradients."""
 
     def start(self, bucket: EncodedBucket) -> None:
         self._fill(bucket)
@@ -53,21 +53,20 @@ class LateServerPath(OneStepLate[EncodedBucket], ServerPath):
         self._exchange.put(bucket, lambda _: time.perf_counter(), self._arrived)
 
 
-# ---- A bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes
-#
-# Paths pass a bucket, a function that fills x with the values to code, and one that is called when the sum is in y.
+# ---- a bucket's exchange with the server that sums it: encode, send, receive, decode, on two lanes
 
 log = logging.getLogger("commlayer")
 
 AGAIN = 1 << 30
-"""Added to a bucket's position when it is encoded again, so that it follows all buckets that have not been encoded yet."""
+"""Number added to the position of a bucket that is encoded again, so that the bucket follows all buckets that have not been
+encoded yet."""
 FOREVER_S = 86400.0
 """Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
-them."""
+these waits."""
 
 Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
-time.perf_counter() when its own work began."""
+time.perf_counter() when it began to fill."""
 
 
 class _Running(NamedTuple):
@@ -80,7 +79,7 @@ class _Running(NamedTuple):
 
 
 class ServerExchange:
-    """Exchanges of one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
+    """Exchanges one worker's buckets with all servers: encode, send, receive, decode, on two lanes."""
 
     def __init__(
         self, step: Step, transport: Transport, recycle: Callable[[memoryview], None], staging: Staging
@@ -97,7 +96,7 @@ class ServerExchange:
         """Queues a bucket for its exchange. Buckets that the next forward pass needs first are encoded first. `done` is called
         on the decode lane.
 
-        `in_order`: encodes in the order of the calls of `put`. This order is the same on all ranks of a node, because `fill`
+        `in_order`: encodes in the order of the calls of `put`. All ranks of a node then use the same order, because `fill`
         calls collectives of the node.
         """
         run = _Running(bucket, done, () if in_order else (self._step.number, bucket.order))
@@ -125,7 +124,7 @@ class ServerExchange:
 
     def _give_up(self, run: _Running) -> None:
         """Sends an abort instead of the payload, because a rank of this node has aborted the step. The bucket is encoded and
-        rolled back all the same, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
+        rolled back nevertheless, as on ranks that do not know of the abort. So counters and shared random numbers of codecs
         stay equal on all ranks."""
         run.bucket.exchange.weight = 0.0
         self._send(run, 0, f"{peer_name(self._step.rank)}: {BROKEN}".encode(), Flag.ABANDON)
@@ -143,7 +142,7 @@ class ServerExchange:
         begin = time.perf_counter()
         answer = self._transport.recv(server, key(header._replace(kind=Kind.RESULT)))
         answer.on_done(lambda handle: self._answered(run, r, handle, begin))
-        step.counters.carried(len(body), 0)  # counted before sending: the step may end right after it
+        step.counters.carried(len(body), 0)  # counted before sending, because the step can end right after it
         self._transport.send(server, header, body).on_done(self._sent)
 
     def _sent(self, handle: Handle) -> None:
@@ -151,15 +150,14 @@ class ServerExchange:
             self._step.latch(error)
 
     def _answered(self, run: _Running, r: int, handle: Handle, begin: float) -> None:
-        """Queues the decoding of a server's answer, or another encoding. Runs on a receiver thread, so it does no other work.
-        """
+        """Queues the decoding of a server's reply, or another encoding. Runs on a receiver thread, so it does no other work."""
         if (error := handle.error()) is not None:
             self._step.latch(error)
             return
         self._step.recorder.add(EXCHANGE, run.bucket.id, begin)
         if handle.message().header.flags & Flag.AGAIN:
-            # After all buckets that are not coded yet. Otherwise network timing would decide which of them get the new weight
-            # in time.
+            # It follows all buckets that are not encoded yet. Otherwise network timing would decide which of them use the new
+            # weight.
             urgency = run.urgency and (run.urgency[0], AGAIN + run.urgency[1])
             self._encode.put(lambda: self._code_again(run, handle.message().header.weight), urgency)
         else:
@@ -176,7 +174,7 @@ class ServerExchange:
         self._send(run, 0, run.bucket.coder.payload[:nbytes], Flag.AGAIN)
 
     def _take(self, run: _Running, r: int, handle: Handle) -> None:
-        """Decodes a server's answer, and sends the codec's next round if there is one. Runs on the decode lane."""
+        """Decodes a server's reply, and sends the codec's next round if there is one. Runs on the decode lane."""
         step, bucket, exchange = self._step, run.bucket, run.bucket.exchange
         if step.error is not None:
             return
@@ -214,7 +212,7 @@ class ServerExchange:
         run.done(run.bucket)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report of the workers for which it waits, for one bucket and step."""
+        """Stores a server's report that it waits for the workers `missing`, for one bucket and step."""
         self._stalled[bucket] = step, missing
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:
@@ -230,15 +228,15 @@ class ServerExchange:
         return error("sent no result of the bucket before the deadline", peer=server)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """Names of the workers that have not contributed to a bucket, if its server has reported any; else the server's name.
-        """
+        """Returns the names of the workers that have not contributed to a bucket, if the bucket's server has reported any; else
+        the server's name."""
         stalled_step, missing = self._stalled.get(bucket.id, (bucket.exchange.step, ()))
         if stalled_step == bucket.exchange.step and missing:
             return tuple(map(peer_name, missing))
         return (peer_name(SERVER_BASE + bucket.planned.server),)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether both lanes finished their work within `timeout_s` seconds each."""
+        """Returns True if both lanes finished their work within `timeout_s` seconds each."""
         return self._encode.drain(timeout_s) and self._decode.drain(timeout_s)
 
     def close(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Assigns a path to each bucket of a plan, when a worker is created. The only module that lists all kinds of paths."""
+"""Assigns a path to each bucket of a plan, when a worker is created."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PathTable(NamedTuple):
 
     of: Mapping[int, AnyPath]
     fragments: tuple[tuple[AnyPath, ...], ...]
-    """Paths for each fragment, in the order of waiting. Paths over servers come first, because a server can name missing
-    workers."""
+    """Paths for each fragment, in the order in which the worker waits for them. Paths over servers come first, because a server
+    can name missing workers."""
     exchange: ServerExchange | None
     """Exchanges with servers, shared by several paths; None if no bucket uses a server."""
     lanes: Sequence[Lane]
@@ -44,11 +44,11 @@ class PathTable(NamedTuple):
             self.exchange.stalled(bucket, step, missing)
 
     def awaited(self, bucket: WorkerBucket) -> tuple[str, ...]:
-        """Names of the peers because of which a bucket that uses a server has no result yet."""
+        """Returns the names of the peers because of which a bucket that uses a server has no result yet."""
         return () if self.exchange is None else self.exchange.awaited(bucket)
 
     def drain(self, timeout_s: float) -> bool:
-        """Whether all threads finished their work, each within `timeout_s` seconds."""
+        """Returns True if all threads finished their work, each within `timeout_s` seconds."""
         drained = [each.drain(timeout_s) for each in (self.exchange, *self.lanes, *self.all) if each is not None]
         return all(drained)
 
@@ -63,7 +63,8 @@ def make_paths(
     late_results: Mapping[int, LateResult], transport: Transport | None, groups: Groups | None,
     recycle: Callable[[memoryview], None],
 ) -> PathTable:
-    """Creates the paths. `fragments`: lists of buckets that are exchanged together, in the order of waiting."""
+    """Creates the paths. `fragments`: lists of buckets that are exchanged together, in the order in which the worker waits for
+    them."""
     of: dict[int, AnyPath] = {}
     exchange: ServerExchange | None = None
     lanes: dict[bool, Lane] = {}
