@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from commlayer.errors import RecordError, one_line
+from commlayer.errors import InvalidInput, RecordError, one_line
 
 SCHEMA = 4
 """Version of the format of plan files and control messages. A reader refuses other versions."""
@@ -103,6 +103,14 @@ class Job(Record, frozen=True):
     @property
     def numel(self) -> int:
         return sum(t.numel for t in self.tensors)
+
+    @property
+    def timed(self) -> Timing:
+        """The step times. Raises InvalidInput for a job without them."""
+        if self.timing is None:
+            raise InvalidInput("E-PLAN-INPUT", f"job {self.name!r} has no timing, but planning needs step times: measure it "
+                                               "with `commlayer profile FILE.py:FUNCTION`, or take a built-in model")
+        return self.timing
 
     def digest(self) -> str:
         return digest(Job(self.tensors))

@@ -107,9 +107,7 @@ class Candidate(NamedTuple):
 
 def steps_of(plan: Plan, inputs: PlanInputs) -> float:
     """Convergence factor of a plan, cautious estimate."""
-    assert inputs.profile is not None
-    assert inputs.policy is not None
-    return 1.0 + plan_excess(plan, inputs.job, inputs.cluster, inputs.profile, inputs.policy).high
+    return 1.0 + plan_excess(plan, inputs.job, inputs.cluster, *inputs.complete).high
 
 
 class ReplanVerdict(NamedTuple):

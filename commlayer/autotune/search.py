@@ -65,8 +65,7 @@ class SearchResult(NamedTuple):
 
 def search(order: SearchOrder) -> SearchResult:
     """Finds the best plan, and prices the active plan."""
-    job, cluster, alone, policy = order.inputs.job, order.inputs.cluster, order.inputs.profile, order.inputs.policy
-    assert alone is not None
+    job, cluster, (alone, policy) = order.inputs.job, order.inputs.cluster, order.inputs.complete
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
     recorded = structs.replace(as_planned, overlap="") if as_planned.overlap == "forward" else as_planned
@@ -156,9 +155,7 @@ def best_plan(
     made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
 ) -> Best:
     """Considers only codecs with a convergence factor below MOST_STEPS, and for a young job the FINE ones if there are any."""
-    profile, policy = made_from.profile, made_from.policy
-    assert profile is not None
-    assert policy is not None
+    profile, policy = made_from.complete
     recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks, numel=made_from.job.numel)
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
     finely = _narrowed(allowed, lambda codec: parse_spec(codec).core.family in FINE)
@@ -178,9 +175,7 @@ def best_plan(
 
 def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
     """Restricts the policy to these codecs; unchanged if none of them is allowed."""
-    profile, policy = made_from.profile, made_from.policy
-    assert profile is not None
-    assert policy is not None
+    profile, policy = made_from.complete
     codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
     fit = tuple(codec for codec in codecs if keeps(codec))
     return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else made_from
@@ -188,8 +183,7 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
 
 def _computing_s(made_from: PlanInputs) -> float:
     """Computing time of a step on the slowest node."""
-    assert made_from.job.timing is not None
-    timing = made_from.job.timing
+    timing = made_from.job.timed
     return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
 
 
@@ -200,8 +194,7 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     `apart`: states have diverged, so there is no return to averaged gradients, and such plans are priced as they would run.
     `suggests`: if the policy requires averaged gradients, reports how much faster local steps would be.
     """
-    job, cluster, profile, policy = made_from.job, made_from.cluster, made_from.profile, made_from.policy
-    assert policy is not None
+    job, cluster, (profile, policy) = made_from.job, made_from.cluster, made_from.complete
     searched = PlanSearch(job, cluster, profile, policy)
 
     def timed(option: PricedPlan) -> Plan:
@@ -289,8 +282,7 @@ def _with_ratios(plan: Plan, before: Plan) -> Plan:
 def price_of(plan: Plan, inputs: PlanInputs) -> Price:
     """Seconds of communication, and the fraction of computing that overlaps it: exact without computing, and with the job's own
     times. All nodes count as computing for equally long, as balanced ones do."""
-    timing = inputs.job.timing
-    assert timing is not None
+    timing = inputs.job.timed
     cluster = structs.replace(inputs.cluster, nodes=tuple(structs.replace(node, speed=1.0) for node in inputs.cluster.nodes))
 
     def exposed_s(part: float) -> float:

@@ -62,8 +62,7 @@ def with_noise(job: Job, noise_scale: float | None) -> Job:
     if not job.batch:
         raise InvalidInput("E-CLI-OPTION", f"--noise-scale {noise_scale:g}: the batch of {job.name or 'the job'} is not known; "
                            "state it with --batch N")
-    assert job.timing is not None
-    return structs.replace(job, timing=structs.replace(job.timing, noise_scale=noise_scale))
+    return structs.replace(job, timing=structs.replace(job.timed, noise_scale=noise_scale))
 
 
 SERVER = "1Gb"

@@ -47,7 +47,7 @@ def estimate(
     """Estimate whether training on these machines is faster than on the best one alone, and by how much."""
     from commlayer import records
     from commlayer.cli import arguments, plan_output
-    from commlayer.planner.baselines import Estimate, gains, verdict
+    from commlayer.planner.baselines import Verdict, gains, verdict
 
     arguments.check_json(json)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
@@ -55,7 +55,7 @@ def estimate(
     rows = planned.alternatives()
     assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
                                                 named=bool(optimizer)))
-    arguments.write_json(json, records.encode(Estimate(verdict(rows), *gains(rows), rows, assumptions, planned.plan)).decode())
+    arguments.write_json(json, records.encode(Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan)).decode())
     planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose)
 
 

@@ -333,8 +333,7 @@ def _tokens(model: str) -> str:
 
 
 def _computing(model: str, job: Job, node: Node) -> str:
-    assert job.timing is not None
-    where, half = node.device, job.timing.half
+    where, half = node.device, job.timed.half
     own = "" if node.speed in (0.0, speed(where, half=half) if where in ("cpu", *GPUS) else node.speed) else \
         f", taken as {node.speed:g} x a V100 as the cluster says"
     if model in models.PRESETS:
@@ -362,11 +361,10 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
 
 
 def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
-    assert job.timing is not None
     frozen = models.PRESETS[model].frozen if model in models.PRESETS else 0
     sizes = {"frozen weights in bf16": 2 * frozen, "weights": ELEMENT_NBYTES * job.numel,
              "gradients": ELEMENT_NBYTES * job.numel,
-             "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timing.activation_nbytes}
+             "optimizer": STATES_NBYTES[optimizer] * job.numel, "activations": job.timed.activation_nbytes}
     gbytes = {name: size / 1e9 for name, size in sizes.items()}
     required_gbytes, available, activation_gbytes = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)

@@ -56,9 +56,12 @@ def profile(
                   f"{100 * of.error:.0f} %")
     print(f"costs are in {out}")
     if timed is not None:
-        assert timed.timing is not None
+        times = timed.timed
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
-              f"{1e3 * timed.timing.forward_s:.1f} ms, backward {1e3 * timed.timing.backward_s:.1f} ms; in {job}")
+              f"{1e3 * times.forward_s:.1f} ms, backward {1e3 * times.backward_s:.1f} ms; in {job}")
+        if times.noise_scale:
+            print(f"gradient noise scale: {times.noise_scale / (timed.batch or 1):.2g} of these batches, at the model's present "
+                  "weights")
 
 
 def _among_ranks() -> tuple[Line, Line] | None:

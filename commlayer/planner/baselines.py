@@ -38,7 +38,7 @@ class Baseline(Record, frozen=True):
         return self.step_s * self.steps_high
 
 
-class Estimate(Record, frozen=True):
+class Verdict(Record, frozen=True):
     """What `commlayer estimate` writes with --json."""
 
     verdict: str
@@ -104,8 +104,7 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
 def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
     """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as its gradient noise
     asks for. Empty if there is only one machine."""
-    candidates, timing = [], job.timing
-    assert timing is not None
+    candidates, timing = [], job.timed
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks

@@ -44,9 +44,7 @@ def checked_inputs(
                         "measure it on this job, or leave it out")
     if problems:
         raise InvalidInput("E-PLAN-INPUT", problems[0])
-    assert profile is not None
-    assert job.timing is not None
-    return profile, policy, job.timing
+    return profile or tables_profile(cluster, policy), policy, job.timed
 
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:

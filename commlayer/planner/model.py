@@ -181,6 +181,13 @@ class PlanInputs(Record, frozen=True):
     profile: Profile | None = None
     policy: Policy | None = None
 
+    @property
+    def complete(self) -> tuple[Profile, Policy]:
+        """Profile and policy of inputs that have both."""
+        if self.profile is None or self.policy is None:
+            raise InvalidInput("E-PLAN-INPUT", "these inputs have no profile or no policy of their own")
+        return self.profile, self.policy
+
 
 class Basis(NamedTuple):
     """A plan before lowering, and its inputs."""

@@ -384,10 +384,9 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     # Frozen weights need no gradients of their own, which are half of the backward pass.
     backward_s = forward_s if preset.frozen else 2 * forward_s
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES, speed(device, half=True))
-    assert job.timing is not None
     kept_nbytes = preset.kept_nbytes * reads * batch
     return structs.replace(job, timing=structs.replace(
-        job.timing, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale / reads))
+        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale / reads))
 
 
 def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
