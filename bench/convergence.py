@@ -31,8 +31,6 @@ from commlayer.planner.tables import LearningTable, Provenance
 MOST = 20.0
 """Factor of a training that has learned almost nothing."""
 CAUTIOUS = 0.8
-EARLY = (40, 80)
-"""Steps that count as early, after the warm-up."""
 
 
 Curve = Sequence[float]
@@ -57,12 +55,6 @@ def cost(curve: Curve, dense: Curve) -> Cost:
     mine, best = smooth(curve), smooth(dense)
     late = range(len(dense) // 2, len(dense))
     return Cost(_over(mine, best, late), min(MOST, mine[-1] / best[-1] - 1))
-
-
-def early(curve: Curve, dense: Curve) -> float:
-    """The factor of early steps without smoothing, which would blur the first steep steps of dense training."""
-    looks = range(EARLY[0] * len(dense) // STEPS, EARLY[1] * len(dense) // STEPS)
-    return _over(curve, dense, looks) if all(map(math.isfinite, curve)) else MOST
 
 
 def _over(mine: Curve, dense: Curve, looks: range) -> float:

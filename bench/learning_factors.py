@@ -10,11 +10,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from bench import Unmeasurable, convergence
-from bench.convergence import EARLY, MOST, Cost, Curve, alone, cost, key_of, told
+from bench.convergence import MOST, Cost, Curve, alone, cost, key_of, told
 from bench.learning_run import Variant
 from commlayer.planner.convergence import LearningRow, Recipe, excess
 
-__all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "by_phase", "cost", "costs", "held_out", "rows", "with_batches",
+__all__ = ["LEAST_TASKS", "MOST", "Cost", "alone", "cost", "costs", "held_out", "rows", "with_batches",
            "with_outer"]
 
 WORKERS = 4
@@ -47,24 +47,6 @@ def with_batches(costs: Mapping[Variant, Cost]) -> dict[int, tuple[LearningRow, 
     mine = {way: one for way, one in costs.items() if way.workers == WORKERS and way.seed in seeds}
     return {times: rows({structs.replace(way, batches=1): one for way, one in mine.items() if way.batches == times})
             for times in sorted({way.batches for way in mine})}
-
-
-class Phases(NamedTuple):
-    """Factors of a configuration in early steps and, in `row`, in the second half of a run; medians over tasks."""
-
-    row: LearningRow
-    early: float
-
-
-def by_phase(curves: Mapping[Variant, Curve]) -> list[Phases]:
-    """Early and late factors of configurations with 4 workers that finish their first outer step before the early steps."""
-    mine = {way: curve for way, curve in curves.items() if told(way) and way.workers == WORKERS
-            and way.every * (2 if way.overlap else 1) <= EARLY[0]}
-    cost_by_variant = costs(mine)
-    early: dict[tuple[object, ...], dict[str, list[float]]] = {}
-    for way in cost_by_variant:
-        early.setdefault(key_of(way), {}).setdefault(way.task, []).append(convergence.early(mine[way], mine[way.dense]))
-    return [Phases(row, max(1.0, median(fmean(each) for each in early[_key(row)].values()))) for row in rows(cost_by_variant)]
 
 
 def _key(row: LearningRow) -> tuple[object, ...]:

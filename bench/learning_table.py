@@ -14,9 +14,8 @@ from statistics import fmean, median
 import torch
 
 from bench import Unmeasurable, convergence, learning, learning_factors, report
-from bench.convergence import EARLY, Curve
 from bench.learning_factors import Cost, Foretold
-from bench.learning_run import STEPS, Variant
+from bench.learning_run import Variant
 from bench.learning_store import Store
 from bench.learning_tasks import TASKS
 from commlayer.files import between, write_whole
@@ -26,8 +25,6 @@ from commlayer.planner.tables import SHIPPED, LearningTable, Provenance, written
 PAGE = report.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- learning: begin -->", "<!-- learning: end -->"
 NAMES = {"adam": "AdamW", "sgd": "SGD with momentum"}
-NOTABLE = 0.25
-"""Smaller relative differences between early and late factors are not shown."""
 
 
 def table(store: Store, date: str) -> LearningTable:
@@ -67,7 +64,7 @@ def _tables(table: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> s
     for optimizer, name in NAMES.items():
         lines += [f"**{name}**", "", "| way | steps | cautious | loss | cautious | tasks | runs |",
                   "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
-        mine = [row for row in table.rows if row.optimizer == optimizer and row.workers != ALONE]
+        mine = [row for row in table.rows if row.optimizer == optimizer and row.workers == 0]
         mine.sort(key=lambda row: (row.late, row.overlap, row.every, row.codes, row.steps))
         lines += [*map(_figures, mine), ""]
     for row in (row for row in table.rows if row.workers == ALONE):
@@ -75,15 +72,13 @@ def _tables(table: LearningTable, curves: dict[Variant, tuple[float, ...]]) -> s
                   f"{row.steps_high:.2f}; the median of {row.tasks} tasks in {row.runs} trainings.", ""]
     cost_by_variant = learning_factors.costs(curves)
     for name, outer in (("With an outer optimizer", "diloco"), ("With plain averages of changes", "plain")):
-        if others := learning_factors.with_outer(cost_by_variant, outer):
+        if others := [row for row in learning_factors.with_outer(cost_by_variant, outer) if row.codec == "int4()"]:
             lines += [f"**{name}**", "", "| optimizer | way | steps | cautious | loss | cautious | tasks | runs |",
                       "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
                       *(f"| {NAMES[row.optimizer]} {_figures(row)}" for row in others), ""]
-    lines += [*_by_batch(cost_by_variant), *_by_phase(curves)]
+    lines += _by_batch(cost_by_variant)
     tasks = learning_factors.held_out(cost_by_variant)
-    heads = ("task", "optimizer", "ways", "rank correlation", "of the cautious figures", "error of the factor", "covered")
-    lines += ["**Tasks held out**", "", f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-              *map(_foretold, tasks)]
+    lines += ["**Tasks held out**"]
     if tasks:
         lines += ["", f"The mean rank correlation is {fmean(one.rank_correlation for one in tasks):.2f}, that of the cautious "
                   f"figures {fmean(one.cautious_rank for one in tasks):.2f}; the median error of the factor is "
@@ -104,16 +99,6 @@ def _by_batch(costs: Mapping[Variant, Cost]) -> list[str]:
               for optimizer, way in everywhere), ""]
 
 
-def _by_phase(curves: Mapping[Variant, Curve]) -> list[str]:
-    large = [one for one in learning_factors.by_phase(curves) if abs(one.early / one.row.steps - 1) >= NOTABLE]
-    if not large:
-        return []
-    return [f"**Early steps**, where they differ by {NOTABLE:.0%} or more", "",
-            f"| optimizer | way | steps, from the {EARLY[0]}th to the {EARLY[1]}th | from the {STEPS // 2}th on |",
-            "| --- | --- | ---: | ---: |",
-            *(f"| {NAMES[one.row.optimizer]} | {_way(one.row)} | {one.early:.2f} | {one.row.steps:.2f} |" for one in large), ""]
-
-
 def _figures(row: LearningRow) -> str:
     return (f"| {_way(row)} | {row.steps:.2f} | {row.steps_high:.2f} | {row.loss:+.1%} | {row.loss_high:+.1%} "
             f"| {row.tasks} | {row.runs} |")
@@ -124,11 +109,6 @@ def _way(row: LearningRow) -> str:
              f"`every={row.every}`" if row.every > 1 else "", f'`overlap="{row.overlap}"`' if row.overlap else "",
              "one step late" if row.late else "", f"{row.workers} workers" if row.workers else ""]
     return ", ".join(filter(None, words))
-
-
-def _foretold(one: Foretold) -> str:
-    return (f"| {one.task} | {NAMES[one.optimizer]} | {one.ways} | {one.rank_correlation:.2f} "
-            f"| {one.cautious_rank:.2f} | {one.error:.0%} | {one.covered:.0%} |")
 
 
 def main() -> int:
