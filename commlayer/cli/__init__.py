@@ -1,1 +1,1 @@
-"""The command line: one small module per command. Each imports what it needs only when it runs."""
+"""The command line, with one small module per command. Modules load their dependencies only when the command runs."""

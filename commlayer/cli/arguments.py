@@ -1,7 +1,7 @@
 """Reads the arguments of commands (jobs, clusters, profiles, functions in a user's files) and checks and writes their output.
 
-A user's function is FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION. A file is imported only if its import starts no work; a
-module is imported as it is.
+A user's function is FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION. A file is imported only if its top level runs no calls, such
+as training; a module is imported without this check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from commlayer.records import Job
 
 
 def job_named(model: str, batch: int | None) -> Job:
-    """A built-in job, a job file, or the model that a user's function makes, timed on this machine."""
+    """The job that MODEL names: a built-in job, a job file, or a model from the user's function, timed on this machine."""
     if batch is not None and batch < 1:
         raise InvalidInput("E-CLI-OPTION", f"--batch: got {batch}, allowed: at least 1")
     if model.endswith(".json"):
@@ -45,23 +45,23 @@ def job_named(model: str, batch: int | None) -> Job:
 
 
 def _of_batch(job: Job, batch: int | None, file: str) -> Job:
-    """The job with its batch. A file without a batch takes `batch`; a file with one has times for that batch only."""
+    """The job with a batch size. `batch` applies to a file without one; a file with a batch has times for that batch only."""
     if batch is not None and job.batch not in (None, batch):
         raise InvalidInput("E-CLI-OPTION",
-                           f"--batch {batch}: the times in {file} are of a batch of {job.batch}; leave --batch out, or time it "
-                           f"with `commlayer profile FILE.py:FUNCTION --batch {batch} --job {file}`")
+                           f"--batch {batch}: the times in {file} are for a batch of {job.batch}; remove --batch, or time the "
+                           f"other batch with `commlayer profile FILE.py:FUNCTION --batch {batch} --job {file}`")
     return job if batch is None else structs.replace(job, batch=batch)
 
 
 def with_noise(job: Job, noise_scale: float | None) -> Job:
-    """The job with the noise scale that the user states."""
+    """The job with the gradient noise scale from the command line, if the user set one."""
     if noise_scale is None:
         return job
     if not 0 < noise_scale < math.inf:
         raise InvalidInput("E-CLI-OPTION", f"--noise-scale: got {noise_scale:g}, allowed: a number of samples above 0")
     if not job.batch:
-        raise InvalidInput("E-CLI-OPTION", f"--noise-scale {noise_scale:g}: the batch of {job.name or 'the job'} is not known; "
-                           "state it with --batch N")
+        raise InvalidInput("E-CLI-OPTION", f"--noise-scale {noise_scale:g}: the batch size of {job.name or 'the job'} is "
+                           "unknown; set it with --batch N")
     return structs.replace(job, timing=structs.replace(job.timed, noise_scale=noise_scale))
 
 
@@ -69,15 +69,16 @@ SERVER = "1Gb"
 
 
 def cluster_named(file: str, nodes: str, homes: str, server: str) -> Cluster:
-    """The cluster from one of three options. `server`: the link of the homes' server, else `SERVER`."""
+    """The cluster from --homes, --nodes or --cluster. `server`: link of the server for --homes, by default `SERVER`."""
     options = [option for option, text in (("--homes", homes), ("--nodes", nodes), ("--cluster", file)) if text]
     if len(options) != 1:
         raise InvalidInput("E-CLI-OPTION",
-                           "say the machines once: --homes LINE (behind NAT, with a rented server), --nodes LINE or --cluster "
-                           f"FILE (`commlayer plan init` writes a first one); got {' and '.join(options) or 'none'}")
+                           "give the machines in one option: --homes LINE (behind NAT, with a rented server), --nodes LINE or "
+                           f"--cluster FILE (`commlayer plan init` writes an example); got {' and '.join(options) or 'none'}")
     if server and not homes:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--server {server} is the link of the server of --homes; got {options[0]}, which has its own")
+                           f"--server {server} is the link of the server of --homes; got {options[0]}, which sets server "
+                           "links itself")
     if homes:
         return cluster_of_homes(homes, server or SERVER)
     if nodes:
@@ -92,7 +93,7 @@ def profile_named(file: str) -> Profile | None:
 
 
 def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
-    """The codecs in the profile's spelling, which has all arguments."""
+    """The codecs of --codec, spelled as in the profile, with all arguments."""
     try:
         spelled = {bare(cost.codec): cost.codec for cost in profile.codecs} if profile is not None else {}
         return tuple(spelled.get(bare(text), text) for text in texts)
@@ -104,7 +105,7 @@ OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
 
 
 def optimizer_named(name: str) -> str:
-    """The family of the optimizer."""
+    """The optimizer family of the --optimizer option."""
     if name.lower() not in OPTIMIZERS:
         raise InvalidInput("E-CLI-OPTION",
                            f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
@@ -113,26 +114,26 @@ def optimizer_named(name: str) -> str:
 
 
 def learning_table(file: str, profile: Profile | None) -> LearningTable | None:
-    """The source of the convergence factors that plans use, as in `PlanFileInputs`. None: the profile has rows of its own."""
+    """The table from which plans take convergence factors, as in `PlanFileInputs`. None: the profile contains its own rows."""
     if file:
         return table_in(Path(file))
     return None if profile is not None and profile.learning and profile.learning != shipped().rows else shipped()
 
 
 def check_json(path: Path | None) -> None:
-    """Checks the file of write_json before the command does its work."""
+    """Checks the output file of --json before the command starts its work."""
     if path is not None:
         check_out(path, "--json ")
 
 
 def write_json(path: Path | None, text: str) -> None:
-    """Writes the result of a command to the file of its --json option."""
+    """Writes the command's result to the file of --json, if that option is set."""
     if path is not None:
         write({path: text + "\n"})
 
 
 def check_out(path: Path, option: str = "") -> None:
-    """Checks an output file before the command does its work."""
+    """Checks that an output file can be written, before the command starts its work."""
     folder = path.absolute().parent
     if path.is_dir():
         raise InvalidInput("E-CLI-OPTION", f"{option}{path}: is a folder, allowed: the name of a file")
@@ -153,13 +154,14 @@ def write(texts: Mapping[Path, str]) -> None:
 
 
 def function_of(text: str, default: str, what: str) -> Callable[..., Any]:
-    """The function that `text` names. `default` is its name if `text` is only a file; `what` describes it in errors."""
+    """Imports and returns the function that `text` names. `default`: the function's name if `text` is only a file; `what`
+    describes the function in errors."""
     where, colon, name = text.rpartition(":")
     if text.endswith(".py"):
         where, name = text, default
     elif not colon or not where or not name:
         raise InvalidInput("E-USER-CODE", f"{text}: allowed are FILE.py, FILE.py:FUNCTION and MODULE:FUNCTION")
-    # As Python does for a script and for `python -m`: the command's own sys.path begins elsewhere.
+    # Python does the same for a script and for `python -m`; the command's own sys.path begins with another folder.
     folder = Path(where).parent.resolve() if where.endswith(".py") else Path.cwd()
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
@@ -193,11 +195,12 @@ def _file(path: Path) -> Any:
 QUIET = ("warnings", "logging", "typing", "pathlib", "Path", "TypeVar", "int", "float", "str", "bool")
 QUIET_BEGINNINGS = ("os.environ.", "os.getenv", "os.path.", "sys.path.", "torch.set_", "torch.backends.", "torch.manual_seed",
                     "torch.device", "torch.cuda.is_available")
-"""Calls that a file may make at its top level: modules and functions, and prefixes of dotted names."""
+"""Calls that a user's file may make at its top level: names, and prefixes of dotted names."""
 
 
 def _check_top_level(path: Path) -> None:
-    """InvalidInput if importing the file would do more than define things: planning must not start a training script."""
+    """Raises InvalidInput if importing the file would run other statements than definitions: planning must not start a training
+    script."""
     try:
         source = path.read_bytes()
         tree = ast.parse(source, str(path))
@@ -238,7 +241,7 @@ def _is_main(test: ast.expr) -> bool:
 
 
 def _works(node: ast.AST) -> bool:
-    """Whether the node calls something that is not `QUIET`. The body of a lambda is not called yet."""
+    """True: the node calls a function that is not in `QUIET`. The body of a lambda does not count."""
     if isinstance(node, ast.Lambda):
         return False
     if isinstance(node, ast.Call):
@@ -257,12 +260,12 @@ LONGEST_LINE = 60
 
 
 def made_by(text: str) -> Callable[..., Any]:
-    """The function that returns a model and its loss."""
+    """Imports the user's function that returns a model and its loss function."""
     return function_of(text, "make", "that returns (model, loss)")
 
 
 def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
-    """Times one step of the model that `make` returns. `text` is the user's name for `make`, for errors."""
+    """Times one step of the model that `make` returns. `text`: the name of `make` in errors."""
     from torch import nn
 
     from commlayer.autotune.measure.step_times import timed_job
@@ -282,7 +285,8 @@ def job_made_by(make: Callable[..., Any], text: str, batch: int | None) -> Job:
 
 
 def of_user(what: str, call: Callable[[], T]) -> T:
-    """Runs user code. An exception becomes one line; the user sees the full trace by running the model alone."""
+    """Runs a user's function and converts an exception to a one-line error. The user gets a full traceback by running the
+    function directly."""
     try:
         return call()
     except (Exception, SystemExit) as error:
@@ -290,7 +294,7 @@ def of_user(what: str, call: Callable[[], T]) -> T:
 
 
 def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
-    """The budget as a fraction. A text that is neither raises a one-line error.
+    """Parses a loss budget, a fraction or a percentage, and returns the fraction. Other text raises a one-line error.
 
     >>> loss_part("--max-loss", "0.02"), loss_part("--max-loss", "2%"), loss_part("--max-loss", "0.5 %")
     (0.02, 0.02, 0.005)
@@ -302,5 +306,5 @@ def loss_part(option: str, text: str, *, above_0: bool = False) -> float:
         part = math.nan
     if not (0 <= part <= MOST_LOSS) or (above_0 and not part):
         allowed = f"above 0, up to {MOST_LOSS:g}" if above_0 else f"from 0 to {MOST_LOSS:g}"
-        raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a part of the loss {allowed}, such as 0.02, or 2%")
+        raise InvalidInput("E-CLI-OPTION", f"{option} {text}: allowed is a fraction of the loss {allowed}, such as 0.02, or 2%")
     return part

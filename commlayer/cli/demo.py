@@ -1,4 +1,4 @@
-"""`commlayer demo`: trains one model over a slow link twice, dense and compressed, and shows the speedup. Loads no torch."""
+"""`commlayer demo`: trains one model over a slow link twice, uncompressed and compressed, and prints the speedup."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PIPE_WIDTH = 100
 def demo(
     workers: Annotated[int, typer.Option(help="Worker processes, each with its own link.")] = 4,
     link: Annotated[str, typer.Option(help="Each host's link, up and down.", metavar="RATE")] = "100Mb",
-    rtt: Annotated[float, typer.Option(help="Round trip between hosts, in milliseconds.", metavar="MS")] = 30.0,
+    rtt: Annotated[float, typer.Option(help="Round-trip time between hosts, in milliseconds.", metavar="MS")] = 30.0,
     codec: Annotated[str, typer.Option(help="The compressed run's codec.")] = CODEC,
     json: Json = None,
     quick: Annotated[bool, typer.Option("--quick", help="Use a small model and at most 100 steps.")] = False,
 ) -> None:
-    """Train handwritten digits over a slow link, dense and compressed, on this machine; takes under two minutes."""
+    """Train a digit classifier over a simulated slow link, uncompressed and compressed; takes under two minutes."""
     settings = read_settings(workers=workers, link=link, rtt_ms=rtt, codec=codec, quick=quick)
     check_json(json)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -73,7 +73,7 @@ def _run(settings: DemoSettings, path: Path | None) -> None:
         if path is not None:
             write_json(path, dumps(figures, indent=1))
         for _ in stream:
-            pass  # until all workers have ended normally
+            pass  # wait until all workers have ended
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
 
 

@@ -52,7 +52,7 @@ def doctor(
         config = read_config({name: value for name, value in settings.items() if value})
     except RecordError as error:
         show(of_error("settings", error))
-        config = Config(port=port, journal=journal, insecure=True)  # one wrong setting does not hide other problems
+        config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems
     examination = Doctor(config, plan)
     for checks in (examination.checks, examination.link_check, examination.node_check):
         for finding in run_checks(checks()):

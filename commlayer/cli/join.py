@@ -1,4 +1,4 @@
-"""`commlayer join`: starts a training script on a machine that can only dial out, as torchrun does in a cluster."""
+"""`commlayer join`: starts a training script on a machine that accepts no connections, as torchrun does in a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Child = subprocess.Popen[bytes]
 POLL_S = 0.1
 END_S = 30.0
-"""How long a home's other workers may take to end after a failure or Ctrl-C, since they notify the other homes."""
+"""Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
 
 
 def join(
@@ -34,7 +34,7 @@ def join(
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
     keys: Keys = "", insecure: Insecure = False,
     nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="This home's number from 0; -1: by order of arrival.", min=-1)] = -1,
+    node_rank: Annotated[int, typer.Option(help="This home's number from 0; -1: in the order of joining.", min=-1)] = -1,
     full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
@@ -57,9 +57,9 @@ def join(
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
         if seat.joins:
-            _say(f"the job runs: this home joins it, with {ranks} of {seat.world}; the others call it worker {seat.rank}")
+            _say(f"joining the running job with {ranks} of {seat.world}; other homes log this home as worker {seat.rank}")
         else:
-            _say(f"all are here: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
+            _say(f"all homes have joined: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "min_workers": str(seat.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]
@@ -72,7 +72,7 @@ def join(
     finally:
         attendance.close(reason)
     if code and not attendance.ended.is_set():
-        others = f"go on if they bring {seat.min_workers} workers" if seat.min_workers else "end with it"
+        others = f"continue if they have {seat.min_workers} workers" if seat.min_workers else "end, too"
         _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
 
@@ -86,7 +86,7 @@ def _first_rank(seat: Any, workers: int) -> int:
 
 
 def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
-    """Starts a worker in a session of its own: Ctrl-C reaches only this process, which forwards it once."""
+    """Starts a worker in its own session. Ctrl-C then reaches only this process, which forwards the signal once."""
     joins = seat.rank + local if seat.joins else -1
     mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
     command = [sys.executable, "-u", "-m", "commlayer.engine.start", str(os.getpid()), *line]
@@ -94,7 +94,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
 
 
 def _wait(children: Sequence[Child], attendance: SiteLease) -> tuple[int, str]:
-    """Waits for all workers. Returns the first failure's exit code (130 after Ctrl-C) and the reason, for a message."""
+    """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C) and the reason for log lines."""
     code, reason, until = 0, "finished", 0.0
     with _interrupts() as interrupted:
         while any(child.poll() is None for child in children):
@@ -133,7 +133,8 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM. Takes no lock: one signal may arrive within the handler of another."""
+    """Collects SIGINT and SIGTERM in a list. The handlers take no lock, because one signal may interrupt the handler of
+    another."""
     signals: list[int] = []
     before = {one: signal.signal(one, lambda number, _: signals.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,4 +1,4 @@
-"""`commlayer keys`: runs cluster/authority.py and prints the next step after each command."""
+"""`commlayer keys`: creates and revokes a job's keys and certificates, and prints the next step after each command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from commlayer.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines: a CA, and a certificate for each node.")
-Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder, which stays on one machine.", metavar="DIR")]
+Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
 Name = Annotated[str, typer.Argument(help="The node's name in errors and logs.", metavar="NAME")]
 SOON_DAYS = 30
 # authority.py is imported late: it loads cryptography, which --help does not need.
@@ -22,11 +22,11 @@ def init(
     folder: Folder = Path("keys"),
     days: Annotated[int, typer.Option(help="Days until the CA expires.")] = 3650,
 ) -> None:
-    """Make a job's CA. Its folder decides who may join: keep it on one machine."""
+    """Create a job's CA (certificate authority). Its folder can admit any machine to the job: keep it on one machine."""
     from commlayer.cluster import authority
 
     until = authority.init(folder, days)
-    print(f"made a CA in {folder}, good until {until:%Y-%m-%d}; keep that folder on this machine")
+    print(f"created a CA in {folder}, valid until {until:%Y-%m-%d}; keep that folder on this machine")
     print(f"next: commlayer keys add NAME{_dir(folder)}, once for each node")
 
 
@@ -34,21 +34,21 @@ def init(
 def add(
     name: Name, folder: Folder = Path("keys"),
     days: Annotated[int, typer.Option(help="Days until the certificate expires.")] = 365,
-    dials_only: Annotated[bool, typer.Option("--dials-only", help="It can never be a server or the coordinator.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Make a new certificate and revoke the old one.")] = False,
+    dials_only: Annotated[bool, typer.Option("--dials-only", help="Never a server or the coordinator.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Create a new certificate and revoke the old one.")] = False,
 ) -> None:
-    """Make a node's certificate and the folder to copy to it."""
+    """Create a node's certificate, in a folder to copy to the node."""
     from commlayer.cluster import authority
 
     place = authority.add(folder, name, days, dials_only=dials_only, again=again)
     until = next(one.until for one in authority.issued(folder) if one.name == name and not one.revoked)
-    print(f"made keys of {name} in {place}, good until {until:%Y-%m-%d}")
-    if dials_only:  # a home machine, to which scp cannot connect
-        print(f"give {name} that folder in a way that you both trust: tar -czf {name}.tgz -C {place.parent} {name}; "
+    print(f"created keys of {name} in {place}, valid until {until:%Y-%m-%d}")
+    if dials_only:  # scp cannot connect to a machine behind NAT
+        print(f"send that folder to {name} over a channel that you trust: tar -czf {name}.tgz -C {place.parent} {name}; "
               "every holder can join the job")
-        print(f"there: tar -xzf {name}.tgz, then commlayer join --keys {name} ..., or COMMLAYER_KEYS={name}")
+        print(f"on {name}: tar -xzf {name}.tgz, then commlayer join --keys {name} ..., or COMMLAYER_KEYS={name}")
     else:
-        print(f"copy them there: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
+        print(f"copy them to {name}: scp -rp {place} {name}:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys on {name}")
     if again:
         _say_list(folder)
 
@@ -59,7 +59,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
     from commlayer.cluster import authority
 
     count = authority.revoke(folder, name)
-    print(f"revoked {count} certificate{'' if count == 1 else 's'} of {name}" if count else f"{name} was revoked already")
+    print(f"revoked {count} certificate{'' if count == 1 else 's'} of {name}" if count else f"{name} was already revoked")
     _say_list(folder)
 
 
@@ -69,7 +69,7 @@ def list_(folder: Folder = Path("keys")) -> None:
     from commlayer.cluster import authority
 
     if not (folder / authority.CA_KEY).exists():
-        raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` makes one, --dir names another folder")
+        raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` creates one, --dir selects another folder")
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=SOON_DAYS)
     for one in authority.issued(folder):
         state = "revoked" if one.revoked else "ends soon" if one.until < soon else "good"

@@ -1,4 +1,4 @@
-"""The command `commlayer`: registers the commands and prints user errors as one line. Loads no torch and no grpc."""
+"""The command `commlayer`: registers the subcommands and prints user errors as one line. Loads neither torch nor grpc."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show_version(requested: bool) -> None:
 def commlayer(
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show it and exit.")] = False,
 ) -> None:
-    """Options before the command."""
+    """Options that precede the command."""
 
 
 app.command()(demo)
@@ -50,7 +50,7 @@ app.add_typer(keys.app, name="keys")
 
 
 def run() -> None:
-    """The entry point. Exit codes: 0 done, 2 an error that the user can fix (one line names it), 130 Ctrl-C."""
+    """The entry point. Exit codes: 0 success, 2 an error that the user can fix (one line describes it), 130 Ctrl-C."""
     try:
         app(prog_name="commlayer")
     except (Coded, ValueError, OSError) as error:

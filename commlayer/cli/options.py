@@ -1,4 +1,4 @@
-"""Options that several commands share: one name, meaning and help each."""
+"""Options that several commands share, with the same name, meaning and help."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from commlayer.errors import InvalidInput
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
-Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the usual batch.", metavar="N")]
+Batch = Annotated[int | None, typer.Option(help="Samples per worker; default: the model's usual batch.", metavar="N")]
 NoiseScale = Annotated[float | None, typer.Option(
-    help="Gradient noise scale in samples; default: as measured or published.", metavar="N")]
-Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Only this codec; may be repeated.", metavar="CODEC")]
-Join = Annotated[str, typer.Option(help="host:port of a job's coordinator, else COMMLAYER_JOIN.", metavar="ADDR")]
+    help="Gradient noise scale in samples; default: the measured or published value.", metavar="N")]
+Codecs = Annotated[list[str] | None, typer.Option("--codec", help="Allow only this codec; may be repeated.", metavar="CODEC")]
+Join = Annotated[str, typer.Option(help="host:port of a job's coordinator; default: COMMLAYER_JOIN.", metavar="ADDR")]
 Bind = Annotated[str, typer.Option(help="Address to listen on, or HOST:PORT; default 127.0.0.1.", metavar="HOST")]
 Port = Annotated[int, typer.Option(help="The coordinator's port; data uses the next one. 0: any free ports.")]
-Keys = Annotated[str, typer.Option(help="This node's folder of keys, else COMMLAYER_KEYS.", metavar="DIR")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Allow plain text to other machines.")]
-Journal = Annotated[str, typer.Option(help="A folder from which a server here resumes after a crash.", metavar="DIR")]
+Keys = Annotated[str, typer.Option(help="This node's folder of keys; default: COMMLAYER_KEYS.", metavar="DIR")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow unencrypted connections to other machines.")]
+Journal = Annotated[str, typer.Option(help="Folder for the server's journal, to resume after a crash.", metavar="DIR")]
 
 
 def split_bind(bind: str, port: int) -> tuple[str, int]:
-    """Splits --bind into host and port, if it has a port."""
+    """Splits --bind into host and port, if it contains a port."""
     if bind.count(":") != 1 and not bind.startswith("["):
         return bind, port
     if bind.endswith("]"):
@@ -35,5 +35,5 @@ def split_bind(bind: str, port: int) -> tuple[str, int]:
     except ValueError as error:
         raise InvalidInput("E-CLI-OPTION", f"--bind: {error}") from None
     if port not in (0, own):
-        raise InvalidInput("E-CLI-OPTION", f"--bind {bind} beside --port {port}: name the port once")
+        raise InvalidInput("E-CLI-OPTION", f"--bind {bind} and --port {port} differ: give the port in one of them")
     return host, own

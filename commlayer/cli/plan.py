@@ -1,4 +1,4 @@
-"""`commlayer estimate` and `commlayer plan`: create, explain, compare, vary and check plans. They need no GPU and no torch."""
+"""`commlayer estimate` and `commlayer plan`: create, explain, compare, vary and check plans, without GPU and torch."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ Model = Annotated[str, typer.Argument(
     help="A built-in model such as bert-base, a job file (.json), or FILE.py[:FUNCTION], which returns (model, loss).")]
 Nodes = Annotated[str, typer.Option(help='The machines in a line: "3xrtx3060@100/20Mb,rtx4090@1Gb".', metavar="LINE")]
 Homes = Annotated[str, typer.Option(
-    help='The same, behind NAT with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")]
-Server = Annotated[str, typer.Option(help="The link of that server; default 1Gb.", metavar="RATE")]
-ClusterFile = Annotated[str, typer.Option("--cluster", help="The machines, as TOML or JSON.", metavar="FILE")]
-Optimizer = Annotated[str, typer.Option(help="adamw (default), sgd, or any (the worse of both).", metavar="NAME")]
-Sync = Annotated[str, typer.Option(help="auto, or step: synchronous training only.", metavar="MODE")]
-PlanFile = Annotated[Path, typer.Option("--plan", help="The plan; its inputs are next to it.", metavar="FILE")]
+    help='Machines behind NAT, with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")]
+Server = Annotated[str, typer.Option(help="The link of the server for --homes; default 1Gb.", metavar="RATE")]
+ClusterFile = Annotated[str, typer.Option("--cluster", help="A file with the machines, as TOML or JSON.", metavar="FILE")]
+Optimizer = Annotated[str, typer.Option(help="adamw (default), sgd, or any (the worse of adamw and sgd).", metavar="NAME")]
+Sync = Annotated[str, typer.Option(help="auto (any sync mode), or step (synchronous training only).", metavar="MODE")]
+PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file; its inputs must be next to it.", metavar="FILE")]
 ALLOWED = ("forward", "fragments", "staleness")
 
 
 def estimate(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
     batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, json: Json = None,
-    verbose: Annotated[bool, typer.Option("-v", help="Also print where the factors are from, and the plan's buckets.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
-    """Estimate whether training on these machines is faster than on the best one alone, and by how much."""
+    """Estimate how much faster training is on these machines than on the fastest one alone."""
     from commlayer import records
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.baselines import Verdict, gains, verdict
@@ -63,9 +63,9 @@ def estimate(
 def create(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
     batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", codec: Codecs = None,
-    profile: Annotated[str, typer.Option(help="Measured costs instead of the tables'.", metavar="FILE")] = "",
+    profile: Annotated[str, typer.Option(help="Measured costs; default: the built-in tables.", metavar="FILE")] = "",
     max_loss: Annotated[str, typer.Option(
-        help="Allowed increase of the loss after equally many steps: 0.01, or 1%.", metavar="PART")] = "",
+        help="Allowed increase of the loss after the same number of steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")] = "",
     learning: Annotated[str, typer.Option(
         help="Convergence factors from `python -m bench.own_learning`.", metavar="FILE")] = "",
@@ -74,7 +74,7 @@ def create(
         "or staleness (one-step-stale results); may be repeated.", metavar="NAME")] = None,
     noise_scale: NoiseScale = None, out: Out = PLAN, json: Json = None,
 ) -> None:
-    """Write the plan that reaches a loss first, with the reason for each bucket, and its inputs next to it."""
+    """Write the plan with the shortest time to a loss, and its inputs in a file next to it."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.model import NO_LIMIT
@@ -87,7 +87,7 @@ def create(
         if name not in ALLOWED:
             raise InvalidInput("E-CLI-OPTION", f"--allow {name}: allowed are {', '.join(ALLOWED)}")
     if sync == "step" and "staleness" in (allow or ()):
-        raise InvalidInput("E-CLI-OPTION", "--sync step and --allow staleness contradict each other: leave one of the two out")
+        raise InvalidInput("E-CLI-OPTION", "--sync step and --allow staleness contradict each other: remove one of them")
     policy = structs.replace(
         _policy(sync, optimizer), codecs=arguments.codecs_named(codec or [], measured),
         max_loss=arguments.loss_part("--max-loss", max_loss) if max_loss else NO_LIMIT, forward="forward" in (allow or ()),
@@ -98,7 +98,7 @@ def create(
     arguments.write_json(json, records.encode(planned.plan).decode())
     assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, policy.optimizer, named=bool(optimizer)))
     planned.show(planned.alternatives(), assumptions, table=arguments.learning_table(learning, measured), buckets=True)
-    plan_output.console_of().print(f"plan {records.digest(planned.plan)} is in {out}, what it was made from in {beside}")
+    plan_output.console_of().print(f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}")
 
 
 def _policy(sync: str, optimizer: str) -> Policy:
@@ -111,14 +111,14 @@ def _policy(sync: str, optimizer: str) -> Policy:
 
 
 class _Planned(NamedTuple):
-    """A plan with what it was made from."""
+    """A plan with its inputs."""
 
     inputs: PlanFileInputs
     machines: Cluster
     policy: Policy
     plan: Plan
     synchronous: Plan | None
-    """The best synchronous plan, if the plan is not synchronous."""
+    """The best synchronous plan; None if `plan` is synchronous."""
 
     @property
     def job(self) -> Job:
@@ -131,7 +131,7 @@ class _Planned(NamedTuple):
 
     def show(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], *, table: LearningTable | None, buckets: bool,
              verbose: bool = False) -> None:
-        """Prints the verdict, what it assumes, and the alternatives."""
+        """Prints the verdict, the assumptions, and the alternatives."""
         from commlayer.cli import plan_output
         from commlayer.planner.baselines import verdict
         from commlayer.planner.simulation import simulate
@@ -148,7 +148,7 @@ class _Planned(NamedTuple):
         if known:
             console.print(plan_output.spread(table, self.policy.optimizer, self.job))
         if verbose:
-            console.print("where the factors are from")
+            console.print("sources of the convergence factors")
             learning = costs.learning if costs is not None else learning_rows()
             for line in plan_output.provenance(self.job, self.policy.optimizer, self.machines.ranks, self.plan, learning):
                 console.print(f"  {line}")
@@ -160,7 +160,7 @@ class _Planned(NamedTuple):
 
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
              loss: str = "", learning: str = "", noise_scale: float | None = None) -> _Planned:
-    """Plans. `optimizer`: as the user named it."""
+    """Makes a plan from the command's arguments. `optimizer`: the user's name of the optimizer."""
     from commlayer import plan_file
     from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
@@ -169,7 +169,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
-    # Jobs between homes run with --min-workers, which supports whole exchanges only.
+    # Jobs of machines behind NAT usually run with --min-workers, which requires exchanges of the whole model.
     policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       rows_in(Path(learning)) if learning else ())
@@ -181,7 +181,7 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
 
 @app.command()
 def explain(
-    bucket: Annotated[str, typer.Argument(help="A bucket's number, or the name of a tensor in it.")],
+    bucket: Annotated[str, typer.Argument(help="A bucket's number, or the name of one of its tensors.")],
     plan: PlanFile = PLAN,
     json: Json = None,
 ) -> None:
@@ -222,13 +222,13 @@ def diff(
 @app.command()
 def whatif(
     plan: PlanFile = PLAN,
-    add: Annotated[str, typer.Option(help='These machines as well: "rtx3060@100/20Mb".', metavar="LINE")] = "",
-    bandwidth: Annotated[str, typer.Option(help='Every link at these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
-    count: Annotated[str, typer.Option(help='This many nodes like the last one: "2,4,8".', metavar="COUNTS")] = "",
-    gpu: Annotated[str, typer.Option(help='These GPUs in all nodes: "rtx3060,rtx4090".', metavar="NAMES")] = "",
+    add: Annotated[str, typer.Option(help='Add these machines one by one: "rtx3060@100/20Mb".', metavar="LINE")] = "",
+    bandwidth: Annotated[str, typer.Option(help='Set every link to these rates: "10Mb,100Mb,1Gb".', metavar="RATES")] = "",
+    count: Annotated[str, typer.Option(help='Numbers of nodes, added ones like the last: "2,4,8".', metavar="COUNTS")] = "",
+    gpu: Annotated[str, typer.Option(help='Set all nodes to each of these GPUs: "rtx3060,rtx4090".', metavar="NAMES")] = "",
     json: Json = None,
 ) -> None:
-    """Plan the same job on other machines: gains, and the link rate below which compression pays."""
+    """Plan the same job on other machines; print the gains, and the link rate below which compression is faster."""
     from commlayer import plan_file, records
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.baselines import what_if
@@ -239,11 +239,11 @@ def whatif(
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
     options = [name for name, value in values.items() if value]
     if len(options) != 1:
-        raise InvalidInput("E-CLI-OPTION", "vary one thing: --add LINE, --bandwidth RATES, --count COUNTS or --gpu NAMES; got "
-                           f"{' and '.join(options) or 'none'}")
+        raise InvalidInput("E-CLI-OPTION", "give exactly one of: --add LINE, --bandwidth RATES, --count COUNTS or --gpu "
+                           f"NAMES; got {' and '.join(options) or 'none'}")
     inputs = plan_file.inputs_of(plan)
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
-    # New nodes resemble the last one: behind NAT if that one is.
+    # New nodes are like the last one: behind NAT if the last one is.
     grown = at_precision([structs.replace(node, server=last.server) for node in
                           (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())],
                          half=inputs.job.timing is not None and inputs.job.timing.half)
@@ -289,18 +289,18 @@ def lint(
 def init(
     out: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("cluster.toml"),
 ) -> None:
-    """Write an example cluster file to edit."""
+    """Write an example cluster file for you to edit."""
     from commlayer.cli import arguments
     from commlayer.planner.inputs import EXAMPLE
 
     if out.exists():
-        raise InvalidInput("E-CLI-OPTION", f"{out} exists: name another file")
+        raise InvalidInput("E-CLI-OPTION", f"{out} exists: choose another file")
     arguments.write({out: EXAMPLE})
-    typer.echo(f"{out}: edit it, then `commlayer estimate MODEL --cluster {out}`")
+    typer.echo(f"wrote {out}: edit it, then run `commlayer estimate MODEL --cluster {out}`")
 
 
 def _print(parts: Callable[[int], Iterable[RenderableType]]) -> None:
-    """Prints the parts of a page; `parts` takes the page's width."""
+    """Prints the parts of a page; `parts` takes the page's width in characters."""
     from commlayer.cli.plan_output import console_of
 
     console = console_of()
@@ -319,7 +319,7 @@ def _codec_problem(text: str) -> str:
 
 
 def _refuse(plan: Plan, job: Job) -> None:
-    """Raises if the plan belongs to another model."""
+    """Raises InvalidInput if the plan does not fit the model."""
     from commlayer.planner.plan_rules import verify
 
     problems = verify(plan, job)

@@ -1,4 +1,4 @@
-"""What `commlayer plan` prints: assumptions, tables and explanations."""
+"""Formats the output of `commlayer plan` and `estimate`: assumptions, tables and explanations."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from commlayer.records import Bucket, Job, Plan, Why
 PIPE_WIDTH = 120
 BAR = 30
 WIDE = 110
-"""Columns from which a table of plans has space for names and reasons."""
+"""Page width in characters from which a table of plans has space for names and reasons."""
 SHORT_BAR = 12
 LONGEST = 24
-"""The longest codec or op name that a column keeps on one line."""
+"""Length of the longest codec or operation name that a column keeps on one line."""
 SEEN_S = 5e-5
-"""The least time that is not shown as 0.0 ms."""
+"""Seconds below which a difference is shown as "same step time", since it would print as 0.0 ms."""
 NAME = 16
-"""Characters of a tensor's name in a table."""
+"""Number of characters of a tensor's name in a table."""
 
 
 def console_of() -> Console:
-    """A console as wide as the terminal, or PIPE_WIDTH if there is none."""
+    """A console as wide as the terminal; PIPE_WIDTH characters if output is not a terminal."""
     console = Console(highlight=False, markup=False)  # brackets in names are not markup
     return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_WIDTH)
 
@@ -56,7 +56,7 @@ def nbytes(count: float) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table. Columns that begin with ">" are right-aligned, for numbers."""
+    """An empty table. Columns whose names begin with ">" are right-aligned, for numbers."""
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in columns:
         grid.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
@@ -64,10 +64,10 @@ def table(title: str, *columns: str) -> Table:
 
 
 def title(plan: Plan, job: Job, cluster: Cluster) -> str:
-    """The job, and the sync mode of its plan."""
+    """Lines that describe the job and its plan's sync mode."""
     mode = "synchronous: in every step .grad is the average of all workers"
     if not plan.steps_locally and not is_synchronous(plan):
-        mode = "one step stale: .grad is the average of all workers, partly of the previous step"
+        mode = "one step stale: .grad is the average of all workers, for some tensors of the previous step"
     elif plan.steps_locally:
         how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
         mode = f"{how} ({sync_mode(plan)}): between exchanges each worker steps on its own .grad"
@@ -76,7 +76,7 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
 
 
 def is_synchronous(plan: Plan) -> bool:
-    """Whether each step uses the average of all gradients of that step."""
+    """True: each step uses the average of all gradients of that step."""
     return not plan.steps_locally and not any(bucket.stale for bucket in plan.buckets)
 
 
@@ -105,7 +105,8 @@ def factor(steps: float, high: float) -> str:
 
 
 def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableType]:
-    """A table of the plan and its alternatives. With one machine, speed is relative to no compression."""
+    """A table of the plan and its alternatives. If there is only one machine, speed is relative to training without
+    compression."""
     alone = next((row for row in rows if row.name == ALONE), next(row for row in rows if row.name == "dense fp32"))
     grid = table("to a loss" if known else "beside", "", ">step ms", *([">x steps", ">ms to a loss"] if known else []),
                  ">speed")
@@ -116,35 +117,37 @@ def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableTyp
     yield grid
     if known:
         yield ("x steps: convergence factor, median and cautious; ms to a loss: step time x cautious factor; speed: to a loss, "
-               f"by median factors, relative to {alone.name}, which takes its own batch or that of all, whichever is sooner")
+               f"by median factors, relative to {alone.name}, which uses its own batch or the batch of all, whichever is "
+               "faster")
 
 
 LAW_ERROR = 0.10
-"""Median error of the law of local steps on papers that were left out (`python -m bench published`)."""
+"""Median error of the law of local steps on papers that the fit omits (`python -m bench published`)."""
 
 
 def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
-    """The error of convergence factors, if it is known. For an optimizer of no family the larger error counts.
+    """A line on the error of the convergence factors. If the optimizer's family is unknown, the line has the largest error.
 
-    `table`: their source, or None if unknown.
+    `table`: the source of the factors; None if unknown.
     """
     if table is None:
-        return "x steps: from the profile's own rows; their error is not known"
+        return "x steps: from the profile's own rows; their error is unknown"
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
         if job.numel >= PUBLISHED_NUMEL and table.provenance.numel:
-            return (f"x steps: the median error was {LAW_ERROR:.0%} on published trainings that were left out, and "
+            return (f"x steps: the median error was {LAW_ERROR:.0%} on published trainings not used for the fit, and "
                     f"{off:.0%} for codecs, on small models; -v says more")
         return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
-    return f"x steps: from {source} of your own task; their error on other tasks is not known"
+    return f"x steps: from {source} of your own task; their error on other tasks is unknown"
 
 
 def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[LearningRow, ...]) -> Iterator[str]:
-    """Where the convergence factors are from."""
+    """Lines that name the sources of the convergence factors."""
     noise = noise_of(job) or measured_noise(rows, optimizer)
-    yield ("more data per step: 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., 1812.06162); "
+    yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
+           "1812.06162); "
            f"with a noise scale of {noise:.3g} batches, one worker alone needs {alone(rows, optimizer, workers, noise):.2f} x "
            f"the steps of {workers}")
     measured = max((row.numel for row in rows), default=0)
@@ -160,11 +163,12 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     if plan.local_steps > 1 and job.numel < PUBLISHED_NUMEL:
         yield f"local steps: from {small}"
     yield f"codecs and delays: from {small}" + (
-        "; codecs of 4 bits and more cost large models nothing (2501.18512)" if job.numel > measured else "")
+        "; codecs of 4 bits and more cost large models no extra steps (2501.18512)" if job.numel > measured else "")
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
-    """A table with one row for all buckets of the same decision. The largest bucket represents them, by name on a wide page."""
+    """A table with one row for all buckets that are sent in the same way. A wide page also names the largest of these
+    buckets."""
     wide = width >= WIDE
     alike: dict[str, list[Bucket]] = {}
     for bucket in plan.buckets:
@@ -181,7 +185,7 @@ def by_decision(plan: Plan, job: Job, width: int) -> Table:
                f"{first.id} {shortened(job.tensors[first.slices[0].tensor].name)}"] if wide else [str(first.id)]),
             first.why.reason if first.why else "",
         )
-    for column in grid.columns[1:3]:  # reasons may break anywhere, codecs and ops only between words
+    for column in grid.columns[1:3]:  # codec and path columns must not break inside words
         column.min_width = min(LONGEST, max((len(word) for cell in column.cells for word in str(cell).split()), default=0))
     return grid
 
@@ -303,16 +307,17 @@ STATES_NBYTES = {"adam": 8, "sgd": 4, "": 8}
 """Bytes of optimizer state per element."""
 ELEMENT_NBYTES = 4
 RESERVED_GBYTES = 1.0
-"""Memory that a GPU's driver and allocator keep for themselves."""
+"""GB of memory that a GPU's driver and allocator reserve."""
 
 
 def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named: bool) -> Iterator[str]:
-    """Lines for the console. `model` is the user's name for it. `named`: whether the user named the optimizer, too."""
+    """Lines that state the estimate's assumptions. `model`: the user's name for the model. `named`: True if the user named the
+    optimizer."""
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
         yield f"computing: {_computing(model, job, node)}"
-    yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else ", whatever the script uses; --optimizer sgd changes it")
+    yield f"optimizer: {OPTIMIZER[optimizer]}" + ("" if named else " (not read from your script; change it with --optimizer)")
     yield f"noise scale: {_noise(model, job, optimizer)}"
     for device in devices:
         if device in GPUS:
@@ -323,8 +328,8 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named
 def _batch(model: str, job: Job) -> str:
     if model in models.MODELS:
         return f"{job.batch} samples{_tokens(model)} per worker and step"
-    samples = "as many samples as the model's function draws" if job.batch is None else f"{job.batch} samples"
-    return f"{samples} per worker and step; its times hold for that batch"
+    samples = "the number of samples that the model's function draws" if job.batch is None else f"{job.batch} samples"
+    return f"{samples} per worker and step; the times are for this batch"
 
 
 def _tokens(model: str) -> str:
@@ -335,14 +340,14 @@ def _tokens(model: str) -> str:
 def _computing(model: str, job: Job, node: Node) -> str:
     where, half = node.device, job.timed.half
     own = "" if node.speed in (0.0, speed(where, half=half) if where in ("cpu", *GPUS) else node.speed) else \
-        f", taken as {node.speed:g} x a V100 as the cluster says"
+        f", at {node.speed:g} x a V100 as set in the cluster"
     if model in models.PRESETS:
         part, peak = models.PRESETS[model].utilisation, peak_tflops(where) if where in ("cpu", *GPUS) else 0.0
         precision = "FP32" if where not in GPUS else gpu(where).precision
-        return f"{where} in {precision}, {part * peak:.3g} TFLOP/s: {part:.0%} of the {peak:g} in its data sheet{own}"
+        return f"{where} in {precision}, {part * peak:.3g} TFLOP/s: {part:.0%} of its data sheet's {peak:g}{own}"
     source = "published times of a V100" if model in models.PUBLISHED else \
         f"the times in {model}" if model.endswith(".json") else "times measured on this machine"
-    precision = "FP32" if model in models.PUBLISHED else "the precision that they were measured in"
+    precision = "FP32" if model in models.PUBLISHED else "the precision of the measurement"
     return f"{where} in {precision}, from {source}, converted by data sheets (FP32){own}"
 
 
@@ -350,7 +355,7 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
     noise, timing = noise_of(job), job.timing
     if timing is None or not noise:
         small = measured_noise(tables.learning_rows(), optimizer)
-        return f"unknown, so that of small models: {small:.1f} batches of one worker; --noise-scale SAMPLES states it"
+        return f"unknown, so the value of small models: {small:.1f} batches of one worker; set it with --noise-scale SAMPLES"
     batches = f"{noise:,.3g} batches of one worker"
     if model in models.PRESETS:
         preset = models.PRESETS[model]
@@ -368,24 +373,24 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
     gbytes = {name: size / 1e9 for name, size in sizes.items()}
     required_gbytes, available, activation_gbytes = sum(gbytes.values()), gpu(device).memory_gbytes, gbytes["activations"]
     parts = ", ".join(f"{name} {size:.1f}" for name, size in gbytes.items() if size)
-    unknown = "" if activation_gbytes else "; activations are not known"
+    unknown = "" if activation_gbytes else "; activations are unknown"
     yield f"memory: {device} needs about {max(0.1, required_gbytes):.1f} of {available:g} GB ({parts}{unknown})"
     usable_gbytes = available - RESERVED_GBYTES
     if required_gbytes <= usable_gbytes:
         return
     most = int((usable_gbytes - (required_gbytes - activation_gbytes))
                / activation_gbytes * (job.batch or 0)) if activation_gbytes else 0
-    remedy = "take a GPU with more memory, or checkpoint activations" if most < 1 else \
+    remedy = "use a GPU with more memory, or checkpoint activations" if most < 1 else \
         f"--batch {most} fits" if model in models.PRESETS else f"a batch of {most} fits"
-    yield f"WARNING: this does not fit into {device}, which keeps {RESERVED_GBYTES:g} GB for itself: {remedy}"
+    yield f"WARNING: this does not fit into {device}, whose driver reserves {RESERVED_GBYTES:g} GB: {remedy}"
 
 
 def _network(cluster: Cluster) -> str:
     rented = [node for node in cluster.nodes if not node.ranks]
     if cluster.reachable:
-        return "all nodes reach one another"
+        return "all nodes can reach each other"
     if rented and not any(node.server for node in cluster.nodes if node.ranks):
         slowest = min(min(node.link.up_bps, node.link.down_bps) for node in rented)
         what = "a rented machine" if len(rented) == 1 else f"{len(rented)} rented machines"
-        return f"homes behind NAT; all connect to a summation server on {what} with {rate(slowest)}"
-    return "nodes cannot reach one another; summation servers are on nodes that accept connections"
+        return f"homes behind NAT; all connect to a summation server on {what} with a link of {rate(slowest)}"
+    return "nodes cannot reach each other; summation servers are on nodes that accept connections"

@@ -1,4 +1,5 @@
-"""`commlayer profile`: measures what codecs cost on this machine, and when a model's step computes its gradients."""
+"""`commlayer profile`: measures the cost of codecs on this machine, and the time at which a model's step produces each
+gradient."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from commlayer.planner.tables import BUCKET_S, DEFAULT_CODECS, PCIE_COPY, SERVER
 from commlayer.records import Record
 
 SHOWN = 1 << 20
-"""Elements for which the table states times."""
+"""Number of elements for which the printed table has times."""
 GROUPS_S, GROUPS_DEADLINE_S = 2.0, 60.0
 
 
 def profile(
     model: Annotated[str, typer.Argument(
-        help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (make) returns the model and a loss function.",
+        help="FILE.py[:FUNCTION] or MODULE:FUNCTION; the function (default: make) returns the model and a loss function.",
     )] = "",
     codec: Codecs = None, batch: Batch = None, out: Out = Path("profile.json"),
-    job: Annotated[Path, typer.Option(metavar="FILE", help="The tensors and times of MODEL.")] = Path("job.json"),
+    job: Annotated[Path, typer.Option(metavar="FILE", help="Write the tensors and times of MODEL there.")] = Path("job.json"),
 ) -> None:
     """Measure codecs and a model's step on this machine, for plan create --profile."""
     if batch is not None and not model:
-        raise InvalidInput("E-CLI-OPTION", "--batch is the batch of a model's loss: name MODEL as well")
+        raise InvalidInput("E-CLI-OPTION", "--batch applies to a model's loss function: give MODEL, too")
     for file in (out, job) if model else (out,):
         check_out(file)
     make = made_by(model) if model else None
@@ -42,8 +43,8 @@ def profile(
     kernels.choose("auto")
     collectives = _among_ranks()
     if collectives is None:
-        return  # the rest is rank 0's
-    # Measured first: the user's code may fail, and measuring codecs takes longest.
+        return  # rank 0 does the rest
+    # The model is timed first: the user's code may fail, and measuring codecs takes longest.
     timed = job_made_by(make, model, batch) if make is not None else None
     costs = calibration.measure_codecs(names)
     profile = Profile(costs, Line(0.0, SERVER_BYTE_S), BUCKET_S, PCIE_COPY, *collectives, source="measured")
@@ -65,7 +66,8 @@ def profile(
 
 
 def _among_ranks() -> tuple[Line, Line] | None:
-    """Costs of collectives inside nodes and between them, if this is a rank under torchrun. Rank 0 alone returns them."""
+    """Costs of collectives inside nodes and between nodes; zero for one process. Only rank 0 returns the costs; other ranks
+    return None."""
     from commlayer.config import read_launch
 
     launch = read_launch()

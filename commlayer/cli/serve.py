@@ -1,4 +1,4 @@
-"""`commlayer serve`: runs cluster/server_process.py with the options of the command line."""
+"""`commlayer serve`: runs the coordinator and a summation server (cluster/server_process.py)."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from commlayer.transport.secret import REMEDY
 def serve(
     join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
     advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine.", metavar="HOST")] = "",
-    workers: Annotated[int, typer.Option(help="Number of workers; 0: as the first worker reports.", min=0)] = 0,
-    servers: Annotated[int | None, typer.Option(help="Summation servers with this one; default 1.", metavar="N", min=0)] = None,
-    no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers then counts the others.")] = False,
-    min_workers: Annotated[int, typer.Option(help="Continue while this many workers are left; 0: all must stay.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="Number of workers; 0: the number that the first worker reports.", min=0)] = 0,
+    servers: Annotated[int | None, typer.Option(help="Number of servers with this one; default 1.", metavar="N", min=0)] = None,
+    no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers counts only others.")] = False,
+    min_workers: Annotated[int, typer.Option(help="Continue with at least this many workers; 0: none may leave.", min=0)] = 0,
     number: Annotated[int, typer.Option(help="This server's number in the plan; -1: the next free one.", min=-1)] = -1,
 ) -> None:
-    """Run a job's coordinator and a summation server; with --join only a server of that job."""
+    """Run a job's coordinator and a summation server; with --join, run only a server of an existing job."""
     bind, port = split_bind(bind, port)
     options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
                                "keys": keys, "journal": journal, "min_workers": min_workers}
     config = read_config({name: value for name, value in options.items() if value})
     if config.join and no_server:
-        raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to do: drop one of them")
+        raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
     if servers == 0 and not no_server:
         raise InvalidInput("E-CLI-OPTION", "--servers 0 does not count this one: add --no-server to coordinate only")
     fresh = ""
     if not config.token:
         if config.join:
-            raise InvalidInput("E-SECRET", f"--join {config.join} asks for the job's secret: {REMEDY}")
+            raise InvalidInput("E-SECRET", f"--join {config.join} needs the job's secret: {REMEDY}")
         fresh = secret.new_secret()
         config = msgspec.structs.replace(config, token=fresh)
     if servers is None:

@@ -1,4 +1,4 @@
-"""`commlayer trace`: compares predicted and measured times of a trace file, op by op. Perfetto draws the trace."""
+"""`commlayer trace`: compares predicted and measured times of a trace file, for each operation."""
 
 from __future__ import annotations
 
@@ -43,4 +43,4 @@ def _show(comparison: Comparison) -> None:
         grid.add_row(row.op, str(row.buckets or ""), predicted, ms(row.measured_s), error,
                      "" if row.worst is None else str(row.worst))
     console.print(grid)
-    console.print("a step's milliseconds, of all buckets together, which may overlap; the mean over nodes", markup=False)
+    console.print("milliseconds per step, summed over all buckets, which may overlap; mean over nodes", markup=False)

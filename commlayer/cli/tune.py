@@ -1,4 +1,4 @@
-"""`commlayer tune`: searches codec, ratio, batch and more with short proxy runs. Its --help loads no torch."""
+"""`commlayer tune`: searches codec, ratio, batch and other settings with short proxy trainings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ BUILT_IN = {"digits": "commlayer.demo.tuning_tasks:digits", "chars": "commlayer.
 
 def tune(
     task: Annotated[str, typer.Argument(help="digits, chars, a file.py with proxy(settings), or module:function.")],
-    trials: Annotated[int, typer.Option(help="Number of proxy runs, including those in the store.")] = 30,
+    trials: Annotated[int, typer.Option(help="Number of proxy runs, including earlier ones in --store.")] = 30,
     budget: Annotated[str, typer.Option(
         help="Allowed increase of the loss over uncompressed training: 0.005, or 0.5%.", metavar="PART")] = "0.005",
     codec: Codecs = None,
     ratio: Annotated[str, typer.Option(help="Range of the ratio.", metavar="LOW:HIGH")] = "0.001:0.3",
-    batches: Annotated[str, typer.Option(help="Batches to try, over all workers.", metavar="N,N,...")] = "64,128,256",
-    local_steps: Annotated[str, typer.Option(help="Local steps per exchange to try; 1 always is.", metavar="N,N,...")] = "1",
+    batches: Annotated[str, typer.Option(help="Global batch sizes to try.", metavar="N,N,...")] = "64,128,256",
+    local_steps: Annotated[str, typer.Option(help="Local steps to try; 1 is always tried.", metavar="N,N,...")] = "1",
     staleness: Annotated[bool, typer.Option("--staleness", help="Also try one-step-stale results.")] = False,
-    method: Annotated[str, typer.Option(help="How to search: bayesian, or nelder-mead.")] = tuner.METHODS[0],
-    store: Annotated[Path, typer.Option(help="Trials, one JSON line each; a later call continues them.")] = Path("tune.jsonl"),
+    method: Annotated[str, typer.Option(help="Search method: bayesian, or nelder-mead.")] = tuner.METHODS[0],
+    store: Annotated[Path, typer.Option(help="Trials, one JSON line each; later calls add to it.")] = Path("tune.jsonl"),
     out: Out = Path("loss.json"),
 ) -> None:
-    """Find the fastest settings within a loss budget, by short proxy runs; write codecs' losses for plan create --loss."""
+    """Find the fastest settings within a loss budget by short proxy trainings; write a loss model for plan create --loss."""
     if trials < 1:
         raise InvalidInput("E-CLI-OPTION", f"--trials {trials}: allowed is 1 or more")
     if method not in tuner.METHODS:
@@ -43,7 +43,7 @@ def tune(
             raise InvalidInput("E-CLI-OPTION", f"{path}: the folder {path.absolute().parent} does not exist")
     space = read_space(tuple(codec or CODECS), ratio, batches, local_steps, staleness=staleness)
     if method == "bayesian" and importlib.util.find_spec("skopt") is None:
-        raise InvalidInput("E-PACKAGE", 'scikit-optimize, which searches, is missing: pip install "commlayer[tune]"')
+        raise InvalidInput("E-PACKAGE", 'the bayesian search needs scikit-optimize: pip install "commlayer[tune]"')
     # Imported late: these load numpy and scikit-optimize, and --help must be fast.
     from commlayer.balance.tuner import Engine
 
@@ -58,7 +58,7 @@ def tune(
 def read_space(
     codecs: tuple[str, ...], ratio: str, batches: str, local_steps: str = "1", *, staleness: bool = False,
 ) -> SearchSpace:
-    """The search space of the options. An error names its option."""
+    """Parses the options that define the search space. An error names its option."""
     try:
         low, high = (float(part) for part in ratio.split(":"))
     except ValueError:
@@ -80,7 +80,7 @@ def _numbers(option: str, text: str, such_as: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise InvalidInput("E-CLI-OPTION",
-                           f"{option} {text!r}: allowed are whole numbers above 0 with commas between, such as {such_as}")
+                           f"{option} {text!r}: allowed are whole numbers above 0, separated by commas, such as {such_as}")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -96,7 +96,7 @@ def _show(running: Iterator[TuningTrial], store: Store, search: Search, trials: 
 
     console = Console(highlight=False)
     if store.trials:
-        console.print(f"{store.path}: going on after {len(store.trials)} trials", markup=False)
+        console.print(f"{store.path}: continuing after {len(store.trials)} trials", markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         row = bar.add_task("proxy runs", total=trials, completed=min(trials, len(store.trials)))
@@ -115,7 +115,7 @@ def line(number: int, trial: TuningTrial, dense: TuningTrial) -> str:
 
 
 def inexact(settings: Settings) -> str:
-    """Settings other than the codec that make training inexact."""
+    """Describes settings other than the codec that change training results: local steps, staleness."""
     steps = f", {settings['local_steps']} local steps" if settings.get("local_steps", 1) > 1 else ""
     return steps + (", a step late" if settings.get("stale") else "")
 

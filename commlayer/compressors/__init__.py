@@ -1,4 +1,4 @@
-"""Gradient codecs: they compress a bucket to payload bytes and decompress it, with optional error feedback and momentum."""
+"""Gradient codecs, which compress a bucket to payload bytes and decompress it, optionally with error feedback and momentum."""
 
 from commlayer.compressors.blockwise import int4, int8, onebit, qsgd
 from commlayer.compressors.codec import Codec, Reduction, place

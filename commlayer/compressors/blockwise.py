@@ -19,11 +19,12 @@ from commlayer.records import Spec
 HEADER = payload.HEADER_NBYTES
 
 MOST16 = 0x7F7F
-"""Bits of the largest finite bfloat16, as an integer. The bits of non-negative numbers have the same order as the numbers."""
+"""Bit pattern of the largest finite bfloat16, as an integer. Bit patterns of non-negative numbers have the same order as the
+numbers."""
 
 
 class Blockwise(FusedCodec, frozen=True):
-    """Base class of codecs that quantize blocks of elements. Scales are bfloat16 unless a subclass changes it."""
+    """Base class of codecs that quantize blocks of elements. Scales are bfloat16 unless a subclass overrides `scale_nbytes`."""
 
     scale_nbytes: ClassVar[int] = 2
 
@@ -36,11 +37,11 @@ class Blockwise(FusedCodec, frozen=True):
 
     def encode(self, codes: Out, scales: Out, x: Array, residual: Array | None, state: State) -> bool:
         """Quantizes x + residual into `codes` and `scales`; the residual becomes the rounding error. Returns False if x +
-        residual is not finite; the residual then becomes its finite part."""
+        residual is not finite; the residual then becomes the finite part of x + residual."""
         raise NotImplementedError
 
     def scales_valid(self, scales: Buffer) -> bool:
-        """Returns whether each scale is a number so small that every code times the scale is finite."""
+        """Returns True if each scale is a non-negative number so small that every code times the scale is finite."""
         return kernels.largest(scales, np.uint16) <= MOST16 - ((self.bits - 1) << 7)
 
     def scales_nbytes(self, numel: int) -> int:

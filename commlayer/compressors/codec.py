@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAN = float("nan")
 
 State = dict[str, Any]
-"""A codec's data that changes from step to step, by name. Values are arrays, plain numbers or nested states, so a checkpoint
+"""A codec's data that persists from step to step, by name. Values are arrays, plain numbers or nested states, so a checkpoint
 can save them."""
 
 
@@ -76,11 +76,12 @@ class Codec(msgspec.Struct, frozen=True):
     name: ClassVar[str] = ""
     rounds: ClassVar[tuple[Reduction, ...]] = ()
     biased: ClassVar[bool] = False
-    """Whether the codec needs error feedback. A plan then adds error feedback, unless the user passes `ef=False`."""
+    """True: the codec needs error feedback. A plan then adds error feedback, unless the user passes `ef=False`."""
     keeps: ClassVar[bool] = False
-    """Whether one step's payload affects later steps. If so, an aborted step must be undone."""
+    """True: a step's payload affects later steps, for example through a residual. An aborted step must then be rolled back with
+    `undo`."""
     in_place: ClassVar[bool] = False
-    """Whether the payload is the header followed by the unchanged input, so the input may be stored inside its own payload."""
+    """True: the payload is the header followed by the unchanged input, so the input may be stored inside its own payload."""
     most: ClassVar[float] = math.inf
     """Largest magnitude that the codec can send. Error feedback clamps larger numbers, and the residual keeps the rest."""
 
@@ -131,22 +132,24 @@ class Codec(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def undo(self, state: State, x: Array, elements: Ranges = None) -> None:
-        """Rolls back the last `start` for elements to which its result was not applied: their residual becomes what it was
-        before.
+        """Rolls back the last `start` for elements to which its result was not applied: their residuals get their earlier
+        values again.
 
-        `x` is the unchanged argument of that `start`, and the payload is unchanged too. Undoing all elements is idempotent.
-        When undoing only some, name each element at most once.
+        `x` is the unchanged argument of that `start`, and the payload is unchanged too. Undoing all elements is idempotent. If
+        only some elements are undone, name each element at most once.
         """
 
     def undo_server(self, state: State, elements: Ranges = None) -> None:
-        """Rolls back the last `emit` for elements to which the result was not applied, since each worker rolls back what it
-        sent.
+        """Rolls back the last `emit` for elements to which the result was not applied. (Each worker rolls back its own
+        payload.)
 
-        Call it before the first `add` of the next step, while the accumulator and the payload of that emit are unchanged.
+        Call `undo_server` before the first `add` of the next step, while the accumulator and the payload of that emit are
+        unchanged.
         """
 
     def zeros(self, spec: Spec, r: int) -> Mapping[str, Any]:
-        """Creates an accumulator of round r. The server reuses it in every step: `add` with first=True overwrites it."""
+        """Creates an accumulator, the server's memory for the sum of the payloads of round r. The server reuses it in every
+        step: `add` with first=True overwrites it."""
         raise NotImplementedError
 
     def add(self, r: int, payload_: Buffer, acc: Any, *, first: bool) -> None:
@@ -154,20 +157,21 @@ class Codec(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def before_emit(self, acc: Any, state: State) -> None:
-        """Reads what the codec needs of an accumulator besides the sum. Error feedback calls it before it compresses the sum.
-        """
+        """Lets the codec read an accumulator's data other than the sum, such as the members' numbers of entries. Error feedback
+        calls `before_emit` before it compresses the sum."""
 
     def emit(self, r: int, acc: Any, state: State, out: Out) -> int:
         raise NotImplementedError
 
 
 def as_array(codec: str, what: str, x: Array, numel: int, like: Array) -> Array:
-    """Returns x as an array of the kind of `like`: numpy for a CPU tensor, if `like` is on the host.
+    """Validates x and returns it as an array of the kind of `like`; a CPU tensor becomes a numpy array if `like` is a numpy
+    array.
 
     Raises InvalidInput unless x is float32, contiguous, one-dimensional, of `numel` elements, and on the device of `like`.
     """
     if type(x) is type(like) is np.ndarray and x.dtype == np.float32 and x.shape == (numel,) and x.flags.c_contiguous:
-        return x  # the same as below, in a quarter of the time
+        return x  # a fast path: the checks below take four times as long
     dtype, contiguous = str(x.dtype).removeprefix("torch."), x.is_contiguous() if on_device(x) else x.flags.c_contiguous
     place, wanted = (str(y.device) if on_device(y) else "cpu" for y in (x, like))
     if dtype != "float32" or x.ndim != 1 or len(x) != numel or not contiguous or place != wanted:
@@ -187,7 +191,8 @@ def check_numel(spec: Spec) -> int:
 
 
 def accumulator(total: Array) -> dict[str, Any]:
-    """Creates an accumulator for `add` around existing memory. Its `flagged` is a list of one value, so `add` can set it."""
+    """Creates an accumulator for `add` that sums into the array `total`. Its `flagged` is a list of one value, so `add` can set
+    it."""
     return {"sum": total, "flagged": [False]}
 
 
@@ -200,11 +205,11 @@ class OneRound(Codec, frozen=True):
     rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.GATHER,)
 
     def check(self, head: payload.Head, numel: int) -> tuple[Any, ...]:
-        """Checks a payload's body completely. Returns its parts in the form that `apply` needs."""
+        """Checks a payload's body completely. Returns the body's parts in the form that `apply` needs."""
         raise NotImplementedError
 
     def apply(self, parts: tuple[Any, ...], out: Array, *, assign: bool) -> None:
-        """Adds the decompressed parts to `out`, or overwrites `out` with them (`assign`). Cannot fail."""
+        """Adds the decompressed parts to `out`, or overwrites `out` with them if `assign` is True. Cannot fail."""
         raise NotImplementedError
 
     def decode(self, result: Buffer, state: State, out: Array) -> bool:
@@ -244,8 +249,8 @@ class FusedCodec(OneRound, frozen=True):
         return self.start_fused(x, None, state, out)
 
     def start_fused(self, x: Array, residual: Array | None, state: State, out: Out) -> int:
-        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent, or the finite part of
-        x + residual if that is not finite."""
+        """Writes the payload of x + residual in one pass. The residual becomes the part that is not sent. If x + residual is
+        not finite, the residual becomes the finite part of x + residual."""
         raise NotImplementedError
 
 

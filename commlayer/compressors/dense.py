@@ -90,9 +90,10 @@ class Bf16(_Half, frozen=True):
 
 
 def finite_or_nan(out: Array) -> bool:
-    """Returns whether a decoded array is finite; replaces it by NaN if not, although its payload is not flagged.
+    """Returns True if a decoded array is finite; otherwise fills it with NaN. A payload can decode to infinite values although
+    it is not flagged.
 
-    A server's sum needs no such test: the values stay in the sum, and emit flags the sum.
+    A server's sum needs no such test: `emit` flags a sum that is not finite.
     """
     if kernels.of(out).all_finite(out):
         return True
@@ -109,8 +110,8 @@ def check_dense(head: payload.Head, numel: int, nbytes: int) -> None:
 
 
 def of_means(codec: Codec) -> bool:
-    """Returns whether servers average model buffers that are sent with this codec. With other codecs, buffers are sent as parts
-    of a sum."""
+    """True: servers average model buffers that are sent with this codec. With other codecs, buffers are sent as parts of a
+    sum."""
     return isinstance(codec, Identity)
 
 

@@ -17,7 +17,7 @@ from commlayer.compressors.payload import Buffer, Out, expect
 from commlayer.errors import CorruptPayload
 
 VALUE_KINDS: dict[str, int] = {"int8": 0, "fp16": 1, "fp32": 2, "bf16": 3, "int4": 4}
-"""Number of each value format in payloads: the high half of the `aux` byte in the header of a sparse payload."""
+"""Number of each value format on the wire: the high half of the `aux` byte in a sparse payload's header."""
 
 VALUES_BLOCK = 256
 """Number of entries that share one scale."""
@@ -37,8 +37,8 @@ def values_nbytes(kind: str, count: int) -> int:
 
 
 def encode_values(kind: str, body: Out, val: Array, error: Array, *, saturate: bool) -> bool:
-    """Writes `val` to `body`, and val minus the decoded value to `error`. Returns False if a value became infinite. `saturate`:
-    clamps such values instead; `error` is then the rest."""
+    """Writes `val` to `body`, and the rounding error (val minus the decoded value) to `error`. Returns False if a value became
+    infinite. `saturate`: True clamps such values instead; `error` then has the rest."""
     if kind == "fp32":
         kernels.store_f32(body, val)
         error[:] = 0.0
@@ -61,7 +61,7 @@ def encode_values(kind: str, body: Out, val: Array, error: Array, *, saturate: b
 def split_values(codec: str, kind: str, body: Out, count: int) -> tuple[Out, Out]:
     """Splits a body into the bytes of `count` values and the bytes after them.
 
-    Raises CorruptPayload unless the values are the only encoding of some finite values; floats are checked by decode_values.
+    Raises CorruptPayload if a scale is invalid or padding is not zero. decode_values checks floats.
     """
     middle = values_nbytes(kind, count)
     if body.nbytes < middle:
@@ -94,7 +94,7 @@ ELIAS_FANO, BITMAP, BLOCKS = 0, 1, 2
 
 
 LEAST_FOR_BLOCKS = 16
-"""Minimum number of positions for which the encoding as blocks is tried. With fewer it saves too little to be worth the
+"""Minimum number of positions for which the encoding as blocks is tried. For fewer positions the saving is not worth the
 computation."""
 
 

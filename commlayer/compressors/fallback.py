@@ -1,4 +1,4 @@
-"""Kernels of the default codecs in numpy, for installations without a compiler. They are slow and produce the bytes of the
+"""Kernels of the default codecs in numpy, for installations without a compiler. They are slow and produce the same bytes as the
 native kernels.
 
 They serve identity, fp16, bf16, int8, int4 and topk, with error feedback and momentum. Names and arguments equal those of
@@ -120,8 +120,8 @@ def _largest(rows: Array) -> Array:
 
 
 def _encode(x: Any, residual: Any, block: int, code: Callable[[Array], Array]) -> bool:
-    """Compresses x + residual with `code`, which receives the blocks as rows, writes the payload and returns the decompressed
-    blocks. The residual becomes the rounding error, or the finite part of x + residual if that is not finite."""
+    """Compresses x + residual with `code`, which receives blocks as rows, writes the payload and returns the decompressed
+    blocks. The residual becomes the rounding error; if x + residual is not finite, the residual becomes its finite part."""
     v = _total(x, residual)
     finite = np.isfinite(v)
     rows = _rows(np.where(finite, v, F32(0)), block)
@@ -353,7 +353,7 @@ def bitmap_decode(idx: Any, n: int, src: Any) -> None:
 
 
 def _numbers(n: int, count: int) -> tuple[int, bool, int]:
-    """Returns the number of blocks below n, whether a bitmap encodes the block numbers (or else Elias-Fano), and the size of
+    """Returns the number of blocks below n, True if a bitmap encodes the block numbers (False: Elias-Fano), and the size of
     that encoding in bytes."""
     blocks = -(-n // RUN)
     sparse, dense = _ef_nbytes(blocks, count), (blocks + 7) // 8

@@ -1,14 +1,14 @@
 """Error feedback, momentum, and residuals that a later plan inherits.
 
 Error feedback: the part of its input that a codec does not send stays in a residual and is added to the input of the next step.
-Sent + new residual = input + old residual, on workers and servers. A codec of one round may offer `start_fused(x, residual,
-state, out)`, which does this in its own pass. A test compares it with the general method below.
+Sent + new residual = input + old residual, on workers and servers. A codec of one round may have `start_fused(x, residual,
+state, out)`, which compresses and updates the residual in one pass. A test compares `start_fused` with the general method.
 
 Momentum before compression: the codec keeps the velocity, in the residual's units. Set the optimizer's own momentum to 0.
 
 A residual is stored under the key `residual`, at any depth of a state. When the plan changes, residuals are converted to values
 on elements of tensors. A worker adds an inherited residual to the next gradients of the same elements, whatever their new path
-and codec. So no residual is sent, and none is lost.
+and codec. So residuals are not sent over the network, and none is lost.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class ErrorFeedback(CodecWrapper, frozen=True):
     keeps: ClassVar[bool] = True
 
     lr_correction: bool = False
-    """Whether the input is in units of weight updates, gradient times learning rate: see `in_updates`."""
+    """True: the input is in units of weight updates (gradient times learning rate); see `in_updates`."""
 
     def __str__(self) -> str:
-        # Omitted if false, since older plans without this option must keep their spelling.
+        # Omitted if False, since older plans without this option must keep their spelling.
         return super().__str__() if self.lr_correction else f"{self.name}({self.inner})"
 
     def init(self, spec: Spec) -> State:
@@ -131,8 +131,8 @@ class ErrorFeedback(CodecWrapper, frozen=True):
         return nbytes
 
     def _lossy_emit(self) -> bool:
-        """Returns whether a server compresses its sum again and keeps a residual, which is the case for GATHER codecs. A server
-        sends the sum of a SUM codec unchanged."""
+        """True: a server compresses its sum again and keeps a residual, as for GATHER codecs. A server sends the sum of a SUM
+        codec unchanged."""
         return self.rounds == (Reduction.GATHER,)
 
     def _start(self, x: Array, state: State, out: Out) -> int:
@@ -159,8 +159,8 @@ class ErrorFeedback(CodecWrapper, frozen=True):
 def error_feedback(inner: Codec, lr_correction: bool = False) -> ErrorFeedback:
     """Adds error feedback to a codec of one round, or to a codec of several rounds that has `sent()`.
 
-    With `lr_correction`, each part of a residual keeps the learning rate of its own step (Zheng et al. 2019), on workers and
-    servers.
+    `lr_correction` True: each step's contribution to a residual keeps the learning rate of its step (Zheng et al. 2019), on
+    workers and servers.
     """
     if not isinstance(inner, Codec) or isinstance(inner, ErrorFeedback):
         raise InvalidInput("E-CODEC-ARGUMENT",
@@ -186,7 +186,7 @@ def _end_undo(state: State, back: Array, elements: Ranges) -> None:
 
 
 def add_ranges(into: Array, values: Array, elements: Ranges) -> None:
-    """Adds `values` to `into` on these elements only."""
+    """Adds `values` to `into` only on the elements in `elements`."""
     for start, stop in ranges(elements, len(into)):
         into[start:stop] += values[start:stop]
 
@@ -199,9 +199,10 @@ def wrap(codec: Codec) -> Codec:
 
 
 def in_updates(codec: Any) -> bool:
-    """Returns whether the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
+    """Returns True if the codec's input must be gradient times learning rate, so its sum must be divided by that rate again.
 
-    In these units every residual keeps its learning rate, also on servers, and a change of the rate needs no message.
+    With such input, residuals contain the learning rate of their own step, also on servers, and a change of the rate needs no
+    message.
     """
     if isinstance(codec, ErrorFeedback) and codec.lr_correction:
         return True
@@ -296,8 +297,8 @@ def ranges_of(slices: Sequence[Slice], word: int) -> Ranges:
 
 
 def residual_on(inherited: Sequence[ResidualSlice], slices: Sequence[Slice]) -> Array | None:
-    """Returns the inherited residuals of the elements of a bucket with these slices as a numpy array, 0 where there are none;
-    None if there are none at all."""
+    """Returns a bucket's inherited residual (from an earlier plan) as a numpy array, 0 where an element inherits none; None if
+    no element inherits any."""
     total: Array | None = None
     at = 0
     for s in slices:

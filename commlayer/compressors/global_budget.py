@@ -1,8 +1,8 @@
 """Global budget and warm-up: sparse codecs whose number of entries is set before each step (`ratio_over` and `warmup` of a
 plan).
 
-Plans create BudgetedTopK; it has no name in plans. On a worker, the code that knows all buckets of a step calls `set_entries`.
-A server computes the number itself: it sends as many entries as its members sent on average. So downloads have the size of
+BudgetedTopK has no name in plans; plans create it for `ratio_over` and `warmup`. On a worker, the step's code calls
+`set_entries` for all buckets. A server sends as many entries as its members sent on average, so downloads have the size of
 uploads.
 
 share_budget() divides a plan's entries among its buckets as if one threshold selected from all of them. The last payload of
@@ -62,11 +62,11 @@ class BudgetedTopK(CodecWrapper, frozen=True):
     max_ratio: float
     """Largest ratio that can be requested."""
     mean_ratio: float
-    """Mean of the ratios of the members' own codecs. A server whose codec has a different ratio sends more or fewer entries in
-    that proportion."""
+    """Mean of the ratios of the members' own codecs. A server with another ratio scales its number of entries by ratio /
+    mean_ratio."""
     warmup_steps: int = 0
     shared: bool = False
-    """Whether this bucket's entries are part of a budget that several buckets share."""
+    """True: this bucket's entries are part of a budget that several buckets share."""
 
     def __str__(self) -> str:
         return str(self.inner)
@@ -128,7 +128,7 @@ class BudgetedTopK(CodecWrapper, frozen=True):
         return self.start(acc["sum"], state, out)
 
     def before_emit(self, acc: Any, state: State) -> None:
-        """Sets the number of entries to the members' average, before an emit. See feedback.before_emit."""
+        """Sets the number of entries to the members' average, before `emit`."""
         total, members = acc.get("members", (0, 0))
         if members:
             share = self.inner.ratio / self.mean_ratio
@@ -167,7 +167,7 @@ def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: boo
     """Wraps the innermost codec in BudgetedTopK if its number of entries can vary. Wrappers around it stay.
 
     `mean_ratio`: the mean ratio of the payloads that a server receives; None if they have no ratio. `steps`: length of the
-    warm-up. `shared`: whether buckets share a budget.
+    warm-up. `shared`: True if buckets share a budget.
     """
     if isinstance(codec, CodecWrapper):
         return msgspec.structs.replace(codec, inner=with_budget(codec.inner, mean_ratio, steps=steps, shared=shared))
@@ -181,14 +181,14 @@ def with_budget(codec: Any, mean_ratio: float | None, *, steps: int, shared: boo
 Floats: TypeAlias = "npt.NDArray[np.float64]"
 
 MOST_CHANGE = 2.0
-"""Largest factor by which a bucket's entries change in one step. The prediction holds only near the last threshold."""
+"""Largest factor by which a bucket's entries change in one step. The prediction is accurate only near the last threshold."""
 
 HALVINGS = 30
 """Number of bisection steps over the range of thresholds."""
 
 
 ROUNDING = 1e-6
-"""Bound of the rounding error of a count after a logarithm and an exponential."""
+"""Bound of the rounding error of a number of entries that was computed by logarithm and exponential."""
 
 
 class Tail(NamedTuple):
@@ -200,7 +200,7 @@ class Tail(NamedTuple):
 
 
 EMPTY_TAIL = Tail(1e-9, 1.0, 1.0)
-"""Tail of a bucket that sent nothing, since 0 has no logarithm."""
+"""Tail of a bucket that sent no entries, since 0 has no logarithm."""
 
 
 class Demand(NamedTuple):
@@ -217,7 +217,8 @@ class Demand(NamedTuple):
 
 
 def share_budget(demands: Sequence[Demand]) -> list[int]:
-    """Returns the number of entries for each bucket. Their total equals the total of the buckets' own ratios. Deterministic.
+    """Returns the number of entries for each bucket. Their total equals the total of the buckets' own ratios. Equal demands
+    give equal results.
 
     >>> calm, wild = Tail(100, 0.1, 3.0), Tail(100, 10.0, 3.0)
     >>> share_budget([Demand(100, 12, 100, 800, calm), Demand(100, 12, 100, 800, wild)])
@@ -244,8 +245,8 @@ def share_budget(demands: Sequence[Demand]) -> list[int]:
 
 
 def _whole(wanted: Floats, demands: Sequence[Demand], total: int) -> list[int]:
-    """Rounds to integers with the given total. The rest is given to the largest remainders first, then to buckets below their
-    limit."""
+    """Rounds to integers with the given total. The remaining entries are given to the largest remainders first, then to buckets
+    below their limit."""
     counts = np.floor(wanted + ROUNDING).astype(int)
     order = np.argsort(counts - wanted, kind="stable")
     fewest, most = np.array([demand.fewest for demand in demands]), np.array([demand.most for demand in demands])
@@ -280,5 +281,5 @@ def ratio_of(ratio: float, stage: int) -> float:
 
 
 def ratio_at(ratio: float, steps: int, step: int) -> float:
-    """Returns the ratio in step `step` of a warm-up over `steps` steps; 0 steps: no warm-up."""
+    """Returns the ratio in step `step` of a warm-up over `steps` steps; with 0 steps there is no warm-up."""
     return ratio_of(ratio, min(stages_of(ratio), step * stages_of(ratio) // steps)) if step < steps else ratio

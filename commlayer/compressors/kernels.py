@@ -65,7 +65,7 @@ def use(backend: ModuleType) -> Iterator[None]:
 
 
 def check_supported(spec: CodecSpec) -> None:
-    """Raises InvalidInput if the backend has no kernels for this codec, without its inner codec."""
+    """Raises InvalidInput if the host's backend has no kernels for this codec. The inner codec is not checked."""
     if _chosen[0] is fallback and (spec.family not in fallback.FAMILIES or spec.get("values") == "int4"):
         raise fallback.refusal(f"codec {spec}")
 
@@ -99,7 +99,8 @@ LEAST_NBYTES = 1 << 16
 
 
 def fresh_zeros(count: int) -> Array:
-    """Returns float32 zeros in host memory that is allocated only when written, and returned to the system when freed."""
+    """Returns float32 zeros in host memory whose pages are allocated at the first write and returned to the system when
+    freed."""
     if 4 * count < LEAST_NBYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.zeros(count, np.float32)
     return np.frombuffer(mmap.mmap(-1, 4 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.float32, count)
@@ -111,8 +112,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_back(array: Array) -> None:
-    """Returns the complete pages inside a contiguous numpy array to the system; the addresses stay valid. Until it is written
-    again, each element reads as zero or as its old value."""
+    """Returns the complete pages inside a contiguous numpy array to the system; the addresses stay valid. An element reads as
+    zero or as its old value until the next write."""
     if sys.platform != "linux" or array.nbytes < LEAST_NBYTES:
         return
     low = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -154,7 +155,7 @@ def largest(src: Buffer, dtype: type[np.uint8] | type[np.uint16]) -> int:
 
 
 def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
-    """Returns whether every float32 scale in `src` is from 0 to `most`."""
+    """Returns True if every float32 scale in `src` is from 0 to `most`."""
     if on_device(src):
         return bool(device().within(src, float(most)))
     scales = np.frombuffer(src, np.float32)
@@ -162,6 +163,6 @@ def scales_valid(src: Buffer, most: np.floating[Any] = MOST_SCALE) -> bool:
 
 
 def add_finite(residual: Array, x: Array) -> bool:
-    """Adds x to the residual where the sum is finite. Returns whether all sums are finite."""
+    """Adds x to the residual where the sum is finite. Returns True if all sums are finite."""
     nothing = empty(0, residual, np.int32), empty(0, residual)
     return bool(of(residual).select(x, residual, np.inf, 0, *nothing)[2])

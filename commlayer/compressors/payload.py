@@ -63,7 +63,7 @@ class Head(NamedTuple):
 
 
 def on_device(memory: Any) -> TypeIs[torch.Tensor]:
-    """Returns whether the memory is a torch tensor, not an array or bytes of the host."""
+    """True: the memory is a torch tensor; False: an array or bytes in host memory."""
     return not isinstance(memory, np.ndarray | memoryview | bytes | bytearray)
 
 
@@ -92,7 +92,8 @@ def _put(out: Out, *fields: int) -> None:
 
 
 def _split(payload: Buffer) -> tuple[memoryview, Out]:
-    """Splits a payload into the header's bytes, in host memory, and the body in its own memory. Either may be too short."""
+    """Splits a payload into the header's bytes, in host memory, and the body in its own memory. Either may be shorter than
+    needed."""
     if on_device(payload):
         return payload[:HEADER_NBYTES].cpu().numpy().data, payload[HEADER_NBYTES:]
     view = memoryview(payload)

@@ -1,8 +1,8 @@
-"""Creates codecs from their names in plans, and answers what a codec can do.
+"""Creates codecs from their names in plans, and reports a codec's properties.
 
-parse() creates a codec from its name, and codec_of() from a plan's bucket. TwoWay uses one codec for payloads to the server and
-another for results to workers. runs_on() says whether a codec has kernels for a device. reader_of() says whether its results
-can be read as entries. is_summable() and is_separable() say how payloads can be summed without a server.
+parse() creates a codec from its name, and codec_of() from a plan's bucket. TwoWay uses one codec for uploads and another for
+downloads. runs_on() is True if a codec has kernels for a device. reader_of() returns the codec that reads results as entries.
+is_summable() and is_separable() tell how payloads can be summed without a server.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ log = logging.getLogger("commlayer")
 
 WITH_KERNELS = (Identity, Fp16, Bf16, Int8, Int4, TopK)
 _reported: set[str] = set()
-"""Texts of launcher errors that have been logged, so each is logged once."""
+"""Texts of kernel launch errors that were already logged, so each is logged only once."""
 
 
 class TwoWay(Codec, frozen=True):
-    """Workers send payloads of codec `up`; the server sends the sum as a payload of codec `down`. Each end keeps its own
-    residual."""
+    """Compresses uploads with codec `up` and the server's sum (the download) with codec `down`. Workers and servers keep
+    separate residuals."""
 
     name: ClassVar[str] = "two_way"
     rounds: ClassVar[tuple[Reduction, ...]] = (Reduction.GATHER,)
@@ -103,15 +103,15 @@ def two_way(up: Codec, down: Codec) -> TwoWay:
 
 
 def is_download_codec(codec: Codec) -> bool:
-    """Returns whether the codec can be used as `down` of two_way."""
+    """True: the codec can be used as `down` of two_way."""
     return isinstance(_bare(codec), OneRound) and is_separable(codec)
 
 
 def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) -> Codec:
     """Returns the codec of a plan's bucket; with `node`, the codec that this node compresses with.
 
-    Without `plan`, settings of the plan for all buckets (ratio_over, warmup) are ignored. Sizes are then those that the plan
-    states.
+    Without `plan`, settings of the plan for all buckets (ratio_over, warmup) are ignored. Payload sizes then follow from the
+    codec's own ratio.
     """
     codec = wrap(parse(bucket.codec))
     for text in filter(None, (bucket.codec, bucket.down)):
@@ -126,7 +126,7 @@ def codec_of(bucket: Bucket, node: int | None = None, plan: Plan | None = None) 
 
 
 def _with_budget(codec: Any, bucket: Bucket, plan: Plan | None) -> Codec:
-    """Wraps the codec in BudgetedTopK if the plan varies entries by step and a server sums.
+    """Wraps the codec in BudgetedTopK if the number of entries varies by step and a server sums the bucket.
 
     Collectives reserve the largest size in every step and send it, so they would gain nothing.
     """
@@ -160,8 +160,8 @@ def _check_alike(bucket: Bucket, server: Codec, node: Codec) -> None:
 
 
 def _read(codec: Any) -> Any:
-    """Returns the parts of a codec that a server must know: everything except ratios, how entries are selected, and residuals
-    of workers."""
+    """Returns the parts of a codec that a server must know to read payloads: everything except ratios, the selection method,
+    and workers' residuals."""
     if isinstance(codec, Momentum | ErrorFeedback) and not in_updates(codec):
         return _read(codec.inner)
     if isinstance(codec, msgspec.Struct):
@@ -205,7 +205,7 @@ def build(name: CodecSpec) -> Codec:
 
 
 def runs_on(codec: Codec, device: torch.device) -> bool:
-    """Returns whether a worker can run the codec on the device: the codec has kernels, and this machine can launch them."""
+    """True: a worker can run the codec on the device, because the codec has kernels and this machine can launch them."""
     if not isinstance(_bare(codec), WITH_KERNELS):
         return False
     from commlayer.gpu.launch import launcher  # loads torch
@@ -221,25 +221,25 @@ def runs_on(codec: Codec, device: torch.device) -> bool:
 
 
 def result_codec(codec: Any) -> Any:
-    """Returns the inner codec that reads the results of `codec`."""
+    """Returns the innermost codec that decodes results (downloads) of `codec`."""
     while isinstance(codec, CodecWrapper | TwoWay):
         codec = codec.down if isinstance(codec, TwoWay) else codec.inner
     return codec
 
 
 def reader_of(codec: Any) -> TopK | RandomK | None:
-    """Returns the codec that reads results as entries; None if results are not entries."""
+    """Returns the codec that reads results as positions and values; None if results are dense."""
     inner = result_codec(codec)
     return inner if isinstance(inner, TopK | RandomK) else None
 
 
 def is_summable(codec: Codec) -> bool:
-    """Returns whether accumulators of single payloads can be summed by an all-reduce, after which `emit` sends their sum."""
+    """True: an all-reduce can sum accumulators of single payloads, after which `emit` sends the sum."""
     return all(r is not Reduction.GATHER for r in codec.rounds)
 
 
 def is_separable(codec: Any) -> bool:
-    """Returns whether each payload can be decompressed separately and added to a dense sum.
+    """True: each payload can be decompressed separately and added to a dense sum.
 
     This excludes codecs of several rounds, and random-k, whose accumulators contain only values.
     """
@@ -251,7 +251,7 @@ def is_separable(codec: Any) -> bool:
 class ReducedAccumulator:
     """An accumulator of one payload that two all-reduces turn into the sum of all members' payloads.
 
-    The caller sums `values` and combines `facts` by maximum, both in place.
+    The caller all-reduces `values` by sum and `facts` (flags and seeds) by maximum, both in place.
     """
 
     def __init__(self, acc: Any) -> None:

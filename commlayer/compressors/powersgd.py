@@ -26,7 +26,7 @@ from commlayer.records import Spec
 
 HEADER = payload.HEADER_NBYTES
 NOISE = 1e-12
-"""If less than this share of a row's squared length remains after orthogonalization, the remainder is float32 rounding
+"""If less than this fraction of a row's squared length remains after orthogonalization, the remainder is float32 rounding
 error."""
 
 Rows = npt.NDArray[np.float64]
@@ -212,7 +212,7 @@ def powersgd(rank: int = 4, shapes: tuple[Shape, ...] | None = None) -> PowerSGD
 
 
 def _tensors(factors: list[Factors], first: Array, second: Array) -> Iterator[tuple[Factors, Any, Any]]:
-    """Yields (tensor, its P as a rank x m matrix, its floats of round 1) for all tensors."""
+    """Yields for every tensor: its dimensions, its P as a rank x m matrix, and its floats of round 1."""
     at = [0, 0]
     for each in factors:
         ends = [at[r] + each.count(r) for r in range(2)]
@@ -222,14 +222,15 @@ def _tensors(factors: list[Factors], first: Array, second: Array) -> Iterator[tu
 
 
 def _matrices(factors: list[Factors], first: Array, second: Array) -> Iterator[tuple[Factors, Any, Any]]:
-    """Yields (matrix, P as rank x m, Q as rank x n) for the tensors that are compressed. `second` contains their Q."""
+    """Yields for every compressed tensor: its dimensions, P as rank x m, Q as rank x n. `second` contains the matrices Q."""
     compressed = [each for each in factors if each.rank]
     for each, p, q in _tensors(compressed, first, second):
         yield each, p, q.reshape(each.rank, each.n)
 
 
 def _mm(a: Array, b: Array, out: Array) -> None:
-    """Computes out = a b, on a worker only: torch's product of a thin matrix is four times as fast as numpy's."""
+    """Computes out = a b with torch, whose product of a thin matrix is four times as fast as numpy's. Only workers call
+    this."""
     import torch
 
     torch.mm(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(out))

@@ -79,7 +79,7 @@ class RandomK(FusedCodec, frozen=True):
         return end
 
     def read(self, result: Buffer, numel: int) -> tuple[Array, Array] | None:
-        """Returns the positions and values of a result, as TopK.read does."""
+        """Returns the positions and values of a result; None if the result is flagged as not finite."""
         head = payload.read(result, self.id, numel)
         if head.flagged:
             return None
@@ -99,7 +99,8 @@ class RandomK(FusedCodec, frozen=True):
         kernels.host().scatter_add(out, idx, val)
 
     def add_to(self, payload_: Buffer, out: Array) -> None:
-        """Decompresses the payload and adds it to `out`. An accumulator would contain only values."""
+        """Decompresses the payload and adds it to the dense array `out`. (An accumulator of this codec contains only
+        values.)"""
         head = payload.read(payload_, self.id, len(out))
         if not head.flagged:
             self.apply(self.check(head, len(out)), out, assign=False)
@@ -144,7 +145,7 @@ class RandomK(FusedCodec, frozen=True):
 
 
 def randomk(ratio: float = 0.01, values: str = "fp32", unbiased: bool = False) -> RandomK:
-    """Creates the random-k codec, whose entries are the same for all members. With unbiased=True entries are scaled; do not
-    combine that with error feedback."""
+    """Creates the random-k codec, whose entries are the same for all members. With unbiased=True entries are scaled by 1 /
+    ratio; do not combine unbiased=True with error feedback."""
     check_arguments("randomk", ratio=ratio, values=values, unbiased=unbiased)
     return RandomK(float(ratio), values, unbiased)

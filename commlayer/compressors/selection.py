@@ -36,7 +36,7 @@ SPARE = 16
 
 class Picked(NamedTuple):
     """Result of a selection: the increasing numbers of the entries or runs that were taken, the values of entries or sums of
-    magnitudes of runs, and whether all of x + residual is finite."""
+    magnitudes of runs, and True in `finite` if all of x + residual is finite."""
 
     idx: Array
     val: Array
@@ -61,10 +61,10 @@ def scratch(n: int, k: int, few: bool, run: int = 1) -> State:
 
 
 def pick(k: int, few: bool, x: Array, residual: Array | None, state: State, run: int = 1) -> Picked:
-    """Takes entries out of x + residual, and the residual keeps the others. With run > 1 selects runs, whose elements stay in
-    the residual until the codec writes its rounding errors: reading few contiguous runs a second time is cheap.
+    """Moves the selected entries out of x + residual; the residual keeps the others. With run > 1, selected runs stay in the
+    residual until the codec writes rounding errors to it: a second read of few contiguous runs is cheap.
 
-    If x + residual is not finite, the residual becomes its finite part. `few`: compares all entries or runs.
+    If x + residual is not finite, the residual becomes its finite part. `few`: True compares all entries or runs.
     """
     n, memory = -(-len(x) // run), state["_scratch"]
     idx, val, start = memory["idx"], memory["val"], rotation(n, state)
@@ -112,7 +112,7 @@ def _draw(x: Array, residual: Array | None, run: int) -> Draw:
 def _select(
     x: Array, residual: Array | None, run: int, threshold: float, start: int, idx: Array, val: Array
 ) -> tuple[int, int, bool]:
-    """Returns (number selected, number that did not fit, whether all of x + residual is finite)."""
+    """Returns the number selected, the number that did not fit, and True if all of x + residual is finite."""
     on = kernels.of(x)
     found: tuple[int, int, bool] = (on.select(x, residual, threshold, start, idx, val) if run == 1 else
                                     on.select_runs(x, residual, run, threshold, start, idx, val))
@@ -124,8 +124,8 @@ EXPECTED = 64
 rest."""
 
 CALM, CALM_SHARE = 0.003, 8
-"""Below the variance CALM, counts alone predict the threshold to about 5 %. The sample then has 1 / CALM_SHARE of the usual
-size, enough to detect jumps."""
+"""Variance of the log count below which counts alone predict the threshold to about 5 %. The sample then has 1 / CALM_SHARE of
+the usual size, enough to detect jumps."""
 
 SAMPLE_FLOOR, SAMPLE_SHARE = 8192, 64
 """A sample has at most max(SAMPLE_FLOOR, numel / SAMPLE_SHARE) elements, so it is cheap compared with the scan."""
@@ -144,7 +144,8 @@ zero."""
 
 HUGE = 3.4028234663852886e38
 GAIN, TREND = 0.5, 0.15
-"""Shares of a count's error that change the next threshold, and the trend. The trend follows growing residuals."""
+"""Fractions of a count's error that change the next threshold (GAIN) and the trend (TREND). The trend follows growing
+residuals."""
 
 PROBE = 1.2
 """The slope is measured between threshold / PROBE and threshold * PROBE."""
@@ -177,7 +178,7 @@ class Estimate(NamedTuple):
     threshold: float
     slope: float
     shift: float | None
-    """Change of the expected log count by the sample; None if the sample replaced the threshold."""
+    """Change of the expected log count by the sample; None: the sample replaced the threshold."""
 
 
 def threshold_state() -> State:
@@ -203,7 +204,7 @@ class Sampling(NamedTuple):
     """How the threshold is sampled in this step.
 
     `usual` and `larger` are sizes of samples. `rank` is the rank of the threshold in the larger one. `expected` is the number
-    of magnitudes in the usual one that should exceed the threshold. `calm`: counts alone predict well.
+    of magnitudes in the usual one that should exceed the threshold. `calm`: True if counts alone predict the threshold well.
     """
 
     usual: int
@@ -278,8 +279,8 @@ def update(k: int, n: int, passed: int, estimated: Estimate, state: State) -> No
 
 
 def rotation(n: int, state: State) -> int:
-    """Returns where this step's scan starts. The start moves in each step, so the entries that do not fit are not always in the
-    same part."""
+    """Returns the position at which this step's scan starts. The start moves in each step, so the entries that do not fit are
+    spread over the tensor."""
     return int(state["step"]) * GOLDEN % n if n else 0
 
 

@@ -76,7 +76,7 @@ def restore(state: State, arrays: Mapping[str, Array]) -> None:
 
 
 def remembered(state: State) -> dict[str, Array]:
-    """Returns a server's snapshot plus what `undo_server` needs, so a restarted server can resume from its journal."""
+    """Returns a server's snapshot plus the data for `undo_server`, so a restarted server can resume from its journal."""
     arrays = snapshot(state)
     for path, owner in _memories(state):
         arrays[f"{path}_sent"] = number(int(owner["_sent"] is not None))
@@ -86,8 +86,8 @@ def remembered(state: State) -> dict[str, Array]:
 
 
 def recall(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
-    """Restores what `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until the next
-    `emit`."""
+    """Restores the state that `remembered` returned. `sent`: the complete last result, whose memory must stay unchanged until
+    the next `emit`."""
     restore(state, {path: value for path, value in arrays.items() if path.rsplit(".", 1)[-1] not in ("_sent", "_added")})
     for path, owner in _memories(state):
         owner["_sent"] = sent if int(arrays[f"{path}_sent"]) else None
@@ -95,7 +95,7 @@ def recall(state: State, arrays: Mapping[str, Array], sent: Any) -> None:
 
 
 def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
-    """Yields the states with data for an undo, including nested states, with their paths."""
+    """Yields every state, including nested ones, that has data for `undo_server`, with its path."""
     if "_added" in state and "_sent" in state:
         yield prefix, state
     for name, value in state.items():
@@ -104,7 +104,7 @@ def _memories(state: State, prefix: str = "") -> Iterator[tuple[str, State]]:
 
 
 def number(value: float) -> Array:
-    """Returns a number as an array without dimensions of float64 or int64, which represents it exactly."""
+    """Returns a number as an array without dimensions, of type float64 or int64, which represents the number exactly."""
     return np.array(value, np.float64 if isinstance(value, float) else np.int64)
 
 
@@ -128,7 +128,7 @@ def _walk(state: State, prefix: str = "") -> Iterator[tuple[str, State, str, Any
 
 
 def _forget(state: State) -> None:
-    """Clears the data of undo: a restored state has sent nothing that could be undone."""
+    """Clears the data for `undo`: nothing was sent from a restored state, so nothing can be undone."""
     for name, value in state.items():
         if name in ("_sent", "_added", "_moved"):
             state[name] = None

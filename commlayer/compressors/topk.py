@@ -56,7 +56,7 @@ class TopK(FusedCodec, frozen=True):
         return selection.room(numel, self.wanted(numel), self.few(numel))
 
     def few(self, numel: int) -> bool:
-        """Returns whether all entries are compared."""
+        """True: all entries are compared, because the tensor is small or `exact` is set."""
         return self.exact or numel <= selection.FEW_ENTRIES
 
     def init(self, spec: Spec) -> State:

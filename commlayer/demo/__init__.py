@@ -1,1 +1,1 @@
-"""`commlayer demo`: trains one model over one slow link, dense and compressed, and compares them."""
+"""Implements `commlayer demo`: trains one model over a slow link, uncompressed and compressed, and compares the runs."""

@@ -1,4 +1,4 @@
-"""The demo's worker processes: starts them under torchrun, reads the events that they report, and ends them all."""
+"""Runs the demo's worker processes: starts them under torchrun, reads the events that they report, and ends them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from commlayer.records import Record, encode
 
 ROOT = Path(__file__).parents[2]
 SILENCE_S = 120.0
-"""Longer than any worker's deadline for starting. A step's deadline is added."""
+"""Seconds without an event after which the workers count as failed: longer than their startup deadline. The step deadline is
+added."""
 GRACE_S = 4.0
-"""Slightly more than workers take to end their servers."""
+"""Seconds to wait for workers to end: slightly longer than their servers take."""
 TAIL_LINES = 3
 
 
 class Fleet:
-    """The worker processes, from entering the context to leaving it."""
+    """Context manager that starts the worker processes on entry and ends them on exit."""
 
     def __init__(self, settings: DemoSettings) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="commlayer-demo-")
@@ -47,7 +48,7 @@ class Fleet:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the others in order
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the workers in an orderly way
             )
         self._reader = threading.Thread(target=self._read, name="demo-reader", daemon=True)
         self._reader.start()
@@ -62,7 +63,8 @@ class Fleet:
             signal.signal(number, handler)
 
     def events(self, tick_s: float) -> Iterator[Event | None]:
-        """The workers' events, and None after each `tick_s` without one. CommError with the end of their logs if they fail."""
+        """Yields the workers' events, and None whenever no event arrives for `tick_s` seconds. Raises CommError with the end of
+        the workers' logs if they fail."""
         quiet_s, limit_s = 0.0, SILENCE_S + self._settings.deadline_s
         while True:
             try:
@@ -90,7 +92,8 @@ class Fleet:
         self._lines.put(b"")
 
     def _last_words(self) -> str:
-        """The worker that failed first according to torchrun, and the end of each worker's standard error."""
+        """An error text: the worker that failed first according to torchrun, and the last lines of each worker's standard
+        error."""
         text = self._log.read_text("utf-8", "replace")
         failed = re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", text)
         lines_ = [f"worker {failed[2]} ended with code {failed[1]}"] if failed else text.splitlines()[-1:]
@@ -115,7 +118,8 @@ class Fleet:
 
 
 def environment() -> dict[str, str]:
-    """The workers' environment: no commlayer settings of the user, one thread each, and this package on the path."""
+    """The workers' environment variables: no commlayer settings of the user, one thread per worker, and this package on the
+    path."""
     variables = child_environment(Config())
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
@@ -127,28 +131,28 @@ def environment() -> dict[str, str]:
 # ---- events: one line of JSON each, on a worker's standard output
 
 class RunBegan(Record, frozen=True, tag="began"):
-    """The workers and servers of a run are up, and training starts."""
+    """Event: the workers and servers of a run are ready, and training starts."""
 
     run: int
     numel: int
-    """Parameters of the model."""
+    """Number of parameters of the model."""
     native: bool
 
 
 class Progress(Record, frozen=True, tag="progress"):
-    """Progress of a run; the sums are those of rank 0 since the run began."""
+    """Event: progress of a run since its start, as rank 0 measured it."""
 
     run: int
     step: int
     loss: float
     accuracy: float
-    """On the test set, at the last evaluation."""
+    """Accuracy on the test set at the last evaluation."""
     train_s: float
-    """Training time, without evaluations."""
+    """Seconds of training, without evaluations."""
     exposed_s: float
-    """The part of train_s spent waiting for communication."""
+    """Seconds of `train_s` that were spent waiting for communication."""
     sent_nbytes: int
-    """Payload bytes that this worker sent."""
+    """Payload bytes that rank 0 sent."""
 
     @property
     def step_s(self) -> float:
@@ -164,7 +168,7 @@ class Progress(Record, frozen=True, tag="progress"):
 
 
 class RunEnded(Record, frozen=True, tag="ended"):
-    """A run is over. Its last Progress holds the result."""
+    """Event: a run has ended. The result is in its last Progress event."""
 
     run: int
     reached: bool
@@ -175,12 +179,12 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 def report(event: Event) -> None:
-    """Writes an event, in a worker. One write per event, so that lines of several processes do not mix."""
+    """Writes an event to a worker's standard output. Uses one write per event, so lines of several processes do not mix."""
     os.write(1, encode(event) + b"\n")
 
 
 def read(line: bytes) -> Event | None:
-    """The event on that line, or None if other code printed the line."""
+    """Parses a line of a worker's output; None if the line is not an event."""
     try:
         return _decoder.decode(line)
     except msgspec.MsgspecError:

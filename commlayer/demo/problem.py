@@ -1,7 +1,8 @@
 """The demo's data and model: handwritten digits, and an MLP.
 
 digits.npz has the 1797 test images of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, UCI Machine Learning
-Repository, 1998, doi:10.24432/C50P49), licensed under CC BY 4.0. They are those of scikit-learn's load_digits, in its order.
+Repository, 1998, doi:10.24432/C50P49), licensed under CC BY 4.0. scikit-learn's load_digits has the same images in the same
+order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 
 PIXELS, CLASSES = 64, 10
 TEST = 360
-"""Samples kept for testing: a fifth of all 1797."""
+"""Number of test samples: a fifth of all 1797."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,7 +30,7 @@ class Digits(NamedTuple):
 
 
 def digits(seed: int) -> Digits:
-    """The digits with a split that is the same on all ranks."""
+    """Loads the digits, split into training and test data in the same way on all ranks."""
     with np.load(Path(__file__).with_name("digits.npz")) as loaded:
         x, y = torch.from_numpy(loaded["pixels"]).float(), torch.from_numpy(loaded["labels"]).long()
     x = (x - x.mean()) / x.std()
@@ -39,7 +40,7 @@ def digits(seed: int) -> Digits:
 
 
 def batches(data: Batch, size: int, *, rank: int, world: int, seed: int) -> Iterator[Batch]:
-    """Endless random batches of this rank's share of the data; deterministic in the arguments."""
+    """Yields random batches of this rank's share of the data without end; equal arguments give equal batches."""
     x, y = data[0][rank::world], data[1][rank::world]
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:

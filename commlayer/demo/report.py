@@ -1,4 +1,4 @@
-"""The demo's output: lines of progress while it runs, then a table with notes, and JSON."""
+"""Formats the demo's output: lines of progress while it runs, then a table with notes, and JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _cells(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -> str:
-    """Notes on the table: how the figures were measured, with every caveat."""
+    """Notes on the table: how the figures were measured, and their limits."""
     n, summary = settings.workers, results["summary"]
     bound = results["rows"][1]
     text = [
@@ -58,7 +58,7 @@ def notes(settings: DemoSettings, results: Mapping[str, Any], *, native: bool) -
         "what one worker pushes.",
     ]
     if not native:
-        text.append("The native core is missing: codecs ran on the slow fallback in numpy.")
+        text.append("The native core is missing: codecs used the slow numpy fallback.")
     return "\n".join(text)
 
 
@@ -68,7 +68,7 @@ HALF_NBYTES = 2
 
 
 def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> float:
-    """The least time of a ring all-reduce of `nbytes`: in each of its 2(n-1) turns every host sends 1/n of the bytes.
+    """The least time of a ring all-reduce of `nbytes`: in each of its 2(n-1) phases every host sends 1/n of the bytes.
 
     >>> round(ring_bound_s(4, 2_252_820, 100e6, 0.015), 3)
     0.36
@@ -78,7 +78,7 @@ def ring_bound_s(workers: int, nbytes: float, bps: float, one_way_s: float) -> f
 
 
 def results(settings: DemoSettings, numel: int, ends: Sequence[Progress], reached: Sequence[bool]) -> dict[str, Any]:
-    """{"rows", "summary"}: the dense run, the same run at the ring's bound, and the compressed run."""
+    """The rows of the table (uncompressed run, computed ring bound, compressed run) and a summary."""
     dense, compressed = (
         _row(name, codec, end, whole)
         for name, codec, end, whole in zip(("dense", "compressed"), (DENSE, settings.codec), ends, reached, strict=True)
@@ -106,7 +106,7 @@ def _row(name: str, codec: str, end: Progress, reached: bool) -> dict[str, Any]:
 
 
 def _ratio(slow: dict[str, Any], fast: dict[str, Any]) -> float | None:
-    """The speedup, or None unless both runs reached the target."""
+    """The speedup; None unless both runs reached the target."""
     return slow["train_s"] / fast["train_s"] if slow["reached"] and fast["reached"] else None
 
 
@@ -140,7 +140,7 @@ class DemoProgress:
 
     @property
     def training(self) -> Progress | None:
-        """The progress of the current run; None while one starts or after all are over."""
+        """The last progress of the current run; None while a run starts or after all have ended."""
         return self.latest[-1] if len(self.latest) > len(self.reached) else None
 
 
@@ -157,7 +157,7 @@ def line(progress: DemoProgress) -> str:
 
 def waiting(progress: DemoProgress) -> str:
     if progress.over:
-        return "all runs are over; the workers and servers are leaving"
+        return "all runs have ended; waiting for workers and servers to exit"
     n = progress.settings.workers
     if progress.reached:
         return f"starting {n} fresh servers"
@@ -173,7 +173,7 @@ def rate(bps: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """Three significant digits, in a suitable unit."""
+    """Formats a duration with up to three significant digits and a suitable unit."""
     return f"{_figures(seconds * 1e3)} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
@@ -185,5 +185,5 @@ def size(nbytes: float) -> str:
 
 
 def _figures(number: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Formats a number with three significant digits and no exponent."""
     return f"{number:.0f}" if number >= 99.95 else f"{number:.3g}"

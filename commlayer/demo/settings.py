@@ -1,4 +1,4 @@
-"""The demo's settings, parsed from the command line and checked."""
+"""Parses and validates the demo's settings from the command line."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class DemoSettings(Record, frozen=True):
 
     workers: int
     bps: float
-    """Of each host, up and down."""
+    """Link rate of each host in bit/s, up and down."""
     rtt_s: float
     codec: str
     target: float
     width: int
-    """Of the model's hidden layers."""
+    """Width of the model's hidden layers."""
     max_steps: int
     folder: str = ""
     """A folder for the shared state of shaped links and for the workers' logs."""
@@ -33,7 +33,7 @@ class DemoSettings(Record, frozen=True):
     """Steps between two measurements of the test accuracy."""
     seed: int = 0
     cut_nbytes: int = 1 << 19
-    """Small enough that four servers get equal shares of a model of 4.5 MB."""
+    """Buckets are cut to this many bytes: small enough for four servers to get equal shares of a model of 4.5 MB."""
 
     @property
     def one_way_s(self) -> float:
@@ -41,24 +41,25 @@ class DemoSettings(Record, frozen=True):
 
     @property
     def deadline_s(self) -> float:
-        """The deadline of one step: some ten times the time of a dense step."""
+        """Deadline of one step in seconds: about ten times the duration of an uncompressed step."""
         return max(60.0, 10 * 2 * 8 * 4 * self.width**2 / self.bps)
 
     def shape(self, run: int) -> str:
-        """The setting `shape` of a run. Each run has new links. The delays of sender and receiver add up."""
+        """The value of the setting `shape` (link simulation) for a run. Each run has new links. The delays of sender and
+        receiver add up."""
         host = f"up_bps={self.bps!r},down_bps={self.bps!r},delay_s={self.one_way_s / 2!r}"
         return f"path={self.folder}/links-{run},hosts={self.workers},{host}"
 
 
 def read_settings(*, workers: int, link: str, rtt_ms: float, codec: str, quick: bool) -> DemoSettings:
-    """The checked settings. An error states in one line what was given and what is allowed."""
+    """Validates the options and returns the settings. An error states in one line what was given and what is allowed."""
     # Imported late: they load numpy, which --help does not need.
     from commlayer.compressors import parse
     from commlayer.planner.inputs import rate_of
 
     if not 2 <= workers <= MAX_WORKERS:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each is a process of its own)")
+                           f"--workers {workers}: allowed are 2 to {MAX_WORKERS} (each worker is a process)")
     try:
         bps = rate_of(link)
     except ValueError:

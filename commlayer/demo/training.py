@@ -1,6 +1,7 @@
-"""One worker of the demo, under torchrun: trains the same model from the same start twice, dense and compressed.
+"""One worker of the demo, under torchrun: trains the same model from the same initial weights twice, uncompressed and
+compressed.
 
-The worker ends when its standard input ends, since that means that its parent is gone.
+The worker ends when its standard input closes, because then its parent process has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 
 
 def run(number: int, settings: DemoSettings, data: problem.Digits) -> None:
-    """Trains one run to the target. Its clock stops while rank 0 evaluates the test set."""
+    """Trains until the model reaches the target accuracy. Evaluations do not count as training time."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = problem.mlp(settings.width, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
@@ -69,14 +70,14 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: proble
 
 
 def shared(figure: float) -> float:
-    """Rank 0's number on every rank, so that all stop at the same step."""
+    """Broadcasts rank 0's number to every rank, so all ranks stop at the same step."""
     result = torch.tensor([figure], dtype=torch.float64)
     dist.broadcast(result, 0)
     return result.item()
 
 
 def warm_up(settings: DemoSettings, data: problem.Digits) -> None:
-    """Runs torch's one-time initialisation, so that it does not count against the first run."""
+    """Runs a few steps first, so torch's one-time initialization does not count against the first run."""
     model = problem.mlp(settings.width, settings.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate)
     stream = problem.batches(data.train, settings.batch, rank=0, world=1, seed=settings.seed)
@@ -86,7 +87,7 @@ def warm_up(settings: DemoSettings, data: problem.Digits) -> None:
 
 
 def end_when_told() -> None:
-    """Ends this process on SIGTERM, or when standard input ends, which means that the parent is gone for whatever reason.
+    """Ends this process on SIGTERM, or when standard input closes, which means that the parent process has ended.
 
     The main thread gets GRACE_S seconds to end its servers.
     """

@@ -1,6 +1,7 @@
-"""Two small training tasks for `commlayer tune`: digits, and a character model. All workers run in one process, through codecs.
+"""Two small training tasks for `commlayer tune`: handwritten digits, and a character model. One process computes all workers
+and compresses their gradients.
 
-Losses are real. Seconds are computed for the workers and the link of a `SimulatedCluster`, so a run is repeatable anywhere.
+Losses are measured. Seconds are computed from a `SimulatedCluster`, so all machines give the same result.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from commlayer.records import Spec
 
 
 class SimulatedCluster(NamedTuple):
-    """The simulated workers and link, from which seconds are computed."""
+    """The simulated workers and their link, from which training seconds are computed."""
 
     workers: int = 4
     bps: float = 10e6
-    """Of each worker's link, up and down."""
+    """Rate of each worker's link in bit/s, up and down."""
     rtt_s: float = 0.005
     launch_s: float = 0.004
     sample_s: float = 0.0005
-    """A worker's step takes launch_s plus sample_s per sample."""
+    """Seconds per sample; a worker's step takes launch_s plus sample_s per sample."""
 
 
 Batch = Callable[[int, torch.Generator], problem.Batch]
-"""Draws a number of random samples."""
+"""A function that draws a given number of random samples."""
 
 
 def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
@@ -44,18 +45,18 @@ def picker(x: torch.Tensor, y: torch.Tensor) -> Batch:
 
 
 class TuningTask(NamedTuple):
-    """A training task. The number of samples does not depend on the batch."""
+    """A training task. The total number of samples does not depend on the batch size."""
 
     model: nn.Module
     batch: Batch
     test: problem.Batch
     samples: int
     rate: float
-    """Learning rate at a batch of 64. It grows with the square root of the batch."""
+    """Learning rate for a batch of 64. The rate used is proportional to the square root of the batch size."""
 
 
 def digits(settings: dict[str, Any]) -> dict[str, float]:
-    """The demo's problem, small: handwritten digits and an MLP."""
+    """Trains a small MLP on handwritten digits; returns seconds and loss."""
     return train(digits_task(0), settings)
 
 
@@ -69,7 +70,7 @@ LETTERS, CONTEXT = 27, 6
 
 
 class Letters(nn.Module):
-    """Predicts the next of 27 letters from the last six."""
+    """A model that predicts the next letter (of 27) from the last six."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Letters(nn.Module):
 
 
 def chars(settings: dict[str, Any]) -> dict[str, float]:
-    """A character language model, trained on the descriptions of scikit-learn's data sets."""
+    """Trains a character language model on the descriptions of scikit-learn's data sets; returns seconds and loss."""
     return train(chars_task(0), settings)
 
 
@@ -103,7 +104,7 @@ def chars_task(seed: int) -> TuningTask:
 
 
 def letters() -> torch.Tensor:
-    """The text as numbers: a to z as 1 to 26, and everything between words as one 0."""
+    """The training text as numbers: a to z as 1 to 26, and the space between words as 0."""
     from sklearn import datasets
 
     loads = (datasets.load_breast_cancer, datasets.load_diabetes, datasets.load_iris, datasets.load_wine)
@@ -113,9 +114,9 @@ def letters() -> torch.Tensor:
 
 
 def train(task: TuningTask, settings: dict[str, Any], cluster: SimulatedCluster | None = None) -> dict[str, float]:
-    """Trains on a fixed number of samples; returns the test loss and the seconds the training would have taken.
+    """Trains on a fixed number of samples; returns the test loss and the simulated seconds of the training.
 
-    docs/how-to/wait-less.md describes local steps and late results ("local_steps", "stale").
+    docs/how-to/wait-less.md describes local steps and one-step-late averages ("local_steps", "stale").
     """
     torch.set_num_threads(1)  # a model this small gains nothing from more
     cluster = cluster or SimulatedCluster()
@@ -127,7 +128,8 @@ def train(task: TuningTask, settings: dict[str, Any], cluster: SimulatedCluster 
     weights = nn.utils.parameters_to_vector(parameters).detach().clone()
 
     def worked(steps: int) -> torch.Tensor:
-        """The sum of a worker's gradients over local steps: its change divided by the rate, since it runs plain SGD."""
+        """The sum of one worker's gradients over local steps, which is its weight change divided by the learning rate (plain
+        SGD)."""
         nn.utils.vector_to_parameters(own := weights.clone(), parameters)
         total = torch.zeros_like(own)
         for _ in range(steps):
@@ -161,7 +163,7 @@ def train(task: TuningTask, settings: dict[str, Any], cluster: SimulatedCluster 
 
 
 class Exchange:
-    """The workers' and the server's calls for one bucket, in sequence."""
+    """Runs the codec calls of all workers and the server for one bucket, in sequence."""
 
     def __init__(self, codec: Codec, numel: int, workers: int) -> None:
         self.codec, spec = codec, Spec((numel,))
@@ -172,7 +174,7 @@ class Exchange:
         self._sum = torch.empty(numel)
 
     def mean(self, gradients: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """The mean that each worker decodes, and the bytes in a worker's busier direction."""
+        """The mean of the workers' gradients after decoding, and the bytes of the busier direction (up or down) per worker."""
         pairs = zip(gradients, self._states, self._outs, strict=True)
         sizes = [self.codec.start(g, state, out) for g, state, out in pairs]
         total = 0

@@ -1,8 +1,8 @@
-"""Launches CUDA kernels of codecs and optimizers, with the launcher of a tensor's device.
+"""Launches CUDA kernels of codecs and optimizers on a tensor's device.
 
 For CUDA the launcher uses CuPy, on torch's current stream; tests use a launcher that runs the same kernels on CPU tensors. All
-memory is torch's; a launcher only passes addresses. The sources are in <root>/cuda for an editable install and in
-commlayer/_cuda for any other.
+memory is torch's; a launcher only passes addresses. Kernel sources are in <root>/cuda for an editable install, else in
+commlayer/_cuda.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from commlayer.errors import InvalidInput
 
 THREADS = 256
 MOST_BLOCKS = 2048
-"""Maximum number of blocks of a looping kernel, enough to fill any GPU. For more elements, threads loop."""
+"""Maximum number of CUDA blocks per kernel, enough to fill any GPU. If there are more elements than threads, threads loop."""
 
 
 _launchers: dict[str, Launcher] = {}
 
 
 def serves(device: torch.device) -> bool:
-    """Returns whether kernels of this package process tensors on that device, instead of the CPU kernels."""
+    """True: the CUDA kernels of this package process tensors on that device; False: the CPU kernels do."""
     return device.type == "cuda" or device.type in _launchers
 
 
 def launcher(device: torch.device) -> Launcher:
-    """Returns the launcher for a device. Raises InvalidInput, with a remedy, if there is none."""
+    """Returns the launcher for a device. Raises InvalidInput, with a remedy, if none is available."""
     result = _launchers.get(device.type)
     if result is None:
         if device.type != "cuda":
@@ -44,7 +44,7 @@ def launcher(device: torch.device) -> Launcher:
 
 @contextlib.contextmanager
 def use(device_type: str, chosen: Launcher) -> Iterator[None]:
-    """Context manager that sets the launcher of a device type. For tests and measurements."""
+    """Context manager that replaces the launcher of a device type, for tests and measurements."""
     before = _launchers.get(device_type)
     _launchers[device_type] = chosen
     try:
@@ -85,7 +85,7 @@ class Launcher(Protocol):
 
 MASK = (1 << 64) - 1
 OPTIONS = ("--std=c++17", "--fmad=false")
-"""Compiler options. A fused multiply-add would round once where the CPU kernels round twice."""
+"""Compiler options. Fused multiply-adds are disabled because they round once, but the CPU kernels round twice."""
 
 
 class CupyLauncher:

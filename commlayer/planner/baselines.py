@@ -1,4 +1,5 @@
-"""What a plan is compared with (no compression, DDP's fp16 hook, one machine alone), and the verb `what_if`: other machines."""
+"""Compares a plan with its baselines (no compression, DDP's fp16 hook, one machine alone); `what_if` plans for changed
+clusters."""
 
 from __future__ import annotations
 
@@ -20,30 +21,31 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
 
 ALONE = "one machine alone"
 DDP_NBYTES = 25 << 20
-"""Size of DistributedDataParallel's buckets."""
+"""Bucket size of DistributedDataParallel."""
 
 
 class Baseline(Record, frozen=True):
-    """A plan, or what it is compared with, and its time to a loss."""
+    """A plan or a baseline, with its step time and convergence factor."""
 
     name: str
     step_s: float
     steps: float = 1.0
-    """Convergence factor relative to dense training in every step: the median, and a cautious estimate."""
+    """Convergence factor: steps to the same loss relative to dense training; the median. `steps_high` is a cautious
+    estimate."""
     steps_high: float = 1.0
 
     @property
     def to_loss_s(self) -> float:
-        """Cautious estimate, per step of dense training."""
+        """Seconds to a loss per step of dense training: the step time times the cautious convergence factor."""
         return self.step_s * self.steps_high
 
 
 class Verdict(Record, frozen=True):
-    """What `commlayer estimate` writes with --json."""
+    """The output of `commlayer estimate --json`."""
 
     verdict: str
     gain_over_alone: float
-    """Seconds to a loss of the fastest machine alone, relative to the plan's, by median factors; 0: there is one machine."""
+    """The plan's speedup to the same loss over the fastest machine alone, by median factors; 0: there is only one machine."""
     gain_over_alone_cautious: float
     alternatives: tuple[Baseline, ...]
     assumptions: tuple[str, ...]
@@ -51,7 +53,7 @@ class Verdict(Record, frozen=True):
 
 
 def gains(rows: Sequence[Baseline]) -> tuple[float, float]:
-    """The plan's speedup to a loss over the fastest machine alone: median and cautious; 0: there is one machine."""
+    """The plan's speedup to the same loss over the fastest machine alone: median and cautious; 0: there is only one machine."""
     mine, alone = rows[0], next((row for row in rows if row.name == ALONE), None)
     if alone is None or not mine.step_s:
         return 0.0, 0.0
@@ -59,7 +61,7 @@ def gains(rows: Sequence[Baseline]) -> tuple[float, float]:
 
 
 def verdict(rows: Sequence[Baseline]) -> str:
-    """Whether the plan pays, in one line.
+    """States in one line whether the plan is faster than the fastest machine alone.
 
     >>> verdict((Baseline("this plan", 1.0, 1.1, 1.2), Baseline(ALONE, 1.0, 2.64, 2.64)))
     '2.4x faster than your fastest machine alone (2.2x by the cautious estimate)'
@@ -86,8 +88,8 @@ def _times(factor: float) -> str:
 def baselines(
     planned: Plan, job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None, synchronous: Plan | None = None,
 ) -> tuple[Baseline, ...]:
-    """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if not
-    `planned`."""
+    """The plan first, then its baselines. `synchronous`: the best plan that averages gradients in every step, if `planned` is a
+    different one."""
     profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     plans = {"this plan": planned} | ({} if synchronous is None else {"best synchronous": synchronous})
     return (*(Baseline(name, each.step_s, each.steps or 1.0, each.steps_high or 1.0) for name, each in plans.items()),
@@ -102,8 +104,8 @@ def uncompressed(job: Job, cluster: Cluster, profile: Profile | None, policy: Po
 
 
 def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> list[Baseline]:
-    """The fastest machine alone: with the whole batch, or with its own batch and as many more steps as its gradient noise
-    asks for. Empty if there is only one machine."""
+    """The fastest machine alone: either with the global batch, or with its own batch and the additional steps that the gradient
+    noise scale predicts. Empty if there is only one machine."""
     candidates, timing = [], job.timed
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
@@ -115,12 +117,12 @@ def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) ->
 
 
 def noise_of(job: Job) -> float:
-    """The gradient noise scale in batches of one worker; 0: unknown."""
+    """The gradient noise scale (McCandlish et al.), in batches of one worker; 0: unknown."""
     return job.timing.noise_scale / (job.batch or 1) if job.timing is not None else 0.0
 
 
 def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:
-    """An all-reduce of fp16 values. It takes as long as one of floats over links twice as fast; conversion counts as free."""
+    """Step time with an all-reduce of fp16 values, modeled as fp32 over links twice as fast. The conversion counts as free."""
     ranks = {node.ranks for node in cluster.nodes if node.ranks}
     per_node = ranks.pop() if len(ranks) == 1 else 1
     ddp_plan = default_plan(job, codec=DENSE, path="allreduce", servers=0, ranks_per_node=per_node, fuse_nbytes=DDP_NBYTES,
@@ -134,51 +136,52 @@ def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> 
 
 LEAST_BPS, MOST_BPS = 1e5, 1e12
 HALVINGS = 7
-"""Bisection steps between two swept rates, to a fraction of a per cent."""
+"""Number of bisection steps between two swept rates; the break-even rate is then exact to a fraction of a per cent."""
 
 
 class Point(Record, frozen=True):
-    """One cluster of a sweep."""
+    """The result for one cluster of a sweep."""
 
     label: str
     x: float
-    """The swept value: bit/s or number of nodes; else the index in the sweep."""
+    """The swept value: bit/s or number of nodes; for other sweeps, the point's index."""
     plan_s: float
     dense_s: float
-    """Without compression."""
+    """Step time in seconds without compression."""
     samples_per_s: float
-    """Of all workers together; 0 if the job has no batch."""
+    """Samples per second of all workers together; 0 if the job has no batch size."""
     steps: float = 0.0
     """The plan's convergence factor; 0: unknown."""
     steps_high: float = 0.0
     local_steps: int = 1
     mode: str = ""
-    """The sync mode; empty for an exchange in every step."""
+    """The plan's sync mode; empty for an exchange in every step."""
     codec: str = ""
-    """The codec of most elements."""
+    """The codec that compresses most elements."""
     fp16_s: float = 0.0
     """Step time with DDP's fp16 hook; 0: not computed."""
     alone_s: float = 0.0
-    """Of one machine alone, as `to_loss_s`; 0: there is only one machine."""
+    """Seconds to a loss of the fastest machine alone, per step of dense training; 0: there is only one machine."""
 
     @property
     def to_loss_s(self) -> float:
-        """Cautious estimate, per step of dense training."""
+        """Seconds to a loss per step of dense training: the step time times the cautious convergence factor."""
         return self.plan_s * (self.steps_high or 1.0)
 
     @property
     def gain(self) -> float:
-        """Speedup over no compression."""
+        """The plan's speedup over training without compression."""
         return self.dense_s / self.to_loss_s if self.plan_s else 1.0
 
     @property
     def lead(self) -> float:
-        """Speedup over the best baseline: no compression, DDP's fp16 hook, or one machine alone."""
+        """The plan's speedup over the best baseline: no compression, DDP's fp16 hook, or one machine alone."""
         return min(s for s in (self.dense_s, self.fp16_s, self.alone_s) if s) / self.to_loss_s if self.plan_s else 1.0
 
 
 class Curve(Record, frozen=True):
-    """A sweep, and the rate below which compression pays, if that was requested and exists."""
+    """The points of a sweep and, for a bandwidth sweep, the link rate below which compression is faster (None: no such
+    rate)."""
 
     swept: str
     points: tuple[Point, ...]
@@ -188,11 +191,11 @@ class Curve(Record, frozen=True):
 def point(
     label: str, x: float, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Point:
-    """Plans for one cluster."""
+    """Plans for one cluster and compares the plan with its baselines."""
     profile, policy, _ = checked_inputs(job, cluster, profile, policy)
     planned = plan(job, cluster, profile, policy)
     dense = uncompressed(job, cluster, profile, policy)
-    if policy.objective == "step":  # steps count equally
+    if policy.objective == "step":  # convergence does not count
         planned = structs.replace(planned, steps=0.0, steps_high=0.0)
     # The dense plan needs no codec and is always possible, but a search may miss it.
     if dense.step_s < planned.step_s * (planned.steps_high or 1.0):
@@ -208,8 +211,8 @@ def what_if(
     job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     bandwidths: Sequence[float] = (), add_nodes: Sequence[Node] = (), counts: Sequence[int] = (), gpus: Sequence[str] = (),
 ) -> Curve:
-    """Sweeps one of: link rates (every training node, both directions, in bit/s), nodes added one by one, the number of
-    nodes (copies of the last one), GPUs of all nodes. A given profile must cover all of them."""
+    """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
+    added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     checked_inputs(job, cluster, profile, policy)
     half = job.timing is not None and job.timing.half
     sweeps: dict[str, tuple[bool, Callable[[], Iterator[tuple[str, float, Cluster]]]]] = {
@@ -230,8 +233,8 @@ def what_if(
 
 
 def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> float | None:
-    """Bisection between the fastest swept rate at which compression pays and the next; None if it pays at all rates or at
-    none."""
+    """Finds by bisection the rate between the fastest swept rate at which compression is faster and the next rate. None if
+    compression is faster at all rates or at none."""
     points = sorted(points, key=lambda p: p.x)
     paying = [i for i, p in enumerate(points) if p.gain > 1 + PAYS]
     if not paying or paying[-1] + 1 == len(points):
@@ -244,7 +247,7 @@ def _break_even(points: Sequence[Point], priced: Callable[[float], Point]) -> fl
 
 
 def at_rate(cluster: Cluster, bps: float) -> Cluster:
-    """The cluster with every training node's link at this rate in both directions; latencies stay."""
+    """A copy of the cluster with every training node's link at `bps` in both directions; latencies stay."""
     if not LEAST_BPS <= bps <= MOST_BPS:
         raise InvalidInput("E-PLAN-QUESTION", f"bandwidth: got {bps:g} bit/s, allowed: {LEAST_BPS:g} to {MOST_BPS:g}")
     nodes = tuple(structs.replace(node, link=Link(bps, bps, node.link.alpha_s)) if node.ranks else node
@@ -255,18 +258,18 @@ def at_rate(cluster: Cluster, bps: float) -> Cluster:
 def _grown(cluster: Cluster, added: Sequence[Node]) -> Iterator[tuple[str, float, Cluster]]:
     for n in range(len(added) + 1):
         nodes = cluster.nodes + tuple(added[:n])
-        label = "as it is" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
+        label = "unchanged" if n == 0 else f"+ {added[n - 1].device} {rate(added[n - 1].link.up_bps)} up"
         yield label, float(sum(1 for node in nodes if node.ranks)), structs.replace(cluster, nodes=nodes)
 
 
 def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, float, Cluster]]:
-    """Counts nodes that train; nodes that only serve stay."""
-    trained = [place for place, node in enumerate(cluster.nodes) if node.ranks]
+    """Yields clusters of each number of training nodes; nodes that only host servers stay."""
+    trained = [i for i, node in enumerate(cluster.nodes) if node.ranks]
     for n in counts:
         if n < 1:
             raise InvalidInput("E-PLAN-QUESTION", f"nodes: got {n}, allowed: 1 or more")
         left_out, last = set(trained[n:]), cluster.nodes[trained[-1]]
-        kept = tuple(node for place, node in enumerate(cluster.nodes) if place not in left_out)
+        kept = tuple(node for i, node in enumerate(cluster.nodes) if i not in left_out)
         copies = tuple(structs.replace(last, name=f"{last.name}+{i}") for i in range(n - len(trained)))
         yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
 
@@ -279,15 +282,15 @@ def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator
 
 
 def break_even(curve: Curve) -> str:
-    """The result of a bandwidth sweep, in words: for compression, or for all modes other than a dense exchange in every
-    step."""
+    """Describes the result of a bandwidth sweep. The sentence is about compression only, or about all modes other than a dense
+    exchange in every step."""
     pays = [p.gain > 1 + PAYS for p in curve.points]
     otherwise = any(p.mode for p, such in zip(curve.points, pays, strict=True) if such)
-    what = "leaving dense exchange in each step" if otherwise else "compression"
+    what = "a mode other than a dense exchange in every step" if otherwise else "compression"
     if curve.break_even_bps is not None:
         return f"{what} pays below {rate(float(f'{curve.break_even_bps:.2g}'))}"
     if any(pays) and not all(pays):
-        return f"{what} pays at some of these rates; sweep more to see where it ends"
+        return f"{what} pays at some of these rates; sweep more rates to find the limit"
     return f"{what} pays at {'all' if any(pays) else 'none'} of these rates"
 
 

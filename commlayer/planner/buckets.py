@@ -1,4 +1,4 @@
-"""The plan before anything is measured: buckets by size alone, one codec and one path for all."""
+"""Makes the default plan, before anything is measured: buckets by size only, one codec and one path for all buckets."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from commlayer.planner.tensors import DOUBLE, is_sparse, row_of, shaped, unround
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket, Job, Plan, Slice
 
 ELEMENT_NBYTES = 4
-"""Codecs see float32, whatever the parameter's dtype."""
+"""Bytes per element: codecs read float32, whatever the parameter's dtype."""
 COLLECTIVE_NBYTES = 25 << 20
-"""A collective has a cost per call, so its buckets are large. Both values are DistributedDataParallel's."""
+"""Bucket size for collectives, which have a cost per call. It equals DistributedDataParallel's."""
 FIRST_COLLECTIVE_NBYTES = 1 << 20
-"""The first bucket is small, so that sending begins early."""
+"""Size of the first bucket: small, so that sending begins early. It equals DistributedDataParallel's."""
 SPREAD_NBYTES = 256 << 10
-"""Parts below this size are not worth a bucket's fixed cost of about 0.1 ms."""
+"""Least bytes per part when a tensor is spread over servers: smaller parts are not worth a bucket's fixed cost of about 0.1
+ms."""
 FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
-"""Size limit for fused buckets if layers wait for results one by one: this fraction of the model, but at least this many
-bytes."""
+"""Size limit for fused buckets if layers wait for results one by one: 1 / FUSED_PARTS of the model, but at least
+LEAST_FUSED_NBYTES."""
 TURN_PARTS = 4
-"""With fragments, a fused bucket is at most this fraction of a server's part of a fragment, and a cut piece at most that
-part. Each fragment waits for the server that has most."""
+"""With fragments (parts of the model that are exchanged one after the other), a cut piece is at most one server's share of a
+fragment, and a fused bucket at most 1 / TURN_PARTS of that share."""
 BUFFER_CODEC = "identity()"
-"""Buffers (running statistics) are few and are averaged uncompressed."""
+"""Codec of buffers such as running statistics, which are few."""
 
 
 def least_spread_nbytes(turns: int) -> int:
-    """Least size of the parts when a tensor is spread over servers. Smaller with fragments, since each fragment waits for
-    the server that has most."""
+    """Least bytes per part when a tensor is spread over servers. With several fragments parts are smaller, to balance servers
+    within each fragment."""
     return SPREAD_NBYTES if turns == 1 else LEAST_FUSED_NBYTES
 
 
@@ -43,11 +44,11 @@ def default_plan(
 ) -> Plan:
     """A plan with one path for every bucket: "service" (balanced by bytes over `servers` and local ranks) or "allreduce".
 
-    `down`: the codec of servers' results, if it is not `codec`. `fragments`: all servers get about the same part of each
-    fragment.
+    `down`: the download codec, if it is not `codec`. `fragments`: number of parts of the model that are exchanged one after the
+    other; all servers get about the same number of elements of each.
 
-    `forward`: layers wait for their results one by one. Fused buckets are then a small part of the model: the first layers'
-    gradients are ready last and needed first, and would wait for the rest of a large bucket.
+    `forward`: each layer's forward waits only for its own results. Fused buckets are then small: the first layers' gradients
+    are ready last and needed first, and would wait for the rest of a large bucket.
 
     Small neighbours of one dtype are fused up to fuse_nbytes and large tensors are cut to at most cut_nbytes; "allreduce"
     uses its own sizes. Equal arguments give equal plans.
@@ -71,7 +72,7 @@ def default_plan(
     fuse_nbytes, cut_nbytes = min(fuse_nbytes, MAX_BUCKET_NBYTES), min(cut_nbytes, MAX_BUCKET_NBYTES)
     first_nbytes = fuse_nbytes
     if path == "allreduce":
-        # At most one fragment's part of the model; without fragments that is the whole model.
+        # With fragments, a bucket holds at most one fragment's part of the model.
         cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
@@ -97,10 +98,11 @@ def _buffer(job: Job, group: Sequence[Slice]) -> bool:
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:
-    """Like `shared`, for each fragment separately; ties within a fragment go to the host with the least so far."""
+    """Chooses a host for each group, like `shared`, but for each fragment separately. Ties go to the host with the fewest
+    elements so far."""
     pieces = [_Piece(group, size) for group, size in zip(groups, sizes, strict=True)]
     chosen, loads = [0] * len(sizes), [0] * hosts
-    # Callers check whether the plan has enough buckets for its fragments.
+    # Callers check that the plan has enough buckets for its fragments.
     for places in fragments_of(pieces, min(fragments, len(pieces))):
         order = sorted(range(hosts), key=loads.__getitem__)
         for place, number in zip(places, shared([sizes[i] for i in places], hosts), strict=True):
@@ -115,8 +117,8 @@ class _Piece(NamedTuple):
 
 
 def shared(sizes: Sequence[int], hosts: int) -> list[int]:
-    """A host for each size: the largest size first, each to the host with the least so far. This balances hosts well: a step
-    waits for the host that has most.
+    """Chooses a host for each size: the largest size first, each to the host with the smallest sum so far. Balance matters
+    because a step waits for the host with the largest sum.
 
     >>> shared([5, 1, 1, 5, 5], 3), spread([4, 4, 4, 4, 14, 4], 2), shared([4, 4, 4, 4, 14, 4], 2)
     ([0, 0, 1, 1, 2], [0, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0])
@@ -129,7 +131,7 @@ def shared(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def spread(sizes: Sequence[int], hosts: int) -> list[int]:
-    """A host for each size, in order: the one with the least so far, ties to the lowest number."""
+    """Chooses a host for each size in the given order: the host with the smallest sum so far, ties to the lowest number."""
     loads = [0] * hosts
     chosen = []
     for size in sizes:
@@ -140,7 +142,7 @@ def spread(sizes: Sequence[int], hosts: int) -> list[int]:
 
 
 def cut(tensor: int, numel: int, parts: int, row: int = 1) -> tuple[Slice, ...]:
-    """Cuts a tensor into `parts` slices whose sizes differ by at most one element (or one row, with `row`)."""
+    """Cuts a tensor into `parts` slices whose sizes differ by at most one element (or `row` elements)."""
     edges = [numel // row * i // parts * row for i in range(parts + 1)]
     return tuple(Slice(tensor, start, stop) for start, stop in pairwise(edges))
 
@@ -149,10 +151,11 @@ def fused(
     job: Job, first_nbytes: int, fuse_nbytes: int, cut_nbytes: int, servers: int, collective: bool,
     matrix_nbytes: int = 0, spread_nbytes: int = SPREAD_NBYTES,
 ) -> Iterator[tuple[Slice, ...]]:
-    """Slices by bucket. Backward makes gradients ready in about the reverse order of registration; buffers follow.
+    """Yields the slices of each bucket, in about the order in which backward finishes gradients: the reverse of registration.
+    Buffers follow.
 
-    A collective's bucket takes tensors until it has reached the limit, so that the first starts as early as DDP's does. With
-    `matrix_nbytes`, matrices up to that size stay whole, and larger ones are cut between rows.
+    A collective's bucket takes tensors until it has reached the limit, so the first bucket starts as early as DDP's. With
+    `matrix_nbytes`, matrices up to that size are not cut, and larger ones are cut between rows.
     """
     limit = first_nbytes
     held: list[Slice] = []
@@ -181,7 +184,7 @@ def fused(
             held.append(Slice(tensor, 0, info.numel))
             held_nbytes += nbytes
             held_kind = kind
-    # Small tensors wait here for others while large tensors pass.
+    # Small tensors wait in `held` for more small ones, while large tensors are yielded at once.
     if held:
         yield tuple(held)
 
@@ -203,12 +206,12 @@ class Limits(NamedTuple):
     fuse_nbytes: int
     cut_nbytes: int
     matrix_nbytes: int = 0
-    """For codecs that need matrices: a matrix up to this size stays whole."""
+    """For codecs that need matrices: matrices up to this many bytes are not cut."""
 
 
 class Sort(IntEnum):
-    """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles. THIN:
-    mostly zero gradients, whose zeros are not sent if they go uncompressed or rounded."""
+    """Kind of a bucket's contents. Only gradients are compressed. Every path except all-reduce rounds doubles to float32.
+    SPARSE: mostly zero gradients, whose zeros are not sent unless a sparse codec selects entries."""
 
     GRADIENTS = 0
     BUFFERS = 1
@@ -218,18 +221,20 @@ class Sort(IntEnum):
 
 KIB, MIB = 1 << 10, 1 << 20
 MOST_BUCKETS = 100
-"""Approximate limit for the number of buckets; size limits grow with the model to keep it. Each bucket costs planning time
-and run time."""
+"""Approximate limit for the number of buckets, since each costs planning time and run time. Size limits grow with the model to
+keep it."""
 TRIED = (Limits(256 * KIB, 2 * MIB), Limits(MIB, 4 * MIB), Limits(4 * MIB, 16 * MIB), Limits(25 * MIB, 100 * MIB))
-"""From good overlap (small buckets start early) to few calls (each pays latency and fixed costs)."""
+"""The size limits that the planner tries: from small buckets, which start early, to large ones, which pay latency and fixed
+costs less often."""
 
 
 def limits(
     job: Job, most: int = MAX_BUCKET_NBYTES, *, matrices: bool = False, small: bool = True,
 ) -> tuple[Limits, ...]:
-    """Distinct limits worth trying for a model of this size. `most`: largest bucket in bytes.
+    """Distinct size limits worth trying for a model of this size. `most`: largest bucket in bytes.
 
-    `small`: also try each tensor alone, as in Espresso. For dozens of biases this costs more than the prices say.
+    `small`: True also tries one bucket per tensor, as in Espresso. For dozens of biases these buckets cost more than the model
+    predicts.
     """
     floor = job.numel * ELEMENT_NBYTES // MOST_BUCKETS
     tried = (Limits(min(max(a, floor), most), min(max(b, floor), most)) for a, b, _ in TRIED)
@@ -239,14 +244,14 @@ def limits(
 
 
 def groups(job: Job, limit: Limits) -> list[tuple[Slice, ...]]:
-    """Slices by bucket, in the order in which backward makes them ready; buffers last."""
+    """The slices of each bucket, in the order in which backward finishes them; buffers last."""
     unsorted = list(fused(job, limit.fuse_nbytes, limit.fuse_nbytes, limit.cut_nbytes, 1, False, limit.matrix_nbytes))
     return sorted(unsorted, key=lambda group: (is_buffer(job, group), readiness(job, group), -min(s.tensor for s in group),
                                            group[0].start))
 
 
 def between(group: tuple[Slice, ...], start: int, stop: int) -> tuple[Slice, ...]:
-    """Elements [start, stop) of a group, as slices.
+    """Slices of elements [start, stop) of a bucket.
 
     >>> between((Slice(3, 0, 10), Slice(4, 5, 9)), 8, 13)
     (Slice(tensor=3, start=8, stop=10), Slice(tensor=4, start=5, stop=8))
@@ -277,14 +282,14 @@ def sort_of(job: Job, group: tuple[Slice, ...]) -> Sort:
 
 
 def readiness(job: Job, group: tuple[Slice, ...]) -> float:
-    """Seconds from the start of backward until all of the bucket is final. Buffers are ready when backward ends."""
+    """Seconds from the start of backward until all gradients of the bucket are final. Buffers are ready when backward ends."""
     if job.timing is None:
         return 0.0
     return job.timing.backward_s if is_buffer(job, group) else max(job.timing.ready_s[s.tensor] for s in group)
 
 
 class Cut(Protocol):
-    """A bucket, or a group of slices that becomes one."""
+    """A bucket, or a group of slices that becomes a bucket."""
 
     @property
     def slices(self) -> tuple[Slice, ...]: ...
@@ -293,10 +298,11 @@ class Cut(Protocol):
 
 
 def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
-    """Places of each fragment's buckets in the plan's order, balanced by elements. ValueError if there are too few buckets.
+    """Divides the plan's buckets into `count` contiguous fragments, balanced by elements: a list of bucket indices for each.
+    ValueError if there are too few buckets.
 
-    A fragment is a contiguous part of the plan, since collectives run in its order. The buckets of a cut tensor may be in
-    several fragments.
+    Fragments are contiguous because collectives run in the plan's order. The buckets of a cut tensor may be in several
+    fragments.
     """
     if count == 1:
         return [list(range(len(buckets)))]
@@ -314,7 +320,7 @@ def fragments_of(buckets: Sequence[Cut], count: int) -> list[list[int]]:
 
 
 def most_fragments(count: int, every: int, buckets: int) -> int:
-    """The largest divisor of `every` that is at most `count` and at most the number of buckets.
+    """The largest number of fragments that divides `every` and exceeds neither `count` nor `buckets`.
 
     >>> most_fragments(4, 12, 3), most_fragments(4, 8, 3), most_fragments(4, 8, 9)
     (3, 2, 4)
@@ -323,7 +329,7 @@ def most_fragments(count: int, every: int, buckets: int) -> int:
 
 
 def ranges_of(buckets: Iterable[Cut]) -> dict[int, list[tuple[int, int]]]:
-    """Element ranges that these buckets hold, by tensor; adjacent ranges are joined."""
+    """Maps each tensor's index to the element ranges that these buckets hold; adjacent ranges are joined."""
     by_tensor: dict[int, list[tuple[int, int]]] = {}
     for s in sorted((s for bucket in buckets for s in bucket.slices), key=lambda s: (s.tensor, s.start)):
         ranges = by_tensor.setdefault(s.tensor, [])

@@ -1,7 +1,7 @@
 """Chooses one option for each bucket: the best uniform choice, then Espresso's two passes and one refinement.
 
-A choice's price is its step time multiplied by its convergence factor, 1 + excess. Lower prices are better. Among equal
-prices, fewer steps or less loss is better, then less load on the lanes.
+A choice's price is its step time multiplied by its convergence factor, 1 + excess; lower is better. Among equal prices, a
+smaller convergence factor is better, then a smaller loss, then less busy time of links, codecs and servers.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from commlayer.errors import InvalidInput
 from commlayer.planner.simulation import Steps
 
 EQUAL = 1e-9
-"""Prices that differ by less than this fraction are equal."""
+"""Relative tolerance: prices that differ by less than this fraction count as equal."""
 STARTS = 2
-"""Number of uniform choices with which the first pass begins."""
+"""Number of uniform choices from which the first pass starts."""
 FEW = 2000
-"""Up to this many choices of all buckets are all tried."""
+"""If there are at most this many combinations of options, the search tries all of them."""
 SMALL = 6
-"""Up to this many buckets, pairs are changed together as long as that helps: under a loss budget, one may pay for another."""
+"""With at most this many buckets, the search also changes pairs: under a loss budget, one bucket's loss can allow another's
+gain."""
 MOST_SINGLE = 16
-"""In a pass, at most this many buckets are changed by themselves, the largest first."""
+"""Number of buckets, the largest first, that a pass also changes individually."""
 
 
 class Space(NamedTuple):
-    """The search space. Lists are by bucket, then by option."""
+    """The search space. Tables are indexed by bucket, then by option."""
 
     steps: Steps
     loss: Sequence[Sequence[float]]
-    """What each option adds to the whole model's loss."""
+    """Relative increase of the whole model's loss from each option."""
     excess: Sequence[Sequence[float]]
-    """What each option adds to the whole model's convergence factor."""
+    """Increase of the whole model's convergence factor from each option."""
     burden: Sequence[Sequence[float]]
-    """Breaks ties: seconds on lanes, plus a penalty for coding that exceeds any seconds."""
+    """Breaks ties: busy seconds of links, codecs and servers, plus a penalty for compression that exceeds any of these
+    seconds."""
     groups: Sequence[Sequence[int]]
-    """Buckets with the same options, largest first; by readiness within a group."""
+    """Groups of buckets that have the same options, largest buckets first; ordered by readiness within a group."""
     max_loss: float = math.inf
     least_s: float = 0.0
-    """A lower bound of all steps, such as their computing."""
+    """A lower bound of any choice's step time, such as the compute time."""
 
 
 class Choice(NamedTuple):
-    """A choice and its price."""
+    """One option per bucket, with the resulting step time and loss."""
 
     step_s: float
     loss: float
     burden: float
     options: tuple[int, ...]
-    """By bucket, an index into its options."""
+    """For each bucket, the index of its option."""
     excess: float = 0.0
 
     @property
     def price(self) -> float:
-        """Seconds per step of dense training."""
+        """Seconds to a loss per step of dense training."""
         return self.step_s * (1 + self.excess)
 
     @property
@@ -65,7 +67,8 @@ class Choice(NamedTuple):
 
 
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
-    """The choices in `starts` within the budget, and the choice with the least loss. Without starts: one for each option."""
+    """Evaluates the choices in `starts` that are within the loss budget, and the choice with the least loss. Without `starts`,
+    evaluates one uniform choice per option."""
     least = [min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in space.loss]
     if _total(space.loss, least) > _within(space):
         raise InvalidInput("E-PLAN-INPUT",
@@ -78,8 +81,8 @@ def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
 
 
 def search(space: Space, starts: Sequence[Choice]) -> Choice:
-    """Improves the best starts in two passes: by groups of buckets, then the best of them by single buckets. With few choices
-    it tries them all."""
+    """Improves the best starts in two passes: the first changes groups of buckets, the second also single buckets. If there are
+    few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
         return _refined(space, _all(space))
     best = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
@@ -109,7 +112,7 @@ def _all(space: Space) -> Choice:
 
 
 def _groups(space: Space) -> list[Sequence[int]]:
-    """Each group, and its halves that are ready first and last."""
+    """Each group of buckets, and its two halves by readiness."""
     halves = [(members, members[: len(members) // 2], members[len(members) // 2 :]) for members in space.groups]
     return [part for parts in halves for part in (parts if len(parts[0]) > 1 else parts[:1])]
 
@@ -121,7 +124,8 @@ def _passed(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choic
 
 
 def _changed(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
-    """The choice with the best option for all these buckets, if its price is lower than that of `best` and than `price`."""
+    """The choice with the best common option for these buckets, or `best` itself if none has a lower price than both `best` and
+    `price`."""
     price = min(price, best.price) if best.loss <= _within(space) else price
     now = best.options
     rest_excess = 1 + best.excess - sum(space.excess[b][now[b]] for b in buckets)
@@ -139,7 +143,7 @@ def _changed(space: Space, best: Choice, buckets: Sequence[int], price: float = 
 
 
 def _refined(space: Space, best: Choice) -> Choice:
-    """Gives each bucket, the coarsest first, the finest option that does not raise the price: compression that saves no time
+    """Gives each bucket, the coarsest first, the finest option that does not raise the price, so compression that saves no time
     is reverted."""
     limit = best.price * (1 + EQUAL)
 

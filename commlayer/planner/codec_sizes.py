@@ -1,7 +1,7 @@
-"""Default costs of codecs that were not measured: bytes touched and sent per element.
+"""Default costs of codecs that were not measured: bytes that kernels read and write, and bytes sent, per element.
 
 Codecs are bound by memory bandwidth: an element costs the bytes that its kernels read and write. The project's bench measured
-each codec's speed as a part of streaming speed. Loss penalties are in the learning rows.
+each codec's speed as a fraction of the memory's streaming speed. Convergence costs are in `learning.json`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from commlayer.records import Record
 
 
 class Touch(Record, frozen=True):
-    """Bytes per element: read and written to encode, read and written to add one payload, and sent. Also the promises
-    about payloads."""
+    """Bytes per element: read and written to encode, read and written to add one payload to a sum, and sent. The flags are the
+    codec's properties of the same names."""
 
     encode: float
     decode: float
@@ -29,19 +29,20 @@ class Touch(Record, frozen=True):
 
 
 MEMORY_NBYTES = 12
-"""Momentum reads and writes an element of its velocity."""
+"""Bytes per element that momentum reads and writes to update its velocity."""
 POSITION_ROOM = 1.15
-"""Size of encoded positions relative to their entropy."""
+"""Size of encoded positions of selected entries, relative to their entropy."""
 SELECT, SELECT_RUNS = 12 / 0.68, 12 / 0.34
-"""Gradient and residual are read, the residual is written. Scoring runs takes topk's time once more."""
+"""Bytes per element that encoding touches, for selection by entry and by run. Gradient and residual are read and the residual
+is written. Scoring runs takes as long as topk."""
 
 
 def touch(name: CodecSpec) -> Touch:
-    """Costs of a codec. ValueError if its size does not follow from the number of elements alone."""
+    """Costs of a codec by its family's formula. InvalidInput if the family has none."""
     core = name.core
     if core.family not in _FAMILIES:
-        raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() is in no table, known are {', '.join(_FAMILIES)}; "
-                           "or measure it with `commlayer profile`")
+        raise InvalidInput("E-PLAN-CODEC-COST", f"codec {core.family}() has no default cost (known: {', '.join(_FAMILIES)}); "
+                           "measure it with `commlayer profile`")
     base = _FAMILIES[core.family](core)
     layers = tuple(name.bare.layers())
     more = MEMORY_NBYTES * sum(layer.family == "momentum" for layer in layers)
@@ -53,7 +54,7 @@ def _quantiser(speed: float, bits: float, scale_nbytes: int) -> Callable[[CodecS
 
 
 def _quantised(name: CodecSpec, speed: float, bits: float, scale_nbytes: int) -> Touch:
-    """`speed`: encoding speed as a part of streaming speed."""
+    """`speed`: encoding speed as a fraction of the memory's streaming speed."""
     code = bits / 8
     return Touch((12 + code) / speed, 8 + code, code + scale_nbytes / name.get("block"))
 
@@ -83,7 +84,7 @@ def _randomk(name: CodecSpec) -> Touch:
 
 
 def _position_nbytes(ratio: float) -> float:
-    """Bytes per entry for its position: the entropy of a sparse bitmap, times the format's overhead."""
+    """Bytes for the position of one selected entry: the entropy of a sparse bitmap, times the format's overhead."""
     if ratio == 1:
         return 0.0
     bits = -math.log2(ratio) - (1 - ratio) / ratio * math.log2(1 - ratio)

@@ -6,19 +6,20 @@
 It has three parts, each with its own source.
 
 More data per step. Training with batch B needs 1 + noise_scale / B times as many steps as with an unlimited batch (McCandlish
-et al., 1812.06162). That prices one worker alone beside many.
+et al., 1812.06162). This law estimates one worker alone relative to several.
 
-Local steps. Models of some hundred thousand parameters are priced by a law fitted to published trainings (`LocalStepLaw`),
-models as small as the measured ones by the measured rows, and models between the two by both. Rows of the user's own model
-price it alone.
+Local steps. For models of at least `PUBLISHED_NUMEL` parameters, a law fitted to published trainings (`LocalStepLaw`) gives the
+cost. For models as small as the measured ones, the measured rows do. Between the two sizes both are blended. Rows measured on
+the user's own model are used without the law.
 
 Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
-measured, made monotonic: a smaller ratio or more local steps never cost less. Between them, values are interpolated over
-log(ratio) and log2(every). An unmeasured combination costs as much as the worst measured one that is related to it. Large
-models pay less for codecs of 4 bits and more, and nothing from `FREE_NUMEL` on.
+measured, made monotonic: a smaller ratio or more local steps never cost less. Between measured points, values are interpolated
+over log(ratio) and log2(every). An unmeasured combination costs as much as the worst related measured combination. Large models
+need fewer additional steps for codecs of 4 bits and more, and none from `FREE_NUMEL` parameters on.
 
-Rows are for whole exchanges: waited for, or merged a round late. With F fragments, each is merged H / F steps late; the cost is
-interpolated between the two, which measured lags of 3 and 5 of 16 steps confirm.
+Rows are for exchanges of the whole model that either block or are merged one outer step (H local steps) later. With F
+fragments, each is merged H / F steps later; its cost is interpolated between these two. Measurements with lags of 3 and 5 of 16
+steps agree.
 """
 
 from __future__ import annotations
@@ -33,42 +34,41 @@ from commlayer.records import Record
 
 FIELDS = ("steps", "high", "loss", "loss_high")
 ALONE, ALONE_AMONG = 1, 4
-"""A row with workers=ALONE is for one worker by itself, compared with ALONE_AMONG workers that exchange in every step."""
+"""A row with workers=ALONE is for one worker alone, compared with ALONE_AMONG workers that exchange in every step."""
 
 
 class LearningRow(Record, frozen=True):
-    """One measured combination over several tasks and seeds."""
+    """The measured convergence cost of one combination of settings, over several tasks and seeds."""
 
     optimizer: str
     """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and similar)."""
     codes: str
-    """"gradients" or "updates"."""
+    """What is compressed: "gradients" or "updates" (parameter deltas)."""
     codec: str
-    """As plans spell it, without error feedback: "topk(ratio=0.01)"."""
+    """The codec as in plans, without error feedback, for example "topk(ratio=0.01)"."""
     every: int
     """Steps per exchange."""
     overlap: str
-    """"" or "round". ("forward" is exact and uses the row of "".)"""
+    """"" (blocking) or "round" (merged one outer step later). "forward" is exact and uses the row of ""."""
     late: bool
-    """Whether results are used one step late."""
+    """True: averaged gradients are applied one step late."""
     workers: int
-    """0: the worst over all measured numbers of workers. `ALONE`: one worker by itself."""
+    """Number of workers. 0: the row is the worst over all measured numbers. `ALONE`: one worker alone."""
     steps: float
-    """Convergence factor: steps to the same loss relative to dense training with an exchange in every step; the median
-    over tasks and seeds."""
+    """Median convergence factor: steps to the same loss, relative to dense training with an exchange in every step."""
     steps_high: float
-    """The cautious convergence factor: the 80th percentile."""
+    """Cautious convergence factor: the 80th percentile."""
     loss: float
-    """Relative increase of the loss after equally many steps, the median: 0.01 is 1 %, the unit of loss budgets."""
+    """Median relative increase of the loss after the same number of steps: 0.01 is 1 %, the unit of loss budgets."""
     loss_high: float
     tasks: int
     runs: int
     numel: int = 0
-    """Parameters of the largest measured model. 0: it is the user's own model."""
+    """Number of parameters of the largest measured model. 0: the row was measured on the user's own model."""
 
 
 def row_problem(row: LearningRow) -> str:
-    """What is wrong with a row from a user's table; empty if it is valid."""
+    """Describes what is wrong with a row of a user's table; empty if the row is valid."""
     if wrong := spec_error(row.codec):
         return wrong
     allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
@@ -82,23 +82,24 @@ def row_problem(row: LearningRow) -> str:
 
 
 class Recipe(NamedTuple):
-    """How a plan trains, apart from codecs."""
+    """Settings of a plan, other than codecs, that affect convergence."""
 
     optimizer: str = "adam"
-    """"sgd" or "adam"; anything else costs the worse of both."""
+    """"sgd" or "adam"; any other optimizer gets the higher cost of the two."""
     codes: str = "gradients"
     every: int = 1
     overlap: str = ""
     late: bool = False
     workers: int = 4
     fragments: int = 1
-    """Number of parts in which a round is exchanged, one after the other."""
+    """Number of parts of the model that are exchanged one after the other."""
     numel: int = 0
-    """Parameters of the model. 0: as many as those of the measured models."""
+    """Number of parameters of the model. 0: as many as the measured models have."""
 
 
 class Excess(NamedTuple):
-    """Cost on top of dense training with an exchange in every step."""
+    """Convergence cost on top of dense training with an exchange in every step: additional steps and loss, median and cautious
+    (`high`)."""
 
     steps: float = 0.0
     """Convergence factor - 1."""
@@ -111,33 +112,33 @@ NONE = Excess()
 
 
 def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0) -> float:
-    """Steps that one worker alone needs, with its own batch, relative to `workers` together; 0: not known.
+    """Steps that one worker alone needs with its own batch, relative to `workers` workers together; 0: unknown.
 
-    `noise`: the gradient noise scale in batches of one worker. 0: unknown, so it is that of the measured trainings. An
-    unmeasured optimizer gets the smallest measured one, since plans must beat this estimate.
+    `noise`: the gradient noise scale in batches of one worker; 0: unknown, so the measured trainings' scale is used. An
+    unmeasured optimizer gets the smallest measured scale, which favors one worker alone.
     """
     noise = noise or measured_noise(rows, optimizer)
     return (1 + noise) / (1 + noise / workers) if noise else 0.0
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
-    """The noise scale, in batches of one worker, at which `ALONE_AMONG` workers save as many steps as they were measured
-    to."""
+    """The gradient noise scale, in batches of one worker, that explains how many steps `ALONE_AMONG` workers saved in
+    measurements."""
     known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
     steps = min(known.get(optimizer) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
     return (steps - 1) / (1 - steps / ALONE_AMONG)
 
 
 def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
-    """Whether stale results were measured for every optimizer family that counts. Their cost is not inferred from related
-    rows: one stale step costs some optimizers nothing and makes others diverge."""
+    """True if one-step-late averages were measured for the optimizer's family, or for all families if the optimizer is unknown.
+    Their cost is not inferred from related rows: one stale step costs some optimizers nothing and makes others diverge."""
     rows = tuple(rows)
     late = {row.optimizer for row in rows if row.late}
     return bool(rows) and late.issuperset(_families(rows, optimizer))
 
 
 def measured_local_steps(rows: Iterable[LearningRow]) -> int:
-    """The most local steps in any row; costs beyond that are extrapolated."""
+    """The largest number of local steps in any row; costs beyond this number are extrapolated."""
     return max((row.every for row in rows), default=1)
 
 
@@ -148,7 +149,7 @@ def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
 
 
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
-    """Excess of exchanging with `codec`, as plans spell it. Without rows all steps count equally."""
+    """Convergence cost of exchanging with `codec`, spelled as in plans. Zero if there are no rows."""
     return _tables(_Same(rows)).look(codec, recipe) if rows else NONE
 
 
@@ -158,11 +159,11 @@ def _between(numel: int, low: int, high: int) -> float:
 
 
 class LocalStepLaw(NamedTuple):
-    """Convergence factor of local steps: ln F = scale (M - 1)^power max(LEAST_SIZE, 1 - ln(N / 2e6) / sizes) ln H / ln 30,
-    for M workers, N parameters and H local steps. More workers never need longer than fewer, so M workers need at most M / m
-    times as many steps, relative to synchronous training, as m.
+    """Convergence factor of local steps: ln F = scale (M - 1)^power max(LEAST_SIZE, 1 - ln(N / 2e6) / sizes) ln H / ln 30, for
+    M workers, N parameters and H local steps. More workers never take longer than fewer: for m < M, F of M workers is at most M
+    / m times F of m workers.
 
-    `python -m bench published` has the published trainings, the fit, and its errors on each paper when that is left out.
+    `python -m bench published` has the published trainings, the fit, and its error on each paper when the fit omits that paper.
     """
 
     scale: float
@@ -172,27 +173,27 @@ class LocalStepLaw(NamedTuple):
     def __call__(self, workers: float, numel: float, every: float) -> float:
         size = max(LEAST_SIZE, 1 - math.log(numel / 2e6) / self.sizes)
         slope = self.scale * size * math.log(every) / math.log(30)
-        return math.exp(min(slope * (few - 1) ** self.power + math.log(workers / few)
-                            for few in (workers, *range(1, math.ceil(workers)))))
+        return math.exp(min(slope * (fewer - 1) ** self.power + math.log(workers / fewer)
+                            for fewer in (workers, *range(1, math.ceil(workers)))))
 
 
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
-"""Median, and 80th percentile. Fitted to AdamW models of 35 M to 15 B parameters with 2 to 16 workers and 30 to 2000 local
-steps."""
+"""Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
+workers and 30 to 2000 local steps."""
 LEAST_SIZE = 0.1
-"""Large models are not taken to be free of cost: published ones of 3 and 15 B parameters were not."""
+"""Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
 """Muon's ln F relative to AdamW's (MuLoCo, 2505.23725)."""
 LOSS_EXPONENT = 0.0477
-"""A model trained F times as long has a loss lower by F to this power (2503.09799: L ~ N^-0.0953 at 20 tokens per
-parameter)."""
+"""Exponent from steps to loss: a model trained F times as long has a loss lower by the factor F to this power (2503.09799: L ~
+N^-0.0953 at 20 tokens per parameter)."""
 PUBLISHED_NUMEL, FREE_NUMEL = 350_000, 124_000_000
-"""From the first on, local steps cost what the law says, which a long run of a transformer of that size confirms. From the
-second on, `FREE_KINDS` are published to cost no steps (Streaming DiLoCo)."""
+"""Model sizes in parameters. From PUBLISHED_NUMEL on, local steps cost what the law predicts; a long run of a transformer of
+this size agrees. From FREE_NUMEL on, codecs of `FREE_KINDS` cost no steps according to Streaming DiLoCo."""
 
 
 def local_step_excess(recipe: Recipe) -> Excess:
-    """Excess of local steps that are waited for, by the published law."""
+    """Convergence cost of local steps with blocking exchanges, by the published law."""
     logs = [math.log(law(max(1.0, recipe.workers), recipe.numel, recipe.every)) * (MUON if recipe.optimizer == "muon" else 1)
             for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
     steps, high = logs[0], max(logs)
@@ -200,7 +201,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
 
 
 class _Same:
-    """Rows compared by identity: comparing hundreds of rows would take longer than the lookup."""
+    """Hashes and compares rows by identity: comparing hundreds of rows would take longer than the lookup."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
         self.rows = rows
@@ -218,12 +219,12 @@ def _tables(same: _Same) -> _Tables:
 
 
 class _Tables:
-    """Curves of each field by optimizer and number of workers, built on first use."""
+    """Interpolated convergence costs by optimizer and number of workers, built on first use."""
 
     def __init__(self, rows: tuple[LearningRow, ...]) -> None:
         self._rows = rows
         self._numel = max((row.numel for row in rows), default=0)
-        """Parameters up to which the rows hold; 0: they are of the user's own model."""
+        """Number of parameters up to which the rows apply unchanged; 0: the rows were measured on the user's own model."""
         self._curves: dict[tuple[str, int], tuple[Curves, ...]] = {}
         self._found: dict[tuple[str, Recipe], Excess] = {}
 
@@ -247,11 +248,11 @@ class _Tables:
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
     def _sized(self, codec: str, recipe: Recipe, family: str) -> Excess:
-        """For a model larger than the measured ones, with the rows of this optimizer family."""
+        """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(overlap="", late=False, fragments=1))
         weight = _between(recipe.numel, self._numel, PUBLISHED_NUMEL)
-        # A codec or a delay costs no less after more local steps.
+        # More local steps never lower the cost of a codec or a delay.
         extra = [max(of_field) for of_field in zip(*(
             self._extra(codec, small._replace(every=every), recipe.numel)
             for every in sorted({2**i for i in range(recipe.every.bit_length())} | {recipe.every})), strict=True)]
@@ -261,16 +262,17 @@ class _Tables:
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
     def _extra(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
-        """ln of each field's factor for the delay and the codec."""
+        """For each field of `Excess`, ln of the factor that delay and codec add to blocking dense exchanges."""
         paid = 1 - _between(numel, self._numel, FREE_NUMEL) * (place_of(codec, 1)[0] in FREE_KINDS)
         waited = self.look(DENSE_CODEC, recipe._replace(overlap="", late=False, fragments=1))
         delayed, coded = self.look(DENSE_CODEC, recipe), self.look(codec, recipe)
         return tuple(
-            max(0.0, math.log1p(late) - math.log1p(own)) + paid * max(0.0, math.log1p(whole) - math.log1p(late))
-            for own, late, whole in zip(waited, delayed, coded, strict=True))
+            max(0.0, math.log1p(late) - math.log1p(own)) + paid * max(0.0, math.log1p(both) - math.log1p(late))
+            for own, late, both in zip(waited, delayed, coded, strict=True))
 
     def _sooner(self, codec: str, recipe: Recipe) -> Excess:
-        """With fragments, each is merged H / fragments steps after it was sent: never worse than a whole round late."""
+        """Cost of overlapped fragments. A fragment is merged H / fragments steps after it was sent, so the cost is at most that
+        of a whole outer step of delay."""
         overlapped_excess = self.look(codec, recipe._replace(fragments=1))
         blocking_excess = self.look(codec, recipe._replace(fragments=1, overlap=""))
         return Excess(*(late - max(0.0, late - soon) * (1 - 1 / recipe.fragments)
@@ -286,7 +288,7 @@ class _Tables:
 
 
 def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
-    """For each combination, the rows for this number of workers, else the worst-case rows, else all."""
+    """Rows of each combination: those for this number of workers, else the worst-case rows, else all."""
     by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
     for row in rows:
         by.setdefault(_point(row), []).append(row)
@@ -308,9 +310,9 @@ DENSE, DENSE_CODEC = "identity", "identity()"
 EXACT = ("identity", "fp16")
 """Codecs that cost no steps when gradients are compressed."""
 LADDER = ("bf16", "int8", "int4", "onebit")
-"""Each sends fewer bits per entry than the one before, and costs at least as many steps."""
+"""Codecs in descending order of bits per element; each costs at least as many steps as the one before."""
 FREE_KINDS = ("bf16", "int8", "int4")
-"""Kinds that cost large models no steps."""
+"""Codecs that cost large models no additional steps."""
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 
@@ -320,15 +322,15 @@ Curve = Callable[[Point], float]
 
 
 class Place(NamedTuple):
-    """What is compressed, and when the result is used. Rows of different places are separate measurements."""
+    """What is compressed and when the result is applied. Each `Place` has its own measurements."""
 
     codes: str = "gradients"
     overlap: str = ""
     late: bool = False
 
     def plain(self, every: int) -> Place:
-        """The canonical place. Several local steps and overlapped rounds always exchange updates; overlap="forward" is
-        exact."""
+        """The canonical form of this place. Several local steps and overlapped outer steps always exchange updates;
+        overlap="forward" is exact."""
         overlap = "" if self.overlap == "forward" else self.overlap
         return Place("updates" if every > 1 or overlap else self.codes, overlap, self.late)
 
@@ -337,7 +339,8 @@ GRADIENTS = Place()
 
 
 def place_of(codec: str, every: int) -> tuple[str, Point]:
-    """The kind of codec and its point on the kind's grid. Value types, blocks and wrappers do not matter."""
+    """Maps a codec and a number of local steps to the codec's kind and the coordinates -ln(ratio) and log2(every). Value types,
+    blocks and wrappers are ignored."""
     kind, ratio = _kind(parse_spec(codec).core)
     return kind, (-math.log(ratio) + 0.0, math.log2(every))
 
@@ -358,7 +361,7 @@ def _group(kind: str) -> str:
 
 
 class Curves:
-    """Curves of one field: excesses >= 0 by place, kind and point."""
+    """Convergence costs of one field of `Excess` (all >= 0), by place, codec kind and point."""
 
     def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
         self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}
@@ -380,7 +383,8 @@ class Curves:
         return self._made[key]
 
     def _waited(self, place: Place) -> Place | None:
-        """The same place without delay, if it was measured. A late result is never better than one that was waited for."""
+        """The place with blocking exchanges, if it was measured and differs from `place`. Delayed results never cost less than
+        blocking ones."""
         waited = place._replace(overlap="", late=False)
         return waited if waited != place and waited in self._points else None
 
@@ -388,7 +392,7 @@ class Curves:
         points, kinds, waited = dict(own), self._points[place], self._waited(place)
         waited_kinds = {} if waited is None else self._points[waited]
         ys = sorted({y for of_kind in (*kinds.values(), *waited_kinds.values()) for _, y in of_kind})
-        if _group(kind) != "bits":  # at ratio 1 it is dense
+        if _group(kind) != "bits":  # ratio 1 equals dense
             points |= {(0.0, y): self._curve(place, DENSE)((0.0, y)) for y in ys if DENSE in kinds}
         others = [*self._relatives(kind, {k: v for k, v in kinds.items() if k != DENSE}), kinds.get(DENSE, {})]
         plain = None if waited is None else self._curve(waited, kind)
@@ -406,9 +410,9 @@ class Curves:
         return group or list(here.values())
 
     def _unmeasured(self, place: Place, kind: str) -> Curve:
-        """Estimate for an unmeasured kind: the next coarser kind, else the worst of the same family here, else of its
-        group, else of all. Also at least its value without overlap, or its value for gradients, scaled like the related
-        kinds'."""
+        """Estimates an unmeasured codec kind by the first of these that was measured at this place: the next coarser kind, the
+        worst kind of its family, of its group, of all. The estimate is at least the cost without overlap, or the cost for
+        gradients, scaled as for related kinds."""
         kinds = [k for k in self._points[place] if k != DENSE] or [DENSE]
         family = kind.partition(" ")[0]
         coarser = [k for k in LADDER[LADDER.index(kind) + 1 :] if k in kinds] if kind in LADDER else []
@@ -416,7 +420,7 @@ class Curves:
                 or [k for k in kinds if _group(k) == _group(kind)] or kinds)
         worst = [self._curve(place, k) for k in near]
         waited = self._waited(place)
-        if kind == DENSE:  # never more than a codec that sends less
+        if kind == DENSE:  # costs at most as much as a codec that sends less
             plain = None if waited is None else self._curve(waited, kind)
             return lambda point: max(min(curve((0.0, point[1])) for curve in worst), plain(point) if plain else 0.0)
         if waited is not None:
@@ -437,8 +441,8 @@ class Curves:
         return at
 
     def _as_elsewhere(self, place: Place, waited: Place, kind: str, near: list[str]) -> Curve:
-        """Its cost without overlap, increased by the worst factor measured here; at least the cost of the related kinds
-        here."""
+        """The kind's cost without overlap, increased by the worst factor measured at this place, and at least the cost of
+        related kinds at this place."""
         kinds, plain = self._points[place], self._curve(waited, kind)
         worst = [self._curve(place, k) for k in near]
         later = [_over(self._curve(place, k)(at), self._curve(waited, k)(at))
@@ -448,7 +452,7 @@ class Curves:
 
 
 class _Grid:
-    """Monotonic values at all crossings of x and y, with linear interpolation between them."""
+    """Interpolates linearly between measured points, made monotonic, over x = -ln(ratio) and y = log2(local steps)."""
 
     def __init__(self, points: Points, ys: Iterable[float], growth: Callable[[float, float, float], float]) -> None:
         self._xs, self._ys = sorted({x for x, _ in points}), list(ys)
@@ -468,8 +472,8 @@ class _Grid:
                 self._at[x, y] = value
 
     def __call__(self, point: Point) -> float:
-        """Beyond the last x or y, extrapolates with the last slope, or a larger one of easier points: otherwise lines
-        could cross, and a harder point would cost less."""
+        """The value at a point. Beyond the last x or y, extrapolates with the last slope, or a larger slope of easier points
+        (smaller x or y): otherwise lines could cross, and a harder point would cost less."""
         x, y = point
         rows: list[float] = []
         steepest = 0.0
@@ -484,8 +488,8 @@ class _Grid:
 
 
 def _along(places: list[float], at: float, values: list[float]) -> float:
-    """Interpolates between values that never fall: constant before the first place, and with the last slope beyond the
-    last."""
+    """Interpolates linearly between values that never decrease. Constant before the first position; the last slope continues
+    beyond the last."""
     if at <= places[0] or len(places) == 1:
         return values[0]
     i = next((i for i, place in enumerate(places) if place >= at), len(places) - 1)
@@ -500,7 +504,7 @@ def _last_slope(places: list[float], values: list[float]) -> float:
 
 
 def _raised(points: Points) -> Points:
-    """Raises each value to those of easier points."""
+    """Raises each value to the maximum over easier points (smaller or equal x and y)."""
     return {(x, y): max(v for (a, b), v in points.items() if a <= x and b <= y) for x, y in points}
 
 
@@ -509,15 +513,16 @@ def _over(there: float, before: float) -> float:
 
 
 def _no_less(grid: Curve, plain: Curve, measured: Points, point: Point) -> float:
-    """The grid's value, but at least the value without overlap. Measured values take precedence: no easier point costs
-    more than a harder one that was measured."""
+    """The interpolated value, but at least `plain`, the value without overlap. The result never exceeds the measured value of a
+    harder point."""
     (x, y), value = point, grid(point)
     most = min((v for (a, b), v in measured.items() if a >= x and b >= y), default=math.inf)
     return max(value, min(plain(point), most))
 
 
 def _growth(relatives: Iterable[Points], everybody: Collection[Points], before: float, after: float) -> float:
-    """Growth of the cost with local steps: that of the worst related kind measured at both; else the worst value."""
+    """Factor by which the cost grows between two numbers of local steps: the largest among related kinds measured at both, else
+    among all kinds; else the largest cost measured at `after`."""
     for some in (relatives, everybody):
         ratios = [_over(_raised(points)[x, after], _raised(points)[x, before])
                   for points in some for x, y in points if y == after and (x, before) in points]

@@ -1,4 +1,5 @@
-"""Prices a path: the tasks that a bucket puts on the lanes of the cluster.
+"""Computes the tasks of a bucket on a path, with the seconds that each occupies a lane (a resource that runs one task at a
+time).
 
     compute:NODE   backward, and GPU codecs     cpu:NODE[.OWNER]   the codec lane of a rank
     intra:NODE     between the node's ranks     up:NODE down:NODE  its link     server:NODE   the summation server it hosts
@@ -21,14 +22,14 @@ from commlayer.records import Job, Plan, Slice
 
 
 class Moves(NamedTuple):
-    """One collective among n members: messages in sequence, and how often a member's bytes pass its link."""
+    """One collective among n members: number of messages in sequence, and how often a member's bytes cross its link."""
 
     messages: float
     passes: float
 
 
 def _rounds(n: int) -> int:
-    """lg n, rounded up."""
+    """log2(n), rounded up."""
     return (n - 1).bit_length()
 
 
@@ -48,7 +49,7 @@ def moves(name: str, n: int) -> Moves:
 
 
 def crossing(name: str, n: int, per_node: int) -> float:
-    """How often the bytes of one rank pass the link of the busiest node, in a collective over all n ranks.
+    """How often one rank's bytes cross the busiest node's link in a collective over all n ranks.
 
     A ring visits node after node, so it crosses each link once per pass, for any number of ranks per node. A pairwise
     exchange sends from every rank of the node to every rank outside. In a gather, ranks on the root's own node do not cross
@@ -70,7 +71,7 @@ FIRST_HALVES = ("reduce_scatter", "alltoall", "reduce", "gather")
 
 
 class PathCosts(NamedTuple):
-    """A group's codec costs, upload and download, on each device that the path uses."""
+    """A node group's codec costs for upload and download, by device."""
 
     up: dict[str, CodecCost]
     down: dict[str, CodecCost]
@@ -78,23 +79,23 @@ class PathCosts(NamedTuple):
 
 @dataclass
 class Held:
-    """State of each of `flows` ranks of a group's node."""
+    """What each of `flows` ranks of a node holds of a bucket, while the path's operations are applied in order."""
 
     last: tuple[int, ...] = ()
-    """Tasks that the next one waits for."""
+    """Indices of the tasks that the next task waits for."""
     part: float = 1.0
-    """Part of the bucket that is held."""
+    """Fraction of the bucket that the rank holds."""
     pieces: float = 0.0
-    """Number of payloads; 0: floats."""
+    """Number of payloads; 0: uncompressed floats."""
     each: float = 1.0
-    """Part of the bucket in one payload."""
+    """Fraction of the bucket in one payload."""
     size: Line = ZERO
     """Bytes of one payload."""
     flows: int = 1
     coder: str = "gpu"
-    """Device on which the payloads were encoded."""
+    """Device that encoded the payloads."""
     split: dict[str, int] = field(default_factory=dict)
-    """Scopes in which the first half of a pair of collectives is done, with their number of members."""
+    """Maps the scope of a scatter-type collective whose gather is still to come to its number of members."""
 
     @property
     def nbytes(self) -> Line:
@@ -102,20 +103,21 @@ class Held:
 
 
 class Walk:
-    """One path with one codec, over the groups of a cluster: its tasks, and what each group holds at the end."""
+    """Applies one path with one codec to all node groups of a cluster: `tasks` are the resulting tasks, `held` is each group's
+    final state."""
 
     def __init__(
         self, path: Path, groups: Sequence[Group], costs: Sequence[PathCosts], emit: CodecCost | None, profile: Profile,
         hosts: Mapping[int, float], owner: int,
     ) -> None:
-        """`hosts`: groups whose nodes share the sum, with the part that each node has. `emit`: the servers' codec.
-        `owner`: the local rank that codes if one rank holds the bucket."""
+        """`hosts`: maps the groups of the nodes that sum to each node's fraction of the sum. `emit`: cost of the servers'
+        download codec. `owner`: the local rank that encodes if only one rank holds the bucket."""
         self.path, self.groups, self.profile, self.owner = path, groups, profile, owner
         self.costs, self.emit, self.hosts = costs, emit, hosts
         self.arrivals = 0
-        """Payloads that arrive at the servers, for each part of the bucket."""
+        """Number of payloads that servers receive for each part of the bucket."""
         self.summed: tuple[int, ...] = ()
-        """The servers' last tasks of adding."""
+        """Indices of the servers' last summation tasks."""
         self.returned = False
         self.workers = [g for g, group in enumerate(groups) if group.workers]
         self.nodes = sum(groups[g].workers for g in self.workers)
@@ -136,7 +138,7 @@ class Walk:
                         self._inside(op, g)
                 case _:
                     self._across(op)
-        # A bucket's fixed cost is charged to the first task of each group.
+        # A bucket's fixed cost is charged to the first tasks, those that wait for none.
         for i, task in enumerate(self.tasks):
             if not task.after and task.lanes:
                 lane, seconds = task.lanes[0]
@@ -151,7 +153,7 @@ class Walk:
     # ---- coding
 
     def _code(self, op: Op, g: int, seconds: Line, cost: CodecCost) -> None:
-        """Adds copies to and from the host to the lane that codes there, as in the runtime."""
+        """Adds an encode or decode task. Copies to and from the host count for the lane that encodes, as in the runtime."""
         group, held = self.groups[g], self.held[g]
         lane = f"{'compute' if op.where == 'gpu' else 'cpu'}:{group.name}"
         if op.where == "gpu" and group.node.device == "cpu":
@@ -179,7 +181,7 @@ class Walk:
     # ---- collectives
 
     def _inside(self, op: Op, g: int) -> None:
-        """A collective among the ranks of a node; no work on a node of one rank."""
+        """Adds a collective among the ranks of a node; nothing is added for a node of one rank."""
         group, held = self.groups[g], self.held[g]
         n = group.node.ranks
         if n > 1:
@@ -194,8 +196,8 @@ class Walk:
             held.flows = n
 
     def _across(self, op: Op) -> None:
-        """A collective over all ranks, or over those of one local number: one task that occupies every link as long as the
-        slowest."""
+        """Adds a collective over all ranks, or over the ranks with one local number: one task that occupies every link as long
+        as the slowest."""
         everyone = op.where == "all"
         n = self.ranks if everyone else self.nodes
         if n > 1:
@@ -220,13 +222,14 @@ class Walk:
             self._share(op, g, n)
 
     def _put_in(self, op: Op, g: int) -> Line:
-        """Bytes that a rank puts into a collective. An all-reduce of payloads may need more bytes than the payloads have."""
+        """Bytes that a rank contributes to a collective. An all-reduce of compressed payloads may need more bytes than the
+        payloads have."""
         held = self.held[g]
         reduced = self.costs[g].up[held.coder].reduced if op.name == "allreduce" and held.pieces else ZERO
         return reduced.part(held.part) if reduced.slope_s else held.nbytes
 
     def _alpha_s(self) -> float:
-        """Worst latency of one hop between nodes; between ranks if there is only one node."""
+        """Worst latency of one hop between nodes, in seconds; between ranks if there is only one node."""
         if self.nodes == 1:
             return self.groups[self.workers[0]].node.intra_alpha_s
         apart = sorted(self.groups[g].node.link.alpha_s for g in self.workers for _ in range(min(2, self.groups[g].workers)))
@@ -236,7 +239,7 @@ class Walk:
         return max((c.rounds for c in self.costs[g].up.values()), default=1) if self.held[g].pieces else 1
 
     def _share(self, op: Op, g: int, n: int) -> None:
-        """Updates what a rank holds after a collective among n."""
+        """Updates what a rank holds after a collective among n members."""
         held = self.held[g]
         second = op.where in held.split
         if op.name in FIRST_HALVES:
@@ -255,7 +258,8 @@ class Walk:
     # ---- a summation server
 
     def _push(self, op: Op) -> None:
-        """Every node sends to the hosts, which add in the members' order. The part of a host's own node stays on the node."""
+        """Adds uploads from every node to the hosts, which sum in the members' order. A host's own payloads do not cross a
+        link."""
         self.arrivals = sum(self.groups[g].workers * self.held[g].flows for g in self.workers)
         added: dict[int, tuple[int, ...]] = dict.fromkeys(self.hosts, ())
         for g in self.workers:
@@ -272,7 +276,7 @@ class Walk:
         self.summed = tuple(sorted({i for last in added.values() for i in last}))
 
     def _results(self, op: Op, rest: Path) -> None:
-        """The hosts encode their sums once, or leave them merged, and send them to every node."""
+        """Adds downloads: the hosts encode their sums once, or forward merged payloads, and send them to every node."""
         assert self.emit is not None
         self.returned = True
         pieces = max(self.held[g].flows for g in self.workers)
@@ -283,7 +287,7 @@ class Walk:
                                            Line(emit.encode.floor_s * pieces, emit.encode.slope_s * share))], self.summed)[0]
                 for h, share in self.hosts.items())
         elif not emit.sums:
-            # All payloads concatenated, unless the sum as floats is smaller.
+            # All payloads concatenated, unless the uncompressed sum is smaller.
             slope = emit.nbytes.slope_s
             merged = min(self.arrivals / pieces, max(1.0, FLOAT_NBYTES / slope) if slope else 1.0)
         to_gpu = next((o.where == "gpu" for o in rest if o.name == "decode"), False)
@@ -293,8 +297,8 @@ class Walk:
             self._transfer(op, g, "down", held.nbytes * held.flows, held.nbytes if to_gpu else ZERO)
 
     def _transfer(self, op: Op, g: int, end: str, sent: Line, copied: Line) -> None:
-        """A transfer between the nodes of a group and the hosts, "up" or "down" as the group sees it. `copied`: between GPU and
-        socket."""
+        """Adds a transfer between a group's nodes and the hosts. `end` is "up" or "down" as the group sees it. `copied`: bytes
+        copied between GPU and host memory."""
         group, held, up = self.groups[g], self.held[g], end == "up"
         away = 1 - self.hosts.get(g, 0.0)
         if away <= 0:
@@ -317,10 +321,10 @@ def _slope(line: Line) -> tuple[float, float]:
 
 
 class Prices:
-    """Prices of all paths in one cluster. `hosts[s]` is the place in the cluster of server s's node.
+    """Costs of all paths in one cluster. `hosts[s]` is the index in `cluster.nodes` of server s's node.
 
-    Each path and codec is walked once; a bucket's price is then its lines at the bucket's size. With `spread`, each bucket is
-    cut over all servers in these parts, and equal nodes stay one group although they host servers.
+    Each path and codec is evaluated once, as linear functions of the bucket's size. With `spread`, each bucket is cut over all
+    servers in these fractions, and equal nodes stay one group even if they host servers.
     """
 
     def __init__(
@@ -343,7 +347,7 @@ class Prices:
     def template(
         self, path: Path | str, codec: str, server: int = 0, owner: int = 0, down: str = "", by_node: tuple[str, ...] = (),
     ) -> Template:
-        """A bucket's tasks, for every size. `down` and `by_node` as in a Bucket; `server` is an index into the hosts."""
+        """A bucket's tasks as functions of its size. `down` and `by_node` as in `Bucket`; `server` is an index into `hosts`."""
         key = path, codec, server, owner, down, by_node
         if key not in self._templates:
             self._templates[key] = self.network.template(self.walk(*key).tasks)
@@ -369,7 +373,7 @@ class Prices:
         return Walk(ops, self.groups, costs, emit, self.profile, hosts, owner)
 
     def cost(self, codec: str, device: str, node: Node) -> CodecCost:
-        """Cost of a codec on this node's GPU or CPU."""
+        """Cost of a codec on this node's GPU or CPU, from the profile."""
         for name in (bare(codec), bare(codec).without_shapes()):
             for where in (node.device, device) if device == "gpu" else (device,):
                 if (name, where) in self._costs:
@@ -379,16 +383,16 @@ class Prices:
                            f"profile {self.profile.source!r} has no cost of {codec} on {device}, it has: {known}")
 
     def _hosts(self, server: int) -> dict[int, float]:
-        """The groups that sum the server's buckets, with each node's part."""
+        """The groups whose nodes sum the server's buckets, with each node's fraction."""
         if self.spread:
             part = dict(zip(self.hosts, self.spread, strict=True))
             return {g: part[group.members[0]] for g, group in enumerate(self.groups) if group.hosts}
         if not 0 <= server < len(self.hosts):
-            raise InvalidInput("E-PLAN-INPUT", f"server {server}: the cluster's plan has servers 0 to {len(self.hosts) - 1}")
+            raise InvalidInput("E-PLAN-INPUT", f"server {server}: the plan's servers are 0 to {len(self.hosts) - 1}")
         return {next(g for g, group in enumerate(self.groups) if self.hosts[server] in group.members): 1.0}
 
     def _codecs(self, codec: str, by_node: tuple[str, ...]) -> list[str]:
-        """Each group's upload codec."""
+        """The upload codec of each node group."""
         if not by_node:
             return [codec] * len(self.groups)
         if len(by_node) != len(self._node_of):
@@ -400,34 +404,34 @@ class Prices:
             if len(mine) > 1:
                 raise InvalidInput("E-PLAN-INPUT",
                                    f"by_node: {', '.join(sorted(mine))} on equal nodes ({group.name} and others); "
-                                   "equal nodes are planned as one: give them one codec")
+                                   "equal nodes are planned as one group: give them one codec")
             result.append(mine.pop())
         return result
 
 
 FULL = 0.75
-"""Usable part of a link. Four hosts at 10 Mb/s and 80 ms hid exchanges that filled two thirds of their links. They waited
-for nearly every exchange planned to fill 90 % or more: flows that share a long link leave part of it idle, at times for
-seconds. Exchanges that are waited for are not affected."""
+"""Usable fraction of a link's rate for hidden exchanges. Four hosts at 10 Mb/s and 80 ms hid exchanges that filled two thirds
+of their links. Exchanges planned to fill 90 % or more were rarely hidden: flows that share a long link leave part of it idle,
+at times for seconds. Blocking exchanges are not affected."""
 
 
 def hidden(cluster: Cluster) -> Cluster:
-    """The cluster with links at that part of their rate."""
+    """A copy of the cluster with link rates reduced to the fraction `FULL`, for exchanges hidden behind computing."""
     return structs.replace(cluster, nodes=tuple(
         structs.replace(node, link=structs.replace(node.link, up_bps=FULL * node.link.up_bps,
                                                    down_bps=FULL * node.link.down_bps)) for node in cluster.nodes))
 
 
 class Excesses:
-    """Excess of codecs by a profile's rows. A loss measured on the user's own task replaces the rows' loss for gradients
-    exchanged in each step; the extra loss of other sync modes is added to it."""
+    """Looks up the convergence cost of codecs in a profile's rows. A loss measured on the user's own task replaces the rows'
+    loss for gradients exchanged in each step; the additional loss of other sync modes is added."""
 
     def __init__(self, profile: Profile) -> None:
         self._rows = profile.learning
         self._losses = {bare(cost.codec): cost.task_loss for cost in profile.codecs if cost.task_loss is not None}
 
     def of(self, codecs: Sequence[str], down: str, recipe: Recipe) -> Excess:
-        """`codecs`: the nodes' upload codecs, of which the mean counts. `down`: the download codec, if it differs."""
+        """The mean convergence cost of `codecs`, the nodes' upload codecs. `down`: the download codec, if it differs."""
         ups = [self._of(codec, recipe) for codec in dict.fromkeys(codecs)]
         parts = [codecs.count(codec) / len(codecs) for codec in dict.fromkeys(codecs)]
         up = summed(parts, ups) if len(ups) > 1 else ups[0]
@@ -444,7 +448,7 @@ class Excesses:
 
 
 def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
-    """A plan's recipe, with no stale results."""
+    """The settings of a plan that affect convergence, with `late` False."""
     return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
                   job.numel)
 
@@ -456,10 +460,11 @@ def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy
 
 
 def weights(job: Job, groups: Sequence[tuple[Slice, ...]], energy: Sequence[float] = ()) -> list[float]:
-    """Weight of each group of slices; together 1 for the whole model.
+    """Weight of each group of slices in the whole model's convergence cost; all weights sum to 1. A weight is the mean of the
+    group's fraction of elements and its fraction of gradient energy.
 
-    Energy alone would describe the present cost of coding a part. Energy moves while a model learns, mostly to parts that had
-    little of it at first.
+    Energy alone would describe only the present: while a model learns, energy moves, mostly to parts that had little at
+    first.
     """
     total = max(1, job.numel)
     total_energy, numels = sum(energy), [max(1, info.numel) for info in job.tensors]

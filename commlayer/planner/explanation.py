@@ -1,4 +1,4 @@
-"""Why a plan decides as it does (reasons, the verb `explain`), and what two plans differ in (the verb `diff`)."""
+"""Explains why the planner chose each bucket's option (`explain`) and how two plans differ (`diff`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from commlayer.planner.tensors import DOUBLE, is_sparse, nonzero_numel
 from commlayer.records import Bucket, Job, Plan, Record, Why
 
 LOOKED_AT = 2.0
-"""Steps longer by more than this factor with another option are not simulated to their end."""
+"""Cutoff: an option that lengthens the step by more than this factor is not simulated to its end."""
 SAME = 1e-6
-"""Steps that differ by less than this fraction count as equal."""
+"""Relative tolerance: step times that differ by less than this fraction count as equal."""
 
 
 class Price(NamedTuple):
-    """Price of a plan with one bucket's option replaced."""
+    """Step time and time to a loss of a plan in which one bucket has another option."""
 
     step_s: float
     to_loss_s: float
@@ -35,17 +35,17 @@ NEVER = Price(math.inf, math.inf)
 
 
 class Alternatives(NamedTuple):
-    """A bucket's present option, and the best other dense and compressed ones."""
+    """A bucket's present option, the best other uncompressed option, and the best other compressed option."""
 
     now: Price
     dense: Price
     coded: Price
     nbytes: float
-    """Sent per element."""
+    """Bytes that the present option sends per element."""
 
 
 def explained(priced: PricedPlan) -> Plan:
-    """The plan with its predictions and reasons."""
+    """The plan with its predicted times and each bucket's reason filled in."""
     plan, (job, _, cluster, _, profile, policy, _) = priced.plan, priced.scenario.inputs
     timeline = simulate(plan, job, cluster, profile, policy, spans=False)
     more = plan_excess(plan, job, cluster, profile, policy)
@@ -95,11 +95,11 @@ def _reason(bucket: Bucket, others: Alternatives, job: Job, timeline: Timeline, 
     if job.tensors[first].dtype == DOUBLE:
         return "only an all-reduce keeps float64"
     if is_sparse(job, first):
-        return f"{100 * nonzero_numel(job, bucket.slices) / bucket.numel:.2g} % of it is nonzero, and zeros are not sent"
+        return f"{100 * nonzero_numel(job, bucket.slices) / bucket.numel:.2g} % of the gradient is nonzero; zeros are not sent"
     if bucket.codec != DENSE:
         if dense.to_loss_s > now.to_loss_s * (1 + SAME):
             return f"uncompressed, {effect(now, dense, count=count)}"
-        return "takes load off the links at no cost to the " + ("time to a loss" if count else "step")
+        return "compression takes load off the links at no cost to the " + ("time to a loss" if count else "step")
     if coded == NEVER:
         return "no codec is allowed or worth trying at this size"
     if not coded.in_budget and coded.to_loss_s < now.to_loss_s:
@@ -108,48 +108,49 @@ def _reason(bucket: Bucket, others: Alternatives, job: Job, timeline: Timeline, 
         little = ", too little for a coarser codec" if count and coded.to_loss_s <= now.to_loss_s else ""
         return f"compressed, {effect(now, coded, count=count)}{little}"
     hidden = timeline.done_s[bucket.id] <= timeline.compute_s
-    return "its transfer is hidden by computing" if hidden else "compression would not shorten the step: others end later"
+    return "its transfer is hidden by computing" if hidden else "compression does not shorten the step: other buckets end later"
 
 
 def effect(now: Price, other: Price, *, count: bool) -> str:
-    """The effect of the other option, in words. `count`: whether steps count differently.
+    """Describes how the other option would change the step time and the time to a loss. `count`: True if options differ in
+    their convergence factors.
 
     >>> effect(Price(1.0, 1.5), Price(1.2, 1.6), count=True), effect(Price(1.0, 1.0), Price(1.01234, 1.2), count=False)
-    ('the step would be 200 ms longer, and a loss come 6.7 % later', 'the step would be 12.3 ms longer')
+    ('the step would be 200 ms longer, and the same loss 6.7 % later', 'the step would be 12.3 ms longer')
     >>> effect(Price(1.0, 1.0), Price(0.9, 1.5), count=True), effect(Price(1.0, 1.0), NEVER, count=True)
-    ('the step would be 100 ms shorter, but a loss come 50 % later', 'a loss would take more than twice as long')
+    ('the step would be 100 ms shorter, but the same loss 50 % later', 'the time to a loss would be more than twice as long')
     """
     if other.to_loss_s == math.inf:
-        return f"{'a loss would take' if count else 'the step would be'} more than twice as long"
+        return f"{'the time to a loss' if count else 'the step'} would be more than twice as long"
     longer, later = other.step_s - now.step_s, other.to_loss_s / now.to_loss_s - 1
     ms = abs(longer) * 1e3
     step = f"the step would be {f'{ms:,.0f}' if ms >= 100 else f'{ms:.3g}'} ms {'shorter' if longer < 0 else 'longer'}"
     joint = "and" if (longer > 0) == (later > 0) else "but"
-    return f"{step}, {joint} a loss come {100 * abs(later):.2g} % {'later' if later > 0 else 'sooner'}" if count else step
+    return f"{step}, {joint} the same loss {100 * abs(later):.2g} % {'later' if later > 0 else 'sooner'}" if count else step
 
 
 class Explanation(Record, frozen=True):
     bucket: Bucket
     tensors: tuple[str, ...]
-    """Names of its tensors, with ranges if a tensor is cut."""
+    """Names of the bucket's tensors, with element ranges if a tensor is cut."""
     ready_s: float
     done_s: float
     step_s: float
     compute_s: float
-    """Compute time of the `local_steps` steps that share this exchange."""
+    """Compute time in seconds of the `local_steps` steps that share this exchange."""
     local_steps: int
     spans: tuple[Span, ...]
     steps: float = 0.0
     """The plan's convergence factor, median and cautious; 0: unknown."""
     steps_high: float = 0.0
     fragments: int = 1
-    """Fragments of a round, which are exchanged one after the other."""
+    """Number of fragments of the model, which are exchanged one after the other."""
 
 
 def explain(
     plan: Plan, bucket: int, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None,
 ) -> Explanation:
-    """Explains one bucket. Its reason and runner-up are those that the planner wrote into the plan."""
+    """Explains one bucket: its times from a simulation; its reason and runner-up as the planner stored them in the plan."""
     if not 0 <= bucket < len(plan.buckets):
         raise InvalidInput("E-PLAN-QUESTION", f"bucket {bucket}: the plan has buckets 0 to {len(plan.buckets) - 1}")
     timeline = simulate(plan, job, cluster, profile, policy)
@@ -165,7 +166,7 @@ def tensor_names(bucket: Bucket, job: Job) -> tuple[str, ...]:
 
 
 def bucket_of(plan: Plan, job: Job, text: str) -> int:
-    """The bucket for a number or a tensor's name (of a cut tensor, its first part)."""
+    """The bucket with a number or a tensor's name; for a cut tensor, its first bucket."""
     if text.isdigit():
         return int(text)
     tensor = next((i for i, info in enumerate(job.tensors) if info.name == text), None)
@@ -184,7 +185,7 @@ class Change(Record, frozen=True):
 
 class Difference(Record, frozen=True):
     fields: tuple[tuple[str, str, str], ...]
-    """Differences of the whole plans: name, before, after."""
+    """Differences in settings of the whole plan: name, before, after."""
     changes: tuple[Change, ...]
     step_s: tuple[float, float]
     buckets: tuple[int, int]
@@ -201,7 +202,7 @@ WHOLE = ("servers", "hosts", "ranks_per_node", "local_steps", "codes", "overlap"
 
 
 def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
-    """Compares by tensor; with the job, by its tensors' names."""
+    """Compares two plans tensor by tensor. With `job`, the result has the tensors' names."""
     if before.job != after.job:
         raise InvalidInput("E-PLAN-QUESTION", f"the plans are of different models: job {before.job} and job {after.job}")
     fields = [(name, str(getattr(before, name)), str(getattr(after, name))) for name in WHOLE]
@@ -216,7 +217,7 @@ def diff(before: Plan, after: Plan, job: Job | None = None) -> Difference:
 
 
 def _by_tensor(plan: Plan) -> dict[int, str]:
-    """How each tensor is sent: its buckets' spellings, counted."""
+    """Describes for each tensor how its buckets are sent; equal descriptions are counted."""
     spellings: dict[int, list[str]] = {}
     for bucket in plan.buckets:
         for part in bucket.slices:
@@ -226,7 +227,7 @@ def _by_tensor(plan: Plan) -> dict[int, str]:
 
 
 def spelled(bucket: Bucket) -> str:
-    """How a bucket is sent, in one line."""
+    """Describes in one line how a bucket is sent."""
     parts = [bucket.codec, "over", bucket.path]
     parts += [f"down {bucket.down}"] if bucket.down else []
     parts += ["by node"] if bucket.by_node else []

@@ -1,4 +1,5 @@
-"""Validates the planner's inputs, one line per problem: a job with times, a cluster, a profile, a policy."""
+"""Validates the planner's inputs (a job with timing, a cluster, a profile, a policy), with one line per problem, and parses
+them."""
 
 from __future__ import annotations
 
@@ -24,37 +25,38 @@ from commlayer.records import Job, Record, Timing
 T = TypeVar("T")
 
 MOST_NUMEL = 1 << 36
-"""Most elements of a job: more than one machine can hold a replica of, and still searchable."""
+"""Largest number of elements of a job: more than one machine can hold a replica of, and still searchable."""
 LEAST = {"up_bps": 1000.0, "down_bps": 1000.0, "speed": 1e-9, "rounds": 1, "batch": 1}
-"""Least value of these fields; of others 0. A rate below 1000 is probably meant in Mb/s: 20 Mb/s is 20e6."""
+"""Least allowed values of these fields; the least value of all other fields is 0. A rate below 1000 bit/s was probably meant in
+Mb/s: 20 Mb/s is 20e6."""
 
 
 def checked_inputs(
     job: Job, cluster: Cluster, profile: Profile | None, policy: Policy | None,
 ) -> tuple[Profile, Policy, Timing]:
-    """The inputs with defaults filled in (the tables' profile, the default policy); the first problem is raised as a
-    ValueError."""
+    """Validates the inputs and fills in defaults: a profile from the tables, the default policy. Raises the first problem as
+    InvalidInput."""
     policy = Policy() if policy is None else policy
     problems = [*job_problems(job), *cluster_problems(cluster), *policy_problems(policy)]
     if not problems and profile is None:
         profile = tables_profile(cluster, policy)
     problems += [] if profile is None else profile_problems(profile, cluster)
     if profile is not None and len(profile.energy) not in (0, len(job.tensors)):
-        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} parts for {len(job.tensors)} tensors: "
-                        "measure it on this job, or leave it out")
+        problems.append(f"profile {profile.source!r}: energy has {len(profile.energy)} values for {len(job.tensors)} tensors: "
+                        "measure energy on this job, or remove the field")
     if problems:
         raise InvalidInput("E-PLAN-INPUT", problems[0])
     return profile or tables_profile(cluster, policy), policy, job.timed
 
 
 def tables_profile(cluster: Cluster, policy: Policy) -> Profile:
-    """A profile of the default codecs and of those that the policy names."""
+    """A profile of the default codecs and the policy's codecs, with costs from the tables."""
     once = {bare(codec): str(bare(codec)) for codec in (*DEFAULT_CODECS, *policy.codecs)}
     return profile_from_tables(cluster, tuple(once.values()))
 
 
 def numbers(record: Record, path: str = "", of: str = "") -> Iterator[str]:
-    """Numbers that are too small or not finite, in a record and in the records that it holds."""
+    """Reports numbers that are too small or not finite, in a record and its nested records, with one line per field."""
     for field in record.__struct_fields__:
         value = getattr(record, field)
         if isinstance(value, Record):
@@ -75,12 +77,13 @@ def job_problems(job: Job) -> Iterator[str]:
     yield from (f"{name}: {problem}" for problem in numbers(job))
     timing = job.timing
     if timing is None:
-        yield f"{name} has no timing: planning needs when each gradient is ready; measure it or take a job of the tables"
+        yield f"{name} has no timing: planning needs the time at which each gradient is ready; measure it or use a built-in job"
         return
     if timing.device:
-        yield f"{name}: its times are of {timing.device}, nodes' speeds are not: planner.on_reference(job) brings them together"
+        yield (f"{name}: its times were measured on {timing.device}, but node speeds are relative to a V100: scale the times "
+               "with planner.on_reference(job)")
     if timing.filled and (len(timing.filled) != len(names) or not all(0 <= part <= 1 for part in timing.filled)):
-        yield f"{name}: timing.filled has {len(timing.filled)} parts, allowed: one of 0 to 1 for each tensor, or none"
+        yield f"{name}: timing.filled has {len(timing.filled)} values, allowed: one value from 0 to 1 per tensor, or none"
     for field, times, most_s, what in (("ready_s", timing.ready_s, timing.backward_s, "ready after"),
                                        ("needed_s", timing.needed_s, timing.forward_s, "needed after")):
         if len(times) != len(names):
@@ -90,29 +93,30 @@ def job_problems(job: Job) -> Iterator[str]:
             if not 0 <= at < math.inf:
                 yield f"{name}: timing.{field} of {tensor} is {at}, allowed: 0 or more"
             elif at > most_s * (1 + 1e-9):
-                yield f"{name}: {tensor} is {what} {at} s, and the pass is over after {most_s} s"
+                yield f"{name}: {tensor} is {what} {at} s, but the pass takes only {most_s} s"
 
 
 def cluster_problems(cluster: Cluster) -> Iterator[str]:
     yield from (f"cluster: two nodes are called {name!r}; each needs a name of its own"
                 for name in _twice([node.name for node in cluster.nodes]))
     if not any(node.ranks for node in cluster.nodes):
-        yield "cluster: no node has ranks, so nobody trains"
+        yield "cluster: no node has ranks, so no node trains"
     for node in cluster.nodes:
         yield from (f"node {node.name}: {problem}" for problem in numbers(node))
         if node.ranks > 1 and not node.intra_bps > 0:
             yield f"node {node.name}: intra_bps is {node.intra_bps:g} with {node.ranks} ranks, allowed: above 0"
     if not cluster.reachable and not any(node.server for node in cluster.nodes):
-        yield "cluster: its nodes do not reach one another and none can host a server; set server = true on one"
+        yield "cluster: its nodes cannot reach each other and no node can host a server; set server = true on one"
 
 
 def profile_problems(profile: Profile, cluster: Cluster | None = None) -> Iterator[str]:
-    """With the cluster: also costs for a device that no node can have, which would be ignored silently."""
+    """Reports invalid values of a profile, one line each. With `cluster`, also costs for a device that no node has, which would
+    otherwise be ignored silently."""
     name = f"profile {profile.source!r}"
     if not profile.codecs:
         yield f"{name} has no codecs"
     yield from (f"{name}: {wrong}" for cost in profile.codecs if (wrong := spec_error(cost.codec)))
-    yield from (f"{name}: {codec} on {device} stands there twice" for codec, device in _twice(
+    yield from (f"{name}: {codec} on {device} is listed twice" for codec, device in _twice(
         [(str(bare(cost.codec)), cost.device) for cost in profile.codecs if not spec_error(cost.codec)]))
     for cost in profile.codecs:
         yield from (f"{name}: {problem}" for problem in numbers(cost, of=f" of {cost.codec} on {cost.device}"))
@@ -120,12 +124,12 @@ def profile_problems(profile: Profile, cluster: Cluster | None = None) -> Iterat
             yield f"{name}: nbytes of {cost.codec} on {cost.device} is 0 for every size, allowed: above 0"
     yield from (f"{name}: {problem}" for problem in numbers(profile))
     if not all(0 <= part < math.inf for part in profile.energy) or (profile.energy and not sum(profile.energy) > 0):
-        yield f"{name}: energy has a part below 0, or nothing above it; allowed: 0 or more, not all 0"
+        yield f"{name}: energy has a negative value, or only zeros; allowed: 0 or more, not all 0"
     known = {"gpu", "cpu", *GPUS, *(node.device for node in cluster.nodes)} if cluster else set()
     for device in sorted({cost.device for cost in profile.codecs} - known) if cluster else ():
         near = difflib.get_close_matches(device, known, 3, 0.5)
-        yield (f"{name}: device {device!r} is neither gpu, cpu, a GPU of the tables nor a node's"
-               + (f", nearest are {', '.join(near)}" if near else ""))
+        yield (f"{name}: device {device!r} is neither gpu, cpu, a known GPU nor the device of a node"
+               + (f"; similar names: {', '.join(near)}" if near else ""))
 
 
 def policy_problems(policy: Policy) -> Iterator[str]:
@@ -148,14 +152,14 @@ GROUP = re.compile(r"(?:(\d+)x)?(?:(\d+)\*)?([A-Za-z0-9-]+)@(\S+)")
 GROUP_FORM = '"3xrtx3060@100/20Mb" (down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 nodes of 8 ranks)'
 
 EXAMPLE = """\
-# The machines. Rates in bit/s and seconds, or links by name: "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m".
-reachable = false             # whether nodes reach one another; over the internet they do not
+# The machines of the job. Rates in bit/s and seconds, or links by name: "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m".
+reachable = false             # true: nodes can connect to each other; over the internet usually false
 
 [[node]]
 name = "anna"
-device = "rtx3060"            # a GPU of the tables, or "cpu"
+device = "rtx3060"            # a known GPU, or "cpu"
 link = "fiber-200"
-server = true                 # others can dial it: it may host a summation server
+server = true                 # true: others can connect to it, so it can host a summation server
 
 [[node]]
 name = "home"
@@ -167,7 +171,7 @@ server = false
 
 
 class WrittenNode(Record, frozen=True):
-    """A node in a file: a Node with optional fields."""
+    """A node in a cluster file: like `Node`, but most fields have defaults."""
 
     device: str
     link: str | Link
@@ -178,7 +182,7 @@ class WrittenNode(Record, frozen=True):
     intra_bps: float = 0.0
     intra_alpha_s: float = 0.0
     speed: float = 0.0
-    """Relative to a V100; 0: the table's value."""
+    """Compute speed relative to a V100; 0: the table's value for the device."""
     server: bool = True
 
 
@@ -188,7 +192,7 @@ class WrittenCluster(Record, frozen=True):
 
 
 def cluster_of(text: str, what: str, *, toml: bool) -> Cluster:
-    """Parses a cluster; a one-line error for the first problem."""
+    """Parses a cluster from TOML or JSON. Raises the first problem as a one-line error."""
     data = _read(text, what, toml)
     if isinstance(data, dict) and "nodes" in data:
         cluster = _convert(data, Cluster, what)
@@ -207,7 +211,7 @@ def profile_of(text: str, what: str, *, toml: bool) -> Profile:
 
 
 def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, ...]:
-    """Parses nodes from a line; `what` names the text in errors.
+    """Parses a comma-separated list of nodes; `what` names the text in errors.
 
     >>> [(n.name, n.link.up_bps) for n in nodes_of("2xrtx3060@100/20Mb,rtx4090@1Gb")]
     [('rtx3060-0', 20000000.0), ('rtx3060-1', 20000000.0), ('rtx4090-2', 1000000000.0)]
@@ -226,20 +230,20 @@ def nodes_of(text: str, *, first: int = 0, what: str = "nodes") -> tuple[Node, .
 
 
 def cluster_from_line(text: str) -> Cluster:
-    """Nodes from a line. They can reach each other if all links are rack links ("10g")."""
+    """Parses a cluster from a comma-separated list of nodes. Nodes can reach each other if all links are rack links ("10g")."""
     nodes = nodes_of(text)
     return Cluster(nodes, all(node.link.alpha_s <= tables.RACK_ALPHA_S for node in nodes))
 
 
 def cluster_of_homes(text: str, server: str) -> Cluster:
-    """Machines behind NAT that cannot be dialed, and a rented server that all dial; it sums and does not train. `server`: its
-    link.
+    """A cluster of machines behind NAT, which accept no connections, and a rented server that all machines connect to. The
+    server sums and does not train; `server` is its link.
 
     >>> [(n.name, n.ranks, n.server) for n in cluster_of_homes("2xrtx3060@100/20Mb", "1Gb").nodes]
     [('server', 0, True), ('home-0', 1, False), ('home-1', 1, False)]
     """
-    homes = (structs.replace(node, name=f"home-{place}", server=False)
-             for place, node in enumerate(nodes_of(text, what="homes")))
+    homes = (structs.replace(node, name=f"home-{i}", server=False)
+             for i, node in enumerate(nodes_of(text, what="homes")))
     return Cluster((tables.node("server", "cpu", _table_link(server), ranks=0), *homes), reachable=False)
 
 
@@ -255,7 +259,7 @@ def rate_of(text: str) -> float:
 
 
 def _table_link(text: str) -> str:
-    """The tables' name for "100/20Mb" and "1Gb"; any other text is returned unchanged."""
+    """Converts "100/20Mb" and "1Gb" to the tables' names of links; returns any other text unchanged."""
     match = RATE.fullmatch(text)
     if match is None:
         return text
@@ -297,7 +301,8 @@ def _convert(data: Any, kind: type[T], what: str) -> T:
 
 
 def remedy(error: Exception) -> str:
-    """The remedy for a profile with the former field `loss`: guesses from tables, which would now count as measured."""
+    """The remedy if an error shows that a profile has the former field `loss`. Its guesses from tables would now count as
+    measured."""
     guessed = "unknown field `loss`" in str(error) and "codecs[" in str(error)
     return "; an earlier version made this profile: measure again (`commlayer profile`)" if guessed else ""
 

@@ -1,4 +1,4 @@
-"""Inputs of the planner (machines, measured costs, policy), and the tasks that a path consists of."""
+"""Inputs of the planner (machines, measured costs, policy) and the options and node groups that the search works with."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from commlayer.planner.convergence import LearningRow
 from commlayer.records import Job, Plan, Record, over_server
 
 NO_LIMIT = 1e9
-"""A limit on loss that excludes nothing."""
+"""A limit on loss that excludes no plan."""
 
 
 class Line(Record, frozen=True):
-    """Seconds as a linear function of a size in elements or bytes: floor_s + size * slope_s."""
+    """A linear function of a size in elements or bytes, usually in seconds: floor_s + size * slope_s."""
 
     floor_s: float
     slope_s: float = 0.0
     error: float = 0.0
-    """Largest relative deviation from the fitted points."""
+    """Largest relative deviation of the measured points from the line."""
 
     def __call__(self, size: float) -> float:
         return self.floor_s + size * self.slope_s
@@ -34,11 +34,11 @@ class Line(Record, frozen=True):
         return Line(self.floor_s * factor, self.slope_s * factor)
 
     def part(self, fraction: float) -> Line:
-        """The line for a size that is this fraction of the variable."""
+        """The line as a function of x whose argument is fraction * x."""
         return Line(self.floor_s, self.slope_s * fraction)
 
     def of(self, size: Line) -> Line:
-        """This line over a size that is itself a line."""
+        """The composition of two lines: this line evaluated at `size`, which is itself a line."""
         return Line(self.floor_s + self.slope_s * size.floor_s, self.slope_s * size.slope_s)
 
 
@@ -46,7 +46,8 @@ ZERO = Line(0.0)
 
 
 class Link(Record, frozen=True):
-    """One machine's connection, with separate rates for each direction. alpha_s: one-way latency to the network's core."""
+    """One machine's network connection, with separate rates for each direction. alpha_s: one-way latency to the network's
+    core."""
 
     up_bps: float
     down_bps: float
@@ -54,15 +55,15 @@ class Link(Record, frozen=True):
 
 
 class Node(Record, frozen=True):
-    """One machine: its ranks, their device, and its links inside and out."""
+    """One machine: its ranks, their device, its network link and the connection between its ranks."""
 
     name: str
     ranks: int
     device: str
-    """A GPU of the tables ("rtx3060"), or "cpu"."""
+    """A known GPU ("rtx3060"), or "cpu"."""
     link: Link
     intra_bps: float = 0.0
-    """Bandwidth between two ranks of the node, in each direction. 0: the node has one rank."""
+    """Bandwidth in bit/s between two ranks of the node, in each direction. 0: the node has one rank."""
     intra_alpha_s: float = 0.0
     speed: float = 1.0
     """Compute speed relative to the profile's device."""
@@ -70,11 +71,11 @@ class Node(Record, frozen=True):
 
 
 class Cluster(Record, frozen=True):
-    """The machines. Nodes without ranks (ranks = 0) can only host servers."""
+    """The machines of a job. Nodes without ranks (ranks = 0) can only host servers."""
 
     nodes: tuple[Node, ...]
     reachable: bool = True
-    """Whether collectives may cross nodes. False over the internet, where only servers connect them."""
+    """True: collectives can cross nodes. False over the internet, where nodes communicate only through servers."""
 
     @property
     def ranks(self) -> int:
@@ -82,8 +83,8 @@ class Cluster(Record, frozen=True):
 
 
 def bare(codec: str) -> CodecSpec:
-    """The codec that profiles price: without error feedback, whose cost is included in the figures, and independent of
-    spelling.
+    """The codec as profiles list it: without error feedback, whose cost is included in the profile's figures, and
+    independent of spelling.
 
     >>> bare("error_feedback(topk(0.01))") == bare("topk(ratio=0.01, values='int8')")
     True
@@ -95,86 +96,92 @@ class CodecCost(Record, frozen=True):
     """Time and payload size of one codec on one device, by number of elements."""
 
     codec: str
-    """As plans spell it, without error feedback."""
+    """The codec as in plans, without error feedback."""
     device: str
-    """"gpu", "cpu", or one GPU's name as nodes have it, which takes precedence over "gpu"."""
+    """"gpu", "cpu", or a GPU's name as in `Node.device`, which takes precedence over "gpu"."""
     encode: Line
     decode: Line
-    """Also the cost of adding one payload to a sum."""
+    """Seconds to decode one payload and add it to a sum."""
     nbytes: Line
-    """Payload bytes by number of elements: the only Line that is not a time."""
+    """Bytes of a payload by number of elements: the only Line that is not a time."""
     task_loss: float | None = None
-    """Relative increase of the loss after equally many steps (0.01: 1 %), measured on the user's own task with an exchange
-    in every step. None: the profile's learning rows decide."""
+    """Relative increase of the loss after the same number of steps (0.01: 1 %), measured on the user's own task with an
+    exchange in every step. None: the profile's learning rows determine the loss."""
     rounds: int = 1
-    """Exchanges per bucket; each pays the latency again. `nbytes` is their total."""
+    """Number of exchanges per bucket; each pays the latency again. `nbytes` is the total of all."""
     sums: bool = False
-    """Whether an all-reduce can add its payloads as they are."""
+    """True: an all-reduce can add the codec's payloads without decoding."""
     alone: bool = True
-    """Whether a payload can be decoded on its own and added to a dense sum."""
+    """True: one payload can be decoded without the others and added to a dense sum."""
     answers: bool = True
-    """Whether a server may encode its sums with it when workers use another codec."""
+    """True: a server may encode its sums with this codec when workers use another codec."""
     reduced: Line = Line(0.0)
-    """Bytes that an all-reduce adds instead of payloads, by number of elements; 0: same as `nbytes`."""
+    """Bytes that an all-reduce adds instead of payloads, by number of elements; 0: the payloads themselves."""
 
 
 class Profile(Record, frozen=True):
-    """Measured costs, or costs from tables."""
+    """Costs of codecs, servers and collectives, measured or from tables."""
 
     codecs: tuple[CodecCost, ...]
     server: Line
-    """A server's seconds per payload byte, in addition to its codec's."""
+    """A server's seconds per payload byte, in addition to its codec's time."""
     bucket_s: float = 0.0
-    """Further cost of each bucket at a worker: hooks, frames, threads."""
+    """Additional seconds per bucket at a worker, for hooks, frames and threads."""
     copy: Line = Line(0.0)
-    """Seconds by bytes, between a GPU and its host."""
+    """Seconds to copy a number of bytes between a GPU and its host."""
     inside: Line = Line(0.0)
     """Collectives among a node's ranks: seconds per message, and per byte on each link. A measured value takes precedence
     over the nodes' links; 0: not measured."""
     across: Line = Line(0.0)
-    """The same for collectives between nodes. No collective is faster than the links that it crosses."""
+    """Collectives between nodes: seconds per message, and per byte on each link. No collective is faster than the links that it
+    crosses."""
     learning: tuple[LearningRow, ...] = ()
-    """Measured convergence factors and losses; empty: all steps count equally."""
+    """Measured convergence factors and losses; empty: convergence is ignored."""
     energy: tuple[float, ...] = ()
-    """Each tensor's part of the gradients' energy. A bucket's codec loss is weighted half by energy, half by elements.
-    Empty: by elements."""
+    """Each tensor's fraction of the gradients' energy (sum of squares). A bucket's codec loss is weighted half by energy, half
+    by elements. Empty: by elements only."""
     source: str = "tables"
-    """"tables", "measured" or a name that the user gave."""
+    """Origin of the costs: "tables", "measured" or a name that the user gave."""
 
 
 class Policy(Record, frozen=True):
-    """What the planner may do."""
+    """What the planner is allowed to choose, and what it minimizes."""
 
     codecs: tuple[str, ...] = ()
-    """Allowed codecs; empty: all of the profile's."""
+    """Allowed codecs; empty: all codecs of the profile."""
     max_loss: float = NO_LIMIT
-    """Highest allowed relative increase of the loss after equally many steps: 0.01 is 1 %."""
+    """Highest allowed relative increase of the loss after the same number of steps: 0.01 is 1 %."""
     objective: Literal["loss", "step"] = "loss"
-    """What to minimize. "loss": seconds to reach a loss, which is step time times convergence factor. "step": step time."""
+    """What the planner minimizes. "loss": seconds to reach a loss, which is step time times convergence factor. "step": step
+    time."""
     optimizer: str = ""
-    """Optimizer family: "sgd" (with momentum) or "adam" (AdamW, LANS and similar). Anything else: the worse of both."""
+    """Optimizer family: "sgd" (with momentum) or "adam" (AdamW, LANS and similar). Any other: the higher cost of the two."""
     exact: bool = True
-    """True: only synchronous SGD, exact up to compression. False: also local steps, compressed updates and stale results."""
+    """True: only synchronous SGD, exact up to compression. False: also local steps, compressed updates and one-step-late
+    averages."""
     forward: bool = False
-    """Whether results may arrive during the next forward pass (overlap="forward"), which needs a plain module."""
+    """True: averaged gradients may arrive during the next forward pass (overlap="forward"), which needs a plain module."""
     devices: tuple[str, ...] = ("gpu", "cpu")
     max_encodes: int = 4
-    """Most compressions of one gradient along its path."""
+    """Largest number of compressions of one gradient along its path."""
     max_local_steps: int = 0
-    """Most local steps per exchange. 0: one if `exact`, else as many as pay off. The search tries powers of two."""
+    """Largest number of local steps per exchange. 0: one if `exact`, else as many as reduce the time to a loss. The search
+    tries powers of two."""
     staleness: bool | None = None
-    """Whether results may be one step stale. None: if not `exact`, and if learning rows cover staleness."""
+    """True: averaged gradients may be applied one step late. None: allowed if `exact` is False and learning rows cover
+    staleness."""
     fragments: bool = True
-    """Whether a round's exchange may be split into fragments that are merged one by one. Not possible if workers may
+    """True: an outer step's exchange may be split into fragments that are merged one by one. Not possible if workers may
     leave."""
     priority: bool = True
-    """Forward order on the wire; otherwise order of readiness."""
+    """True: buckets are sent in the order in which the next forward pass needs them. False: in the order of readiness."""
     whole_tree: bool = False
-    """Also search paths that workers cannot run yet (an all-reduce of payloads from GPUs); for comparison only."""
+    """True: the search includes paths that workers cannot run yet (an all-reduce of payloads from GPUs), for comparison
+    only."""
 
 
 class PlanInputs(Record, frozen=True):
-    """A plan's inputs. They are stored next to the plan, so that it can be explained and varied later."""
+    """A plan's inputs, stored next to the plan so that it can be explained and changed later."""
 
     job: Job
     cluster: Cluster
@@ -190,7 +197,7 @@ class PlanInputs(Record, frozen=True):
 
 
 class Basis(NamedTuple):
-    """A plan before lowering, and its inputs."""
+    """A plan before lowering to the runtime's paths, and the plan's inputs."""
 
     plan: Plan
     inputs: PlanInputs
@@ -200,7 +207,7 @@ DENSE = "identity()"
 
 
 class Option(NamedTuple):
-    """What a plan decides for a bucket, except its server and owner."""
+    """What a plan chooses for a bucket, except its server and owner."""
 
     path: str
     codec: str = DENSE
@@ -209,7 +216,7 @@ class Option(NamedTuple):
 
     @property
     def served(self) -> bool:
-        """Whether a summation server takes part."""
+        """True: a summation server takes part in the path."""
         return over_server(self.path)
 
     def __str__(self) -> str:
@@ -219,15 +226,16 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Nodes that do the same work at the same time. The first node's lanes represent those of all."""
+    """Nodes that do the same work at the same time. The first node's lanes (link, CPU, GPU) represent all nodes' lanes in the
+    simulation."""
 
     name: str
-    """Name in lanes: the first node's."""
+    """The first node's name, used in the names of lanes."""
     node: Node
     members: tuple[int, ...]
-    """Places in the cluster."""
+    """Indices of the group's nodes in the cluster."""
     hosts: bool
-    """Whether each of them runs a summation server."""
+    """True: each node of the group runs a summation server."""
 
     @property
     def nodes(self) -> int:
@@ -235,12 +243,12 @@ class Group(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Number of its nodes that train."""
+        """Number of the group's nodes that train."""
         return self.nodes if self.node.ranks else 0
 
 
 def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tuple[Group, ...]:
-    """Groups in the order of their first nodes. `hosts` are the places of the nodes with servers.
+    """Groups equal nodes, in the order of their first nodes. `hosts`: indices of the nodes with servers.
 
     A node with a server is its own group, unless every bucket is `spread` over all servers. Nodes that neither train nor host
     a server are left out.
@@ -262,18 +270,19 @@ def fold(cluster: Cluster, hosts: Sequence[int], *, spread: bool = False) -> tup
 
 
 KINDS = 6
-"""Nodes are planned as at most this many kinds."""
+"""Limit of distinct kinds of nodes in the search; `condensed` merges more kinds."""
 ERROR = 0.05
-"""Relative difference between two measurements of one link; doubled until few kinds remain."""
+"""Initial tolerance: relative difference between two measurements of one link. `condensed` doubles it until at most KINDS kinds
+remain."""
 
 
 def condensed(cluster: Cluster) -> Cluster:
-    """The same nodes at the same places, reduced to few kinds.
+    """The cluster with similar nodes made equal: each takes the slowest rates of its kind, until at most KINDS kinds remain.
 
     >>> links = [Link(1e8 * (1 + i / 100), 1e9, 0.01) for i in range(20)]
     >>> few_kinds = condensed(Cluster(tuple(Node(f"n{i}", 1, "cpu", link) for i, link in enumerate(links))))
     >>> [round(bps / 1e6) for bps in sorted({node.link.up_bps for node in few_kinds.nodes})]
-    [100, 111]
+    [100, 106, 112, 118]
     """
     error, groups = ERROR, _groups(cluster.nodes, 0.0)
     least = len({_sort(node) for node in cluster.nodes})
@@ -288,7 +297,8 @@ def condensed(cluster: Cluster) -> Cluster:
 
 
 def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
-    """Groups of nodes whose rates differ by at most `error`. Each group starts with the slowest node left."""
+    """Groups of node indices whose rates differ by at most the fraction `error`. Each group starts with the slowest remaining
+    node."""
     left = sorted(range(len(nodes)), key=lambda place: (_sort(nodes[place]), _rates(nodes[place]), place))
     groups = []
     while left:
@@ -308,12 +318,12 @@ def _groups(nodes: Sequence[Node], error: float) -> list[list[int]]:
 
 
 def _sort(node: Node) -> tuple[object, ...]:
-    """Properties in which nodes of one kind must be equal."""
+    """Properties that all nodes of a kind have in common."""
     return node.device, node.ranks, node.server
 
 
 def _rates(node: Node) -> tuple[float, ...]:
-    """Rates, larger is faster; only those that the node has."""
+    """The node's rates, of which larger is faster; without rates between ranks if the node has only one rank."""
     inside = (node.intra_bps, 1 / max(node.intra_alpha_s, 1e-9)) if node.ranks > 1 else ()
     # Latencies below 0.02 ms do not distinguish links.
     return (node.link.up_bps, node.link.down_bps, node.speed, 1 / max(node.link.alpha_s, 2e-5), *inside)

@@ -1,7 +1,7 @@
-"""Jobs by name: the tensors of published models, and the times of a step at a usual batch.
+"""Built-in jobs by name: the tensors of published models, and the times of a step at a usual batch size.
 
-`PRESETS` are present-day jobs in bf16: the times follow from the operations and from the GPU's data sheet. `PUBLISHED` are the
-jobs of the papers, in FP32 on one V100.
+`PRESETS` are present-day jobs in bf16, with times computed from the operations and the GPU's data sheet. `PUBLISHED` are jobs
+of published papers, in FP32 on one V100.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from commlayer.records import Job, TensorInfo, Timing
 
 
 class Layer(NamedTuple):
-    """Tensors whose gradients become final together, and the work of computing them."""
+    """Tensors whose gradients become final together, and the multiply-adds of their forward pass."""
 
     tensors: tuple[TensorInfo, ...]
     macs: float = 0.0
@@ -35,7 +35,7 @@ def layer_of(name: str, macs: float, **shapes: tuple[int, ...]) -> Layer:
 
 
 def conv(name: str, inside: int, outside: int, kernel: int, side: int, *, bias: bool = False) -> Layer:
-    """`side`: of the square output."""
+    """A convolution with a square output of `side` x `side`."""
     shape = (outside, inside, kernel, kernel)
     macs = float(outside * inside * kernel**2 * side**2)
     return layer_of(name, macs, weight=shape, bias=(outside,)) if bias else layer_of(name, macs, weight=shape)
@@ -145,18 +145,18 @@ def _gpt2(seen: int, width: int = 768, blocks: int = 12) -> Layers:
 
 
 class Decoder(NamedTuple):
-    """A decoder of the Llama family: grouped attention, gated MLP, norms without bias."""
+    """A decoder of the Llama family: grouped-query attention, gated MLP, norms without bias."""
 
     width: int
     blocks: int
     keys: int
-    """Width of the keys and of the values."""
+    """Total width of the keys, equal to that of the values."""
     inner: int
     words: int
     tied: bool = True
-    """Whether the output shares the embedding's weight."""
+    """True: the output shares the embedding's weight."""
     bias: bool = False
-    """Whether queries, keys and values have biases (Qwen)."""
+    """True: queries, keys and values have biases (Qwen)."""
 
     @property
     def kept_nbytes(self) -> float:
@@ -167,7 +167,7 @@ class Decoder(NamedTuple):
         return sum(info.numel for layer in self.layers(1) for info in layer.tensors)
 
     def linears(self) -> Iterator[tuple[str, int, int]]:
-        """The block's matrices: name, inputs, outputs."""
+        """The matrices of one block: name, inputs, outputs."""
         for part, inside, outside in (("q", self.width, self.width), ("k", self.width, self.keys),
                                       ("v", self.width, self.keys), ("o", self.width, self.width)):
             yield f"self_attn.{part}_proj", inside, outside
@@ -189,7 +189,7 @@ class Decoder(NamedTuple):
         yield Layer((), float(self.width * self.words)) if self.tied else linear("lm_head", self.width, self.words, bias=False)
 
     def adapters(self, seen: int, rank: int) -> Layers:
-        """LoRA on every matrix of the blocks. The frozen matrices' work counts for their adapters."""
+        """LoRA on every matrix of the blocks. The multiply-adds of a frozen matrix count for its adapters."""
         for block in range(self.blocks):
             for part, inside, outside in self.linears():
                 name = f"base_model.model.model.layers.{block}.{part}"
@@ -208,7 +208,7 @@ DECODERS: Mapping[str, Decoder] = {
 
 
 def _whisper_small() -> Layers:
-    """30 s of sound for the encoder, 448 tokens for the decoder."""
+    """Whisper small with 30 s of sound for the encoder and 448 tokens for the decoder."""
     width, frames, tokens, words = 768, 1500, 448, 51865
     yield layer_of("encoder.conv1", 80.0 * 3 * width * 2 * frames, weight=(width, 80, 3), bias=(width,))
     yield layer_of("encoder.conv2", 3.0 * width**2 * frames, weight=(width, width, 3), bias=(width,))
@@ -234,7 +234,7 @@ def _whisper_small() -> Layers:
 
 
 SDXL_MACS, SDXL_NUMEL = 3.0e12, 2_567_000_000
-"""Of SDXL's U-Net, for an image of 1024 x 1024."""
+"""Multiply-adds for an image of 1024 x 1024 and parameters of SDXL's U-Net."""
 
 
 def _sdxl_adapters(rank: int = 16) -> Layers:
@@ -251,12 +251,12 @@ def _sdxl_adapters(rank: int = 16) -> Layers:
 
 
 def _attended(layer: Layer, seen: int, width: int) -> Layer:
-    """The layer with the preceding work of attention scores and mixing."""
+    """Adds to the layer the multiply-adds of the preceding attention scores and mixing."""
     return layer._replace(macs=layer.macs + 2.0 * seen * width)
 
 
 def _lstm() -> Layers:
-    """A word model of two layers; the decoder shares the encoder's weight."""
+    """A word-level LSTM of two layers; the decoder shares the encoder's weight."""
     width, words = 1500, 33278
     yield layer_of("encoder", 0.0, weight=(words, width))
     for i in range(2):
@@ -286,24 +286,25 @@ MODELS: Mapping[str, Callable[[int], Layers]] = {
 
 
 def layers(name: str, seen: int) -> tuple[Layer, ...]:
-    """`seen`: tokens per sequence, if the model attends to all of them."""
+    """The layers of a built-in model. `seen`: tokens per sequence, for models that attend to all tokens."""
     return tuple(MODELS[name](seen))
 
 
 FLOP_S = 3 * 2 * 4.09e9 * 356
-"""Rate of FP32 training on a V100: forward and twice as much backward, two operations per multiply-add."""
+"""FLOP/s of FP32 training on a V100: ResNet-50's published 356 images/s, with two operations per multiply-add and a backward
+pass of twice the forward's work."""
 SGD_NBYTES, ADAM_NBYTES = 20, 28
 """Bytes per element that an optimizer step reads and writes: gradient, parameter twice, and its states twice."""
 
 
 class Published(NamedTuple):
-    """A job of the papers, in FP32 on one V100."""
+    """Batch and times of a published paper's job, in FP32 on one V100."""
 
     batch: int
     tokens: int = 0
     """Tokens per sample; 0: samples are images."""
     backward_s: float | None = None
-    """Published seconds of this batch; None: computed from the operations."""
+    """Published seconds of the backward pass; None: computed from the operations."""
 
 
 PUBLISHED: Mapping[str, Published] = {
@@ -319,20 +320,20 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 class Preset(NamedTuple):
-    """A present-day job."""
+    """Batch and efficiency of a present-day job in bf16."""
 
     batch: int
     kept_nbytes: float
-    """Memory kept for the backward pass, per sample, or per token if the model reads tokens."""
+    """Bytes of activations kept for the backward pass, per sample, or per token if the model reads tokens."""
     tokens: int = 0
     """Tokens per sample; 0: samples are images."""
     utilisation: float = 0.4
-    """Part of the peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100 in
-    NVIDIA's published images/s with mixed precision."""
+    """Fraction of the GPU's peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100
+    in NVIDIA's published images/s with mixed precision."""
     noise_scale: float = 0.0
-    """Gradient noise scale, in tokens or in samples; 0: nothing is published."""
+    """Gradient noise scale, in tokens or in samples; 0: no value is published."""
     frozen: int = 0
-    """Parameters that are not trained, kept in bf16."""
+    """Number of parameters that are not trained; they are kept in bf16."""
 
 
 CONVOLUTIONS = 0.2
@@ -340,7 +341,8 @@ KEPT = 34
 """Bytes that a transformer block keeps per token and element of its width, in bf16 with fused attention. A language model
 keeps 6 more bytes per word of its vocabulary."""
 IMAGENET_NOISE = 8192
-"""Images. ImageNet trains with batches of 8192 in as many epochs as with small ones (Goyal et al., 1706.02677)."""
+"""Gradient noise scale of ImageNet in images: training with batches of 8192 takes as many epochs as with small ones (Goyal et
+al., 1706.02677)."""
 
 
 def language_noise(loss: float) -> float:
@@ -368,12 +370,13 @@ PRESETS: Mapping[str, Preset] = {
     **{f"{name}-lora{rank}": Preset(2, decoder.kept_nbytes, tokens=1024, frozen=decoder.numel)
        for name, decoder in DECODERS.items() for rank in LORA_RANKS},
 }
-"""BERT reads at most 512 tokens, so its batch has twice as many sequences. resnet: two bf16 values for each output of a
-convolution. The loss of each language model is a usual one in the middle of its training."""
+"""BERT reads at most 512 tokens, so its batch has twice as many sequences. ResNet keeps two bf16 values for each output of a
+convolution. Each language model's loss is typical for the middle of its training."""
 
 
 def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """A job by name, with `batch` samples per worker, on this device. In bf16 if it is in `PRESETS`, else as published."""
+    """A built-in job with `batch` samples per worker, on this device: in bf16 if the name is in `PRESETS`, else as
+    published."""
     if name not in PRESETS:
         return published(name, batch, device)
     _check(name, batch)
@@ -381,7 +384,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     parts, batch, reads = layers(name, preset.tokens), batch or preset.batch, preset.tokens or 1
     flops = 2 * sum(layer.macs for layer in parts) * reads * batch
     forward_s = flops / (preset.utilisation * GPUS["v100"].peak_tflops * 1e12) / speed(device, half=True)
-    # Frozen weights need no gradients of their own, which are half of the backward pass.
+    # The gradients of weights are half of the backward pass; frozen weights need none.
     backward_s = forward_s if preset.frozen else 2 * forward_s
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES, speed(device, half=True))
     kept_nbytes = preset.kept_nbytes * reads * batch
@@ -390,7 +393,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
 
 
 def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
-    """The job in FP32, with the batch and sequence length of the papers that measured it."""
+    """A job in FP32, with the batch and sequence length of the papers that measured it."""
     _check(name, batch)
     job = PUBLISHED[name]
     parts, batch = layers(name, job.tokens), batch or job.batch
@@ -403,7 +406,8 @@ def _check(name: str, batch: int | None) -> None:
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, 3, 0.4)
         listed = ", ".join(near or MODELS)
-        raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in, {'nearest are' if near else 'there are'} {listed}")
+        raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in; "
+                                           f"{'similar names' if near else 'built-in models'}: {listed}")
     if batch is not None and batch < 1:
         raise InvalidInput("E-ARGUMENT", f"batch of {name}: got {batch}, allowed: at least 1")
 
@@ -419,7 +423,7 @@ def build(
 
 
 def on_reference(job: Job) -> Job:
-    """The job with its times scaled to the tables' reference GPU."""
+    """The job with its times scaled to the tables' reference GPU, a V100."""
     if job.timing is None or not job.timing.device:
         return job
     try:
@@ -430,7 +434,7 @@ def on_reference(job: Job) -> Job:
 
 
 def timing(parts: tuple[Layer, ...], backward_s: float, forward_s: float, update_s: float) -> Timing:
-    """Times by layer in proportion to its multiply-adds. A layer without tensors also takes its time."""
+    """Divides the times among layers in proportion to their multiply-adds. Layers without tensors also take their share."""
     total_macs = sum(layer.macs for layer in parts)
     before = [0.0, *accumulate(layer.macs / total_macs for layer in parts)]
     ready: list[float] = []

@@ -1,7 +1,8 @@
-"""What a bucket may do in one cluster with one set of servers: paths of Espresso's tree with codecs, and their prices.
+"""Enumerates the options of a bucket (paths of Espresso's tree with codecs) in one cluster with one set of servers, with their
+costs.
 
-A path is kept if it is the best by some criterion for small, middling or large buckets. The codecs that send most and least
-decide, so that hundreds of two-level paths are priced for two codecs instead of for all.
+A path is kept if it is the best by some criterion for small, medium or large buckets. Paths are compared only for the codecs
+that send most and least, since there are hundreds of two-level paths.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from commlayer.planner.tensors import EXACT, keeps_zeros
 from commlayer.planner.tree import ALIASES, Path, Promise, fits, on_gpus, parse, promise_of, spell
 
 SIZES = np.exp2(np.array([8.0, 12.0, 16.0, 20.0, 25.0]))
-"""Elements of the buckets for which paths are compared."""
+"""Bucket sizes in elements for which paths are compared."""
 SLOW = 0.6
-"""A node with an uplink below this part of the median may use a codec that sends less."""
+"""A node whose uplink is below this fraction of the median uplink may use a codec that sends less."""
 
 
 def options(prices: Prices, policy: Policy) -> list[Option]:
-    """All options worth trying, dense ones first: over servers if the prices have hosts, else collectives. A plan that mixed
-    both would have few buckets for each server, and balance them badly."""
+    """All options worth trying, uncompressed ones first: over servers if `prices` has hosts, else over collectives. A plan that
+    mixed both would have few buckets per server, and therefore unbalanced servers."""
     cluster, profile, served = prices.cluster, prices.profile, bool(prices.hosts)
     codecs = {cost.codec: cost for cost in profile.codecs}
     floats: tuple[tree.Kind, ...] = ("flat", "two-level") if max(n.ranks for n in cluster.nodes) > 1 else ("flat",)
@@ -57,7 +58,7 @@ def options(prices: Prices, policy: Policy) -> list[Option]:
 
 
 def best_paths(prices: Prices, paths: Sequence[Path], codec: str) -> list[Path]:
-    """The paths that are best by some criterion at some size, in their order."""
+    """The paths that are best by some criterion at some bucket size, in the order of `paths`."""
     if not paths:
         return []
     each = np.stack([criteria(prices.template(path, codec), SIZES) for path in paths])
@@ -65,8 +66,8 @@ def best_paths(prices: Prices, paths: Sequence[Path], codec: str) -> list[Path]:
 
 
 def criteria(template: Template, sizes: Reals) -> Reals:
-    """Seconds by criterion and size: alone on idle lanes; the busiest lane; both; links; coding on CPUs; load on GPUs plus
-    each of time alone and links."""
+    """Seconds by criterion and bucket size. The criteria are sums of: the bucket's time on idle resources (`alone`), the
+    busiest resource, the busiest link, the busiest GPU, and the busiest CPU or server."""
     zero = np.zeros(len(sizes))
     seconds, latency = (lines[:, :1] + lines[:, 1:] * sizes for lines in (template.seconds, template.latency))
     busy: dict[str, Reals] = {}
@@ -96,14 +97,14 @@ def _most(each: Sequence[Reals], zero: Reals) -> Reals:
 
 
 def _devices(prices: Prices, codec: str) -> tuple[str, ...]:
-    """Devices on which every node could use the codec, according to the profile. Servers encode on CPUs."""
+    """Device kinds on which every node could use the codec, according to the profile. Servers encode on CPUs."""
     priced = {cost.device for cost in prices.profile.codecs if cost.codec == codec}
     gpus = {node.device for node in prices.cluster.nodes if node.ranks and node.device != "cpu"}
     return (*(("gpu",) if "gpu" in priced or gpus <= priced else ()), *(("cpu",) if "cpu" in priced else ()))
 
 
 def _uneven(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: Sequence[Path]) -> Iterator[Option]:
-    """Options that only a server allows: less data from slow nodes, or different codecs of one family for upload and
+    """Yields options that only servers allow: a smaller codec for slow nodes, or different codecs of one family for upload and
     download."""
     if not promise.alone:
         return
@@ -123,7 +124,7 @@ def _uneven(cluster: Cluster, codecs: Sequence[str], promise: Promise, served: S
 
 
 def _name(path: Path, cluster: Cluster) -> str:
-    """The short name of a path if it has one, else its spelling."""
+    """The short name of a path if there is one, else the path's operations."""
     widest = max(node.ranks for node in cluster.nodes)
     return next((alias for alias in ALIASES if parse(alias, widest) == path), spell(path))
 
@@ -131,20 +132,20 @@ def _name(path: Path, cluster: Cluster) -> str:
 def allowed_codecs(profile: Profile, policy: Policy) -> list[str]:
     """The profile's codecs that the policy allows, as the profile spells them."""
     known = {bare(cost.codec): cost.codec for cost in profile.codecs}
-    # Collectives need no price for floats.
+    # Collectives need no measured cost for uncompressed floats.
     unknown = sorted(codec for codec in policy.codecs if bare(codec) not in {*known, bare(DENSE)})
     if unknown:
         raise InvalidInput("E-PLAN-CODEC-COST",
-                           f"policy: codecs has {unknown[0]}, which profile {profile.source!r} does not price; "
+                           f"policy: codecs has {unknown[0]}, but profile {profile.source!r} has no cost of this codec; "
                            f"it has: {', '.join(sorted(known.values()))}")
     allowed = {bare(codec) for codec in policy.codecs} or {*known}
     return sorted(text for name, text in known.items() if name in allowed)
 
 
 class Catalog:
-    """Options by number, with their prices. Buckets count as spread over all hosts.
+    """Numbers the options and holds their costs. Costs assume that each bucket is spread over all hosts.
 
-    Without `steps_count` all steps count equally; without `budget` the loss does not matter.
+    `steps_count` False: convergence factors are ignored. `budget` False: losses are ignored.
     """
 
     def __init__(self, prices: Prices, options: Sequence[Option], *, steps_count: bool = False, budget: bool = True) -> None:
@@ -157,7 +158,7 @@ class Catalog:
 
     @cached_property
     def hidden(self) -> Catalog:
-        """The catalog with links reduced to what overlapped exchanges can rely on."""
+        """The catalog with link rates reduced to the usable fraction for overlapped exchanges."""
         prices = self.prices
         reduced = Catalog(Prices(hidden(prices.cluster), prices.profile, prices.hosts, spread=prices.spread), self.options,
                           steps_count=self.steps_count, budget=self.budget)
@@ -169,7 +170,8 @@ class Catalog:
         return self.prices.template(o.path, o.codec, 0, 0, o.down, o.by_node)
 
     def costs(self, recipe: Recipe) -> tuple[list[float], list[float]]:
-        """By option, if the whole model used it: excess steps and relative increase of the loss, by cautious estimates."""
+        """Two lists by option, for a whole model that uses the option: additional steps and relative increase of the loss, by
+        cautious estimates."""
         if recipe not in self._costs:
             keys = [(o.by_node or (o.codec,), o.down) for o in self.options]
             of = {key: self._excesses.of(*key, recipe) for key in dict.fromkeys(keys)}
@@ -178,9 +180,9 @@ class Catalog:
         return self._costs[recipe]
 
     def useful(self, sort: Sort, octave: int, recipe: Recipe) -> tuple[int, ...]:
-        """Options for buckets with these contents and this octave of size: all dense ones, and for each level of steps and
-        loss those that are best by some criterion. Prices are linear, so an option that is best at both ends of the octave
-        is best between them."""
+        """Options for buckets with these contents and a size of 2^(octave - 1) to 2^octave elements: all uncompressed ones and,
+        for each level of convergence cost, those that are best by some criterion. Costs are linear, so an option that is best
+        at both ends of the octave is best between them."""
         if (sort, octave) not in self._useful:
             dense = [o for o, option in enumerate(self.options) if option.codec == DENSE]
             only = {Sort.DOUBLES: [o for o in dense if self.options[o].path == EXACT], Sort.BUFFERS: dense,
@@ -205,7 +207,8 @@ class Catalog:
         return list(kept)
 
     def load(self, options: tuple[int, ...], numel: int, urgency: float) -> tuple[Load, list[float]]:
-        """The load of a bucket with these options, and each option's seconds summed over all lanes."""
+        """The load of a bucket with these options, and each option's busy seconds summed over all lanes (links, CPUs, GPUs,
+        servers)."""
         if options not in self._joined:
             each = [self.template(o) for o in options]
             self._joined[options] = joined(each), [*accumulate([len(t.seconds) for t in each], initial=0)]

@@ -1,4 +1,4 @@
-"""Which nodes host summation servers, how much each sums, and which server gets which part of a bucket."""
+"""Chooses the nodes that host summation servers, how much each of them sums, and the server of each part of a bucket."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from commlayer.planner.tensors import nonzero_numel
 from commlayer.records import Job, Slice
 
 EVEN = 0.1
-"""Links that differ by at most this fraction count as equal when hosts are chosen."""
+"""Relative tolerance: link rates that differ by at most this fraction count as equal."""
 LEAST_PART = 0.05
-"""A node that would sum less than this part of the busiest server's share gets no server."""
+"""A node gets no server if its part of the sums would be smaller than this fraction of the largest part."""
 
 
 class Hosts(NamedTuple):
-    """Nodes that run servers, and each one's part of the sums; no parts for a single server."""
+    """Indices of the nodes that run servers, and each server's fraction of the sums; `parts` is empty for a single server."""
 
     places: tuple[int, ...]
     parts: tuple[float, ...] = ()
 
 
 def host_sets(cluster: Cluster) -> list[Hosts]:
-    """Sets of nodes to run servers: all that can, evenly; those chosen by links, in proportion; the one with the fastest
-    link.
+    """Sets of nodes to run servers: all nodes that can, with equal parts; nodes with parts in proportion to their links; the
+    node with the fastest link only.
 
-    Even parts balance adding and coding best; parts by links balance the transfers.
+    Equal parts balance summation and encoding best; parts in proportion to links balance transfers.
     """
     able = [i for i, node in enumerate(cluster.nodes) if node.server]
     if len(able) < 2:
@@ -56,9 +56,9 @@ class Split(NamedTuple):
     """How a model is divided among the nodes that host servers."""
 
     shares: tuple[float, ...]
-    """Part of the bytes per node of the cluster; their sum is 1."""
+    """Fraction of the bytes that each node of the cluster sums; all fractions sum to 1."""
     seconds: float
-    """For one pass of all bytes, in both directions at once."""
+    """Seconds to send and receive all bytes once, in both directions at the same time."""
 
 
 def _bps(node: Node) -> float:
@@ -66,7 +66,7 @@ def _bps(node: Node) -> float:
 
 
 def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
-    """The split that ends soonest, if every training node sends and receives `nbytes`. Nodes without a server own 0."""
+    """The fastest split if every training node sends and receives `nbytes`. A node without a server has fraction 0."""
     n = sum(1 for node in cluster.nodes if node.ranks)
     hosts = [node for node in cluster.nodes if node.server]
     if not hosts:
@@ -76,9 +76,9 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
     for node in cluster.nodes:
         if not _bps(node) > 0:
             raise InvalidInput("E-PLAN-INPUT",
-                               f"node {node.name}: a link of {_bps(node):g} bps carries nothing, allowed: above 0")
+                               f"node {node.name}: the link's rate is {_bps(node):g} bit/s, allowed: above 0")
     bits = 8 * nbytes
-    # Training nodes without a server send and receive all bytes, whatever the split.
+    # Training nodes without a server send and receive all bytes with any split.
     low_s = max((bits / _bps(node) for node in cluster.nodes if node.ranks and not _lighter(node, n)), default=0.0)
     high_s = max([low_s, *(n * bits / _bps(node) for node in hosts)]) * 2
     for _ in range(200):
@@ -96,36 +96,36 @@ def shares(cluster: Cluster, nbytes: float = 1.0) -> Split:
 
 
 def _lighter(node: Node, n: int) -> bool:
-    """Whether owning a part reduces the node's own traffic: with n = 1 it then sends nothing."""
+    """True: hosting a server reduces the node's own traffic, because with n = 1 the node then sends nothing."""
     return node.server and n < 2
 
 
 def _busy_s(node: Node, share: float, n: int, bits: float) -> float:
-    """Seconds that a node's link is busy, in each direction."""
+    """Seconds that a node's link is busy in each direction if the node sums the fraction `share`."""
     if node.ranks:
         return bits / _bps(node) * ((1 - share) + (n - 1) * share)
     return bits / _bps(node) * n * share
 
 
 def _room(node: Node, n: int, seconds: float, bits: float) -> float:
-    """The largest share that the node can own within that time."""
+    """The largest fraction of the bytes that the node can sum within `seconds`."""
     passes = seconds * _bps(node) / bits
     if not node.server:
         return 0.0
     if not node.ranks:
         return passes / n
     if n <= 2:
-        # Its link is busy for 1 - share + (n-1) share, which does not grow with the share.
+        # The node's link is busy for 1 - share + (n-1) share passes, which does not grow with share if n <= 2.
         return 1.0 if passes >= n - 1 else 0.0
     return min(1.0, max(0.0, (passes - 1) / (n - 2)))
 
 
 def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] | None = None) -> list[int]:
-    """A server for each bucket, in order: the one with the least load relative to its weight. Weight 0 gets none. `loads`:
-    earlier loads, to which the sizes are added.
+    """Chooses a server for each bucket in order: the server with the least load relative to its weight. Servers of weight 0 get
+    no buckets. `loads`: earlier loads, to which sizes are added.
 
-    Ties go to the lower number. With n servers, none exceeds its part by more than that part of n - 1 times its last bucket.
-    This holds at any time, so early buckets keep all servers busy.
+    Ties go to the lower number. Every prefix of the buckets is balanced, so early buckets keep all servers busy: with n
+    servers, a server exceeds its part by at most (n - 1) times that part of its last bucket.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
@@ -140,10 +140,10 @@ def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] 
 
 
 class Part(NamedTuple):
-    """A bucket of the future plan: all of a bucket of the search, or a part of it."""
+    """A bucket of the future plan: one bucket of the search, or a part of one."""
 
     origin: int
-    """The bucket of the search."""
+    """Index of the bucket of the search."""
     slices: tuple[Slice, ...]
     numel: int
     option: int
@@ -152,17 +152,17 @@ class Part(NamedTuple):
 
 
 ANY = -1
-"""Placeholder for a part that may go to the server with the least load."""
+"""Placeholder for the server of a part that has not been assigned to a server yet."""
 
 
 def parts(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
     fragments: int, ranks_per_node: int,
 ) -> list[Part]:
-    """Cuts and places buckets; `options` has the option of each.
+    """Cuts buckets and assigns the parts to servers; `options` has the index of each bucket's option.
 
-    A served bucket is cut: each server gets at least `finely` parts of what is served, and a part of each fragment. Parts go
-    to the server with the least load, and among a node's ranks to the one with the least.
+    Buckets that use servers are cut so that each server gets at least `finely` parts, and a part of each fragment. Each part
+    goes to the server, and to the rank of the node, with the least load.
     """
     hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
     sizes = [sum(s.numel for s in slices) for slices in groups]
@@ -172,7 +172,7 @@ def parts(
         cuts = catalog.options[option].served and not parse_spec(catalog.options[option].codec).needs_shape
         count = -(-numel * max(finely, fragments) * hosts // total) if cuts else 1
         count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // least_spread_nbytes(fragments)))
-        each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts, in proportion to their links
+        each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts
         ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
         for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
             piece = buckets.between(slices, start, stop) if ends else slices

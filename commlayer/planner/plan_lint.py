@@ -1,4 +1,4 @@
-"""The verb `lint`: lists all problems of a plan, each with its bucket and the rule that it breaks."""
+"""Implements `lint`: lists all problems of a plan, each with its bucket and the violated rule."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
 
 ANY = Promise(sums=True, alone=True, answers=True)
-"""Assumed for codecs without a known cost."""
+"""Properties assumed for codecs without a known cost."""
 
 
 def lint(
     plan: Plan, job: Job | None = None, cluster: Cluster | None = None, profile: Profile | None = None,
     codec_problem: Callable[[str], str] | None = None,
 ) -> list[str]:
-    """All problems. `codec_problem` returns what is wrong with a codec's spelling, or an empty string."""
+    """All problems of a plan, one line each. `codec_problem` describes what is wrong with a codec's spelling, or returns an
+    empty string."""
     problems = verify_alone(plan) if job is None else verify(plan, job)
     if plan.schema != SCHEMA:
         return problems
@@ -59,21 +60,21 @@ def _bucket(
     problems = misfits(path, up, down=down, by_node=bool(bucket.by_node), gpus=gpus)
     yield from (f"path {bucket.path!r}: {line}" for line in problems)
     if not tree.encodes(path) and bucket.codec != DENSE:
-        yield f"path {bucket.path!r} codes nothing, but the codec is {bucket.codec!r}"
+        yield f"path {bucket.path!r} has no encode step, but the codec is {bucket.codec!r}"
     if bucket.by_node and cluster is not None:
         nodes = sum(1 for node in cluster.nodes if node.ranks)
         if len(bucket.by_node) != nodes:
             yield f"by_node has {len(bucket.by_node)} codecs for {nodes} nodes with ranks"
     families = {_bare(codec).family for codec in bucket.by_node}
     if len(families) > 1:
-        yield f"by_node mixes {', '.join(sorted(families))}: one server reads one family"
+        yield f"by_node mixes {', '.join(sorted(families))}: a server decodes one family only"
     buffer = job is not None and any(
         job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)
     )
     if buffer and {*codecs} != {DENSE}:
-        yield f"holds buffers, which are averaged as they are: codec {DENSE!r}, not {bucket.codec!r}"
+        yield f"holds buffers, which are averaged uncompressed: codec must be {DENSE!r}, not {bucket.codec!r}"
     if buffer and bucket.stale:
-        yield "holds buffers, which are never a step late"
+        yield "holds buffers, which must not be applied one step late (stale)"
 
 
 def _bare(codec: str) -> CodecSpec:
@@ -83,7 +84,7 @@ def _bare(codec: str) -> CodecSpec:
 
 def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:
     if plan.hosts and len(plan.hosts) != plan.servers:
-        yield f"hosts names {len(plan.hosts)} nodes for {plan.servers} servers"
+        yield f"hosts lists {len(plan.hosts)} nodes for {plan.servers} servers"
     for host in plan.hosts:
         if not 0 <= host < len(cluster.nodes):
             yield f"hosts: node {host}, the cluster has {len(cluster.nodes)}"
@@ -96,6 +97,6 @@ def _places(plan: Plan, cluster: Cluster) -> Iterator[str]:
             yield str(error)
     ranks = sorted({node.ranks for node in cluster.nodes if node.ranks})
     if len(ranks) > 1:
-        yield f"the cluster's nodes have {' and '.join(map(str, ranks))} ranks, workers run plans for as many on each"
+        yield f"the cluster's nodes have {' and '.join(map(str, ranks))} ranks; a plan needs the same number on each node"
     elif ranks and ranks[0] != plan.ranks_per_node:
         yield f"ranks_per_node is {plan.ranks_per_node}, the cluster's nodes have {ranks[0]}"

@@ -1,4 +1,4 @@
-"""Verifies a plan against the model before it runs."""
+"""Verifies a plan against the model before the plan runs, and lowers its paths to those of the runtime."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FLOAT32_NBYTES = 4
 
 
 def verify(plan: Plan, job: Job) -> list[str]:
-    """All problems, a line each; empty for a plan that sums every element exactly once."""
+    """Reports all problems of a plan, one line each; empty for a plan that sums every element exactly once."""
     if plan.schema == SCHEMA and plan.job != job.digest():
-        return [f"this plan was made for another model: job {plan.job}, here {job.digest()} "
+        return [f"this plan was made for another model: job {plan.job}, but this is {job.digest()} "
                 f"({len(job.tensors)} tensors, {job.numel} elements)"]
     problems = verify_alone(plan)
     if plan.schema != SCHEMA:
@@ -31,9 +31,10 @@ def verify(plan: Plan, job: Job) -> list[str]:
 
 
 def verify_alone(plan: Plan, world: int = 0) -> list[str]:
-    """Checks that need no model, as on a server. With `world`, also whether the plan fits that number of workers."""
+    """Runs the checks that need no model, as on a server. With `world`, also checks that the plan fits this number of
+    workers."""
     if plan.schema != SCHEMA:
-        return [f"plan has schema {plan.schema}, this commlayer reads {SCHEMA}: make the plan again"]
+        return [f"plan has schema {plan.schema}, this version reads schema {SCHEMA}: create the plan again"]
     problems = []
     if plan.ranks_per_node < 1:
         problems.append(f"ranks_per_node is {plan.ranks_per_node}, allowed: at least 1")
@@ -51,44 +52,44 @@ def verify_alone(plan: Plan, world: int = 0) -> list[str]:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    """Combinations of sync settings that exclude each other."""
+    """Reports sync settings that exclude each other."""
     late = any(b.stale for b in plan.buckets)
     if plan.codes not in ("gradients", "updates"):
         yield f"codes is {plan.codes!r}, allowed: 'gradients' or 'updates'"
     if plan.overlap not in ("", "round", "forward"):
         yield f"overlap is {plan.overlap!r}, allowed: 'round', 'forward', or nothing"
     if plan.overlap == "round" and not plan.steps_locally:
-        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients waits for them; allowed: local_steps of "
-               "2 or more, or codes 'updates'")
+        yield ("overlap is 'round' with local_steps 1: a step on averaged gradients cannot start before the average arrives; "
+               "allowed: local_steps of 2 or more, or codes 'updates'")
     if plan.overlap == "forward" and (plan.steps_locally or late):
-        what = "results that are a step late" if not plan.steps_locally else \
-            f"{plan.local_steps} local steps" if plan.local_steps > 1 else "coded updates"
-        yield f"has {what}, and overlap='forward' brings each step's results in ahead of the next: one or the other"
+        what = "stale buckets (applied one step late)" if not plan.steps_locally else \
+            f"{plan.local_steps} local steps" if plan.local_steps > 1 else "compressed updates"
+        yield f"has {what}, which excludes overlap='forward' (each average is applied before the next step): choose one"
     if late and plan.steps_locally:
-        what = f"of {plan.local_steps} local steps" if plan.local_steps > 1 else "of coded updates, which ranks step on"
-        yield f"{what}, and results that are a step late: one or the other"
+        what = f"{plan.local_steps} local steps" if plan.local_steps > 1 else "compressed updates"
+        yield f"has {what}, which excludes stale buckets (applied one step late): choose one"
     if plan.local_steps > 0 < plan.fragments and plan.local_steps % plan.fragments:
-        yield (f"of {plan.local_steps} local steps, and fragments={plan.fragments}, of which one goes every H / fragments "
-               "steps: take a divisor")
+        yield (f"local_steps is {plan.local_steps}, and fragments={plan.fragments} does not divide it: one fragment is "
+               "exchanged every H / fragments steps; choose a divisor")
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:
-    """Gradients must come before buffers: buffers are ready only when backward ends. They are never mixed, since buffers
-    have no loss scale."""
+    """Reports buffers before gradients, because buffers are ready only when backward ends, and buckets that mix both, because
+    buffers have no loss scale."""
     begun = False
     for bucket in plan.buckets:
         kinds = {job.tensors[s.tensor].buffer for s in bucket.slices if 0 <= s.tensor < len(job.tensors)}
         if len(kinds) > 1:
             yield f"bucket {bucket.id}: mixes gradients and buffers"
         if begun and False in kinds:
-            yield f"bucket {bucket.id}: gradients stand behind buffers, which are ready last"
+            yield f"bucket {bucket.id}: gradients come after buffers, but buffers are ready last and must be the last buckets"
         begun = begun or True in kinds
 
 
 def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     if bucket.id != place:
-        yield f"{name} stands at place {place}: ids count from 0 in the order of the buckets"
+        yield f"{name} is bucket number {place} of the plan: ids must count from 0 in the order of the buckets"
     try:
         yield from (f"{name}: path {bucket.path!r}: {line}" for line in tree.check(tree.parse(bucket.path)))
     except ValueError as error:
@@ -98,16 +99,16 @@ def _bucket(plan: Plan, place: int, bucket: Bucket) -> Iterator[str]:
     if not bucket.codec.strip():
         yield f"{name}: no codec"
     if bucket.served and not 0 <= bucket.server < plan.servers:
-        yield f"{name}: server {bucket.server}, the plan has {plan.servers}"
+        yield f"{name}: server {bucket.server}, but the plan has {plan.servers} servers"
     if bucket.path != "allreduce" and not 0 <= bucket.owner < plan.ranks_per_node:
-        yield f"{name}: owner {bucket.owner}, the plan has {plan.ranks_per_node} ranks per node"
+        yield f"{name}: owner {bucket.owner}, but the plan has {plan.ranks_per_node} ranks per node"
     if not 0 < len(bucket.slices) <= MAX_TENSORS_PER_BUCKET:
         yield f"{name}: {len(bucket.slices)} slices, allowed: 1 to {MAX_TENSORS_PER_BUCKET}"
     if bucket.shape and (min(bucket.shape) < 1 or math.prod(bucket.shape) != bucket.numel):
         yield f"{name}: shape {bucket.shape} for {bucket.numel} elements"
     backward = [part for part in bucket.slices if not 0 <= part.start < part.stop]
     for part in backward:
-        yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is no range"
+        yield f"{name}: elements {part.start}..{part.stop} of tensor {part.tensor}, which is not a valid range"
     if not backward and bucket.served and bucket.numel * FLOAT32_NBYTES > MAX_BUCKET_NBYTES:
         yield (f"{name}: {bucket.numel} elements, allowed on path service: {MAX_BUCKET_NBYTES // FLOAT32_NBYTES}; "
                "cut it into several")
@@ -117,10 +118,10 @@ def _slices(job: Job, bucket: Bucket) -> Iterator[str]:
     name = f"bucket {bucket.id}"
     for part in bucket.slices:
         if not 0 <= part.tensor < len(job.tensors):
-            yield f"{name}: tensor {part.tensor}, the model has {len(job.tensors)}"
+            yield f"{name}: tensor {part.tensor}, but the model has {len(job.tensors)} tensors"
         elif part.stop > job.tensors[part.tensor].numel:
             info = job.tensors[part.tensor]
-            yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has {info.numel}"
+            yield f"{name}: elements {part.start}..{part.stop} of {info.name}, which has only {info.numel}"
 
 
 def _coverage(plan: Plan, job: Job) -> Iterator[str]:
@@ -143,12 +144,12 @@ def _coverage(plan: Plan, job: Job) -> Iterator[str]:
 
 
 MERGED = "topk(ratio=1.0, values='int8')"
-"""All entries of a merged sparse sum, without zeros."""
+"""Codec for a merged sparse sum: sends all of its nonzero entries."""
 AS_IT_IS = "identity()"
 
 
 def lower(plan: Plan) -> Plan:
-    """The same sums in the runtime's terms. A plan that is already lowered is returned unchanged."""
+    """Replaces the plan's paths by equivalent paths of the runtime. A plan that is already lowered is returned unchanged."""
     lowered = [bucket for old in plan.buckets for bucket in _lowered(old, plan.ranks_per_node)]
     buckets = tuple(structs.replace(bucket, id=number) for number, bucket in enumerate(lowered))
     return plan if buckets == plan.buckets else structs.replace(plan, buckets=buckets)
@@ -165,22 +166,22 @@ def _lowered(bucket: Bucket, ranks_per_node: int) -> Iterator[Bucket]:
     coders = {op.where for op in path if op.name in ("encode", "decode")}
     if len(coders) > 1:
         raise InvalidInput("E-PLAN-PATH",
-                           f"bucket {bucket.id}: path {spell(path)!r} codes on {' and '.join(sorted(coders))}: what goes to a "
-                           "server is coded on one of them")
+                           f"bucket {bucket.id}: path {spell(path)!r} encodes and decodes on {' and '.join(sorted(coders))}: "
+                           "a path over a server must use one device")
     forwards = any(op.name == "forward" for op in path)
     down = (MERGED if parse_spec(bucket.codec).sparse else AS_IT_IS) if forwards else bucket.down
     served = structs.replace(bucket, path="service", down=down, coder="gpu" if coders == {"gpu"} else "")
     if ranks_per_node == 1 or not any(op.name == "reduce_scatter" for op in path):
         yield served
         return
-    # Workers sum these shards in one reduce_scatter, and share their results in one allgather.
+    # Workers sum these shards in one reduce_scatter, and exchange the averaged shards in one allgather.
     for owner, slices in enumerate(cut(bucket.slices, ranks_per_node)):
         if slices:
             yield structs.replace(served, slices=slices, owner=owner, shape=())
 
 
 def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
-    """Cuts slices into `parts` runs of nearly equal size; a run may be empty."""
+    """Cuts slices into `parts` lists of nearly equal numbers of elements; a list may be empty."""
     numel = sum(s.numel for s in slices)
     runs = []
     for low, high in pairwise(numel * i // parts for i in range(parts + 1)):
@@ -195,10 +196,11 @@ def cut(slices: Sequence[Slice], parts: int) -> list[tuple[Slice, ...]]:
 
 
 def together(buckets: Sequence[Bucket], ranks_per_node: int) -> list[range]:
-    """Ranges of places that a node handles as one, in order: the shards of one former bucket, or a single bucket.
+    """Ranges of bucket indices that a node handles together, in order: the shards of one bucket of the unlowered plan, or a
+    single bucket.
 
-    Shards are neighbours of equal size, owned by local ranks 0, 1, ... Each begins in the tensor in which the one before
-    ends, so that one gradient makes all of them ready, or nearly so.
+    Shards are neighbours of equal size, owned by local ranks 0, 1, ... Each shard begins in the tensor in which the previous
+    one ends, so one gradient makes all of them ready, or nearly so.
     """
     runs: list[range] = []
     place = 0

@@ -1,7 +1,7 @@
-"""The simulation's input: buckets with their options, as arrays.
+"""Builds the simulation's input: buckets with their options, as arrays.
 
-An option is a few tasks. A network numbers the lanes of one cluster, so that the arrays of a shape (tasks without durations)
-are made once and only joined for each problem.
+An option is a list of a few tasks. `Network` numbers the lanes of one cluster (resources such as links and CPUs), so the arrays
+of each `Shape` (tasks without durations) are built once and only joined for each problem.
 """
 
 from __future__ import annotations
@@ -21,32 +21,35 @@ Ints = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float64]
 
 COMPUTE = "compute"
-"""The lane on which a node computes gradients: "compute:NODE". Other work on it delays them."""
+"""The lane on which a node computes gradients: "compute:NODE". Other tasks on this lane delay the gradients."""
 SHARED = ("up", "down", "intra")
-"""Kinds of lanes that carry several transfers at once."""
+"""Kinds of lanes that carry several transfers at the same time."""
 _SHARED = tuple(f"{kind}:" for kind in SHARED)
 STEPS_IF_STALE = 4
-"""With stale buckets, transfers overlap the next step; a step's price is the mean of the last two of these steps."""
+"""Number of simulated steps if buckets are stale: transfers overlap the next step, so the step time is the mean of the last two
+steps."""
 
 
 class Task(NamedTuple):
-    """One piece of a bucket's work. It starts on all its lanes together and occupies each for its own time. A transfer occupies
-    the sender's uplink and the receiver's downlink. Seconds and bytes are lines over the bucket's elements."""
+    """One part of a bucket's work, which starts on all its lanes together and occupies each for its own time. A transfer
+    occupies the sender's uplink and the receiver's downlink. Seconds and bytes are linear functions of the bucket's
+    elements."""
 
     lanes: tuple[tuple[str, Line], ...]
     after: tuple[int, ...] = ()
-    """Tasks of the same option (by index) that end before this one starts. Empty: it starts when the gradient is ready."""
+    """Indices of the same option's tasks that must end before this task starts. Empty: the task starts when the gradient is
+    ready."""
     latency: Line = ZERO
-    """Delay from the end of its longest lane to the end of the task."""
+    """Delay from the end of the task's longest lane to the end of the task."""
     op: str = ""
-    """The op that it is part of. Transfers of one op between the same ends share a connection."""
+    """The operation that the task belongs to. Transfers of one operation between the same ends share a connection."""
     nbytes: Line = ZERO
 
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Tasks without durations. Arrays are by task; those with several entries per task are concatenated, with a count for
-    each task before them."""
+    """Tasks without durations, as arrays by task. Arrays with several entries per task are concatenated; a separate array has
+    the count of each task."""
 
     lanes: tuple[tuple[str, ...], ...]
     after: tuple[tuple[int, ...], ...]
@@ -54,7 +57,7 @@ class Shape:
     held: Ints
     """Number of lanes of each task."""
     queue: Ints
-    """-1 for a task on no lane."""
+    """The task's queue (see `Network`); -1 for a task on no lane."""
     need: Ints
     followed: Ints
     next: Ints
@@ -67,12 +70,13 @@ class Shape:
 
 
 class Template(NamedTuple):
-    """One option or several, one after the other, priced for buckets of every size: rows of floor and slope."""
+    """One or several options for buckets of every size: each array row is (floor, slope), a linear function of the bucket's
+    elements."""
 
     tasks: tuple[Task, ...]
     shapes: tuple[Shape, ...]
     seconds: Reals
-    """By task, then by lane."""
+    """Seconds by task and lane."""
     latency: Reals
 
     def load(self, numel: float, urgency: float = 0.0, *, stale: bool = False) -> Load:
@@ -81,18 +85,19 @@ class Template(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """Bytes per element, over all of the bucket's transfers on one node's links."""
+        """Bytes per element, summed over all of the bucket's transfers on one node's links."""
         return sum([task.nbytes.slope_s for task in self.tasks])
 
 
 class Load(NamedTuple):
-    """One bucket and its options: their shapes, and their numbers, one option after the other."""
+    """One bucket and its options: their shapes, and their durations in one array, option after option."""
 
     shapes: tuple[Shape, ...]
     seconds: Reals
     latency: Reals
     urgency: float = 0.0
-    """Among waiting buckets the smallest goes first: when the next forward pass needs the bucket."""
+    """Seconds after which the next forward pass needs the bucket. Among waiting buckets, the one with the smallest value is
+    sent first."""
     stale: bool = False
 
 
@@ -131,15 +136,15 @@ class Problem(NamedTuple):
 
 
 class Network:
-    """Numbers the lanes of a cluster and its queues. A queue serves one task at a time: it is a lane that is not shared, or a
-    connection, which is an op over shared lanes."""
+    """Numbers the lanes and the queues of a cluster. A queue runs one task at a time: it is either a lane that is not shared,
+    or a connection (one operation over shared lanes)."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        """`nodes`: those that compute gradients."""
+        """`nodes`: names of the nodes that compute gradients."""
         self.nodes = {name: i for i, name in enumerate(nodes)}
         self._lanes: dict[str, int] = {}
         self._queues: list[tuple[int, ...]] = []
-        """The lanes of each queue."""
+        """The lane numbers of each queue."""
         self._queue_of: dict[tuple[str, tuple[str, ...]], int] = {}
         self._shapes: dict[object, Shape] = {}
         self._joined: dict[tuple[Shape, ...], tuple[Ints, ...]] = {}
@@ -151,14 +156,14 @@ class Network:
                         _rows([task.latency for task in tasks]))
 
     def shape(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> Shape:
-        """By task: its lanes, the tasks it waits for, and its op."""
+        """The shape of tasks with these lanes, preceding tasks and operations, each given by task."""
         key = lanes, after, ops
         if key not in self._shapes:
             followers: list[list[int]] = [[] for _ in after]
             for place, earlier in enumerate(after):
                 for before in earlier:
                     followers[before].append(place)
-            # A first task waits for the gradients of the nodes whose lanes it uses; if it uses no node's lane, of all nodes.
+            # A first task waits for the gradients of the nodes whose lanes it uses, or of all nodes if it uses no node's lane.
             gates = [() if earlier else tuple(sorted({self._owner(lane) for lane in mine} - {-1})) or tuple(self.nodes.values())
                      for mine, earlier in zip(lanes, after, strict=True)]
             self._shapes[key] = Shape(
@@ -170,15 +175,15 @@ class Network:
         return self._shapes[key]
 
     def awaited(self, shape: Shape) -> Shape:
-        """The shape with one more task, on no lane, after the last ones."""
+        """The shape with an additional final task that uses no lane and waits for the last tasks."""
         last = tuple(sorted({*range(len(shape.after))} - {before for after in shape.after for before in after}))
         return self.shape((*shape.lanes, ()), (*shape.after, last), (*shape.ops, ""))
 
     def problem(
         self, loads: Sequence[Load], ready: Reals, *, tail_s: float = 0.0, priority: bool = True,
     ) -> Problem:
-        """The arrays for a simulation of any choice among the options. `ready`: by node and bucket, when its gradient is
-        final; last, when the node's computing ends."""
+        """The arrays for simulating any choice among the options. `ready`: by node and bucket, seconds until the gradient is
+        final; the last column is the end of the node's computing."""
         shapes = [load.shapes for load in loads]
         tasks, held, queue, need, followed, following, gated, gate = map(_chained, zip(*map(self._of, shapes), strict=True)) \
             if loads else [_ints(())] * 8
@@ -202,7 +207,7 @@ class Network:
             most_tasks=sum([int(self._of(each)[0].max()) for each in shapes]))
 
     def _of(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
-        """The number of tasks of each shape, and the shapes' arrays joined."""
+        """The number of tasks of each shape, and the joined arrays of all shapes."""
         if shapes not in self._joined:
             columns = zip(*[shape.arrays for shape in shapes], strict=True)
             self._joined[shapes] = _ints([len(shape.after) for shape in shapes]), *map(_chained, columns)
@@ -216,13 +221,14 @@ class Network:
             if len(lanes) > 1 and not all(lane.startswith(_SHARED) for lane in lanes):
                 together = f"lanes {', '.join(lanes)} together"
                 raise InvalidInput("E-PLAN-INPUT",
-                                   f"task {op or lanes}: {together}, allowed: one, or any of {', '.join(SHARED)}")
+                                   f"task {op or lanes}: {together}, allowed: one lane, or only lanes of the kinds "
+                                   f"{', '.join(SHARED)}")
             self._queue_of[key] = len(self._queues)
             self._queues.append(tuple([self._lanes.setdefault(lane, len(self._lanes)) for lane in lanes]))
         return self._queue_of[key]
 
     def _owner(self, lane: str) -> int:
-        """The node of "KIND:NODE" or "KIND:NODE.OWNER"; -1 if it computes nothing."""
+        """The index of the node in the lane name "KIND:NODE" or "KIND:NODE.OWNER"; -1 if the node does not train."""
         name = lane.partition(":")[2]
         return self.nodes.get(name, self.nodes.get(name.rpartition(".")[0], -1))
 
@@ -234,7 +240,7 @@ def joined(templates: Sequence[Template]) -> Template:
 
 
 def awaited(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
-    """Adds a task on no lane to the end of each bucket's options, of this many seconds."""
+    """Adds a final task to each bucket's options that uses no lane and takes the bucket's `seconds`."""
     return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]
@@ -249,7 +255,7 @@ def _ints(values: Iterable[Any] | Ints) -> Ints:
 
 
 def _numbered(values: Ints, count: int) -> tuple[list[int], Ints]:
-    """The distinct values among 0 to `count`, and each value as its place among them; negative ones stay."""
+    """The distinct values from 0 to `count`, and each value's index among them; negative values stay."""
     used = np.zeros(count, bool)
     used[values[values >= 0]] = True
     return np.flatnonzero(used).tolist(), np.where(values < 0, values, (np.cumsum(used) - 1)[values]).astype(np.int32) \

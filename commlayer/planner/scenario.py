@@ -1,4 +1,5 @@
-"""One way to train: a sync mode and a layout of buckets, the options of each bucket, and the price of a choice among them."""
+"""One training scenario of the search: a sync mode, a layout of buckets, each bucket's options, and the price of a choice among
+them."""
 
 from __future__ import annotations
 
@@ -20,16 +21,17 @@ from commlayer.planner.tensors import nonzero_numel, shaped, unrounded
 from commlayer.records import Bucket, Job, Plan, Slice, Timing
 
 SHARED, FINER = 4, (8, 16, 32)
-"""Target number of parts of the model per server, since fewer could be balanced badly; and finer cuts that are tried."""
+"""Numbers of parts per server into which the model is cut: SHARED by default, since fewer parts could be unbalanced, and the
+finer FINER, which are also tried."""
 PARTS_WORTH = 0.12
-"""Each doubling of the number of parts must shorten a step by this fraction. A part wakes a dozen threads here and at its
-server, which costs more than its price on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts
-than with 25, where 3 % less was predicted."""
+"""Fraction of the step time that each doubling of the number of parts must save. A part wakes a dozen threads at the worker and
+its server, which costs more than predicted on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts than
+with 25, although the prediction was 3 % less."""
 CODES = 1e6
-"""Burden of coding a bucket: more than any seconds on lanes."""
+"""Tie-break penalty for compressing a bucket: larger than any sum of busy seconds."""
 
 Kind = tuple[Sort, int]
-"""A bucket's contents and its octave of size. Buckets of one kind have the same options."""
+"""A bucket's contents, and log2 of its size rounded up. Buckets of one kind have the same options."""
 
 
 class Inputs(NamedTuple):
@@ -37,14 +39,14 @@ class Inputs(NamedTuple):
     timing: Timing
     cluster: Cluster
     searched: Cluster
-    """The cluster with few kinds of nodes."""
+    """The cluster with similar nodes made equal."""
     profile: Profile
     policy: Policy
     placed: dict[tuple[tuple[int, ...], bool], Prices]
-    """Prices of plans, by hosts, and whether exchanges overlap with rounds of local steps."""
+    """Costs of complete plans. The key is the hosts, and True if exchanges overlap local steps."""
 
     def exact_s(self, plan: Plan) -> float:
-        """Seconds of one step of a plan."""
+        """Predicted seconds of one step of a plan."""
         key = plan.hosts, plan.overlap == "round"
         if key not in self.placed:
             self.placed[key] = Prices(hidden(self.cluster) if key[1] else self.cluster, self.profile, plan.hosts)
@@ -60,13 +62,13 @@ class Piece(NamedTuple):
 
     slices: tuple[Slice, ...]
     numel: int
-    """Elements that are sent."""
+    """Number of elements that are sent."""
     urgency: float
     kind: Kind
 
 
 class Layout(NamedTuple):
-    """One way to cut the model."""
+    """One way to cut the model into buckets."""
 
     job: Job
     limits: Limits
@@ -82,8 +84,8 @@ class Layout(NamedTuple):
 
 
 class Scenario:
-    """One layout with one set of hosts and one sync mode. `useful[b]` lists the options of bucket b by their numbers in the
-    catalog; choices are indexes into it."""
+    """One layout with one set of hosts and one sync mode. `useful[b]` lists the catalog numbers of bucket b's options; a choice
+    has an index into this list."""
 
     def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
         self.inputs, self.layout, self.recipe = inputs, layout, recipe
@@ -115,7 +117,7 @@ class Scenario:
 
     @property
     def starts(self) -> list[list[int]]:
-        """Choices that use one option for every bucket that has it."""
+        """Choices in which every bucket that has an option uses this one option."""
         places = [{option: place for place, option in enumerate(mine)} for mine in self.useful]
         tried = dict.fromkeys(option for mine in self.useful for option in mine)
         return [[of.get(option, 0) for of in places] for option in tried]
@@ -139,7 +141,7 @@ class Scenario:
         return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
 
     def price(self, choice: Choice) -> float:
-        """Seconds per step of dense training, by the search's prices."""
+        """Seconds to a loss per step of dense training, as the search estimates them."""
         return choice.price / self.recipe.every
 
     @cached_property
@@ -147,14 +149,15 @@ class Scenario:
         return search(self.space, self.uniform)
 
     def placed(self, choice: Choice) -> PricedPlan:
-        """The choice as a plan, priced with each part on its own server. Buckets are cut more finely where that pays."""
+        """The choice as a complete plan, simulated with each part on its own server. Buckets are cut more finely if that saves
+        enough time."""
         if choice.options not in self._placed:
             parts = self._parts(choice, SHARED)
             plan = self._plan(parts)
             step_s = self.inputs.exact_s(plan)
             for finely in FINER if plan.servers else ():
                 if step_s * (1 - PARTS_WORTH / 4) * self.recipe.every <= choice.step_s:
-                    break  # what the search promises would not be worth it
+                    break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
                 if len(other) > len(parts):
                     other_s = self.inputs.exact_s(finer := self._plan(other))
@@ -183,12 +186,13 @@ class Scenario:
 
 
 class PricedPlan(NamedTuple):
-    """A plan's origin, its price in seconds per step of dense training, and its excess of steps."""
+    """A complete plan with its scenario and choice, its price (seconds to a loss per step of dense training), and its
+    additional steps."""
 
     scenario: Scenario
     choice: Choice
     plan: Plan
     origins: tuple[int, ...]
-    """By bucket of the plan, the scenario's bucket of which it is all or a part."""
+    """For each bucket of the plan, the index of the scenario's bucket from which it was cut."""
     price: float
     excess: float

@@ -1,8 +1,8 @@
-"""The verb `plan`: enumerates tree paths, codecs, sync modes and server hosts, and chooses by simulated steps.
+"""Implements `plan`: enumerates paths, codecs, sync modes and server hosts, simulates their steps, and chooses a plan.
 
-A scenario is one layout of buckets, one set of hosts and one sync mode. Scenarios are compared by their best uniform choice;
-the best few are searched (choices.py) and placed, and the plan with the fewest seconds to a loss is taken. Other sync modes
-are searched with the buckets and hosts of the best synchronous plan.
+A scenario is one layout of buckets, one set of hosts and one sync mode. Scenarios are compared by their best uniform choice.
+The best few are searched (choices.py) and turned into complete plans, of which the search returns the one with the fewest
+seconds to a loss. Other sync modes use the buckets and hosts of the best synchronous plan.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from commlayer.planner.tensors import full
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
 
 PAYS = 0.02
-"""Compression, or another sync mode, must win this fraction: both have risks."""
+"""Fraction of the time to a loss that compression, or another sync mode, must save: both have risks."""
 FINALISTS = 3
-"""Number of scenarios that are searched in full, by their best uniform choice; as many sync modes."""
+"""Number of scenarios, and of sync modes, that are searched in full; they are chosen by their best uniform choice."""
 PLACED = 0.1
-"""A placed plan is faster than the searched choice by at most this fraction."""
+"""Largest fraction by which a complete plan can be faster than the search's estimate."""
 UNBALANCED = 1.1
-"""Fragments take longer by this factor than estimated, since each waits for the server that has most."""
+"""Fragments take longer than estimated by this factor, since each waits for the server with the most bytes."""
 ALIKE = 0.1
-"""Layouts whose numbers of buckets differ by at most this fraction are not both tried."""
+"""Of layouts whose numbers of buckets differ by at most this fraction, only one is tried."""
 MOST_LOCAL_STEPS = 512
-"""Limit of the search over local steps, if measured rows show how their cost grows. Beyond measured numbers the cost is
-extrapolated."""
+"""Largest number of local steps that the search tries if measured rows show how the cost grows. Costs beyond measured numbers
+are extrapolated."""
 MOST_FRAGMENTS = 64
 LEAST_FRAGMENT_NBYTES = 64 << 10
-"""Least part of the model in a fragment: smaller ones are mostly latency."""
+"""Least bytes in a fragment: the exchange of a smaller fragment is mostly latency."""
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:
@@ -72,12 +72,12 @@ def _uncollected() -> Iterator[None]:
 
 
 class PlanSearch:
-    """The search for one job, whose synchronous part is shared by several calls of `best`."""
+    """The search for one job. Several calls of `best` share its synchronous part."""
 
     @_uncollected()
     def __init__(self, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> None:
         profile, self.policy, timing = checked_inputs(job, cluster, profile, policy)
-        # Zeros are left out only between a node's only rank and a server.
+        # Zeros are omitted only between a node's only rank and a server.
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
         self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
         self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel)
@@ -91,7 +91,7 @@ class PlanSearch:
         for i, hosts in enumerate((Hosts(()), *host_sets(self.inputs.searched))):
             if i > 1 and even(self.inputs.cluster) and not any(c.catalog.prices.hosts for c in _best(tried)):
                 break
-            # Buckets go to servers in rotation, which is nearly as if each were spread over all of them.
+            # Buckets are assigned to servers in rotation; spreading each bucket over all servers approximates this.
             prices = Prices(self.inputs.searched, self.inputs.profile, hosts.places, spread=hosts.parts)
             catalog = Catalog(prices, options(prices, self.policy), steps_count=self.inputs.steps_count,
                               budget=self.policy.max_loss < NO_LIMIT)
@@ -99,13 +99,13 @@ class PlanSearch:
             layouts = list(dict.fromkeys(scenario.layout for scenario in _best(tried))) if i else layouts
         if not tried:
             raise InvalidInput("E-PLAN-CODEC-COST", f"profile {self.inputs.profile.source!r} has no cost of {DENSE}: "
-                               "over servers alone, nothing could go as it is")
+                               "plans over servers need it for buffers and uncompressed buckets")
         priced = _soonest([(c, choice) for c in _best(tried) for choice in (c.searched, c.quick)])
         densest = min(tried, key=lambda c: c.dense.price)
         return _soonest([(densest, densest.dense)], priced, by=-PAYS)
 
     def _layouts(self) -> list[Layout]:
-        """The layouts to try; of those with nearly equal numbers of buckets, the first."""
+        """The layouts to try: the first of each set of layouts with nearly equal numbers of buckets."""
         layouts: list[Layout] = []
         allowed = [bare(codec) for codec in allowed_codecs(self.inputs.profile, self.policy) or (DENSE,)]
         matrices = any(name.needs_shape for name in allowed)
@@ -120,7 +120,7 @@ class PlanSearch:
     def best(self, *, exact: bool) -> PricedPlan:
         """The best of all sync modes that the policy allows.
 
-        `exact` overrides the policy's setting: True excludes local steps and stale results. False, under an exact policy,
+        `exact` overrides the policy's setting: True excludes local steps and one-step-late averages. False with an exact policy
         allows at most as many local steps as were measured.
         """
         policy, plain = self.policy, self.synchronous
@@ -129,23 +129,23 @@ class PlanSearch:
         elif policy.exact and not exact:
             policy = structs.replace(policy, exact=False, max_local_steps=measured_local_steps(self.inputs.profile.learning))
         best = plain
-        # Modes without measurements are used only if the policy names them.
+        # Sync modes without measurements are used only if the policy names them.
         freely = not policy.exact and self.inputs.steps_count
         measured = freely and late_measured(self.inputs.profile.learning, policy.optimizer)
         if measured if policy.staleness is None else policy.staleness:
             best = min([plain, *self._stale(plain)], key=lambda priced: priced.price)
         best = _soonest([pair for recipe in self._recipes(policy, freely) for pair in self._choices(recipe)], best)
-        # The forward overlap changes nothing that is learnt, so it has no risk that must be paid for.
+        # The forward overlap does not change training, so it needs no minimum saving.
         return best if best.scenario.recipe.overlap == "forward" or best.price < plain.price * (1 - PAYS) else plain
 
     @_uncollected()
     def explained(self, priced: PricedPlan) -> Plan:
-        """The plan with predictions and reasons."""
+        """The plan with its predicted times and reasons filled in."""
         return explained(priced)
 
     def _recipes(self, policy: Policy, freely: bool) -> list[Recipe]:
-        """The most promising sync modes: those with a result in the next forward pass or compressed updates, and of local
-        steps the best by estimate."""
+        """The most promising sync modes: overlap with the next forward pass, compressed updates, and the local-step modes with
+        the best estimates."""
         updates = self._recipe._replace(codes="updates")
         recipes = [self._recipe._replace(overlap="forward")] if policy.forward else []
         recipes += [updates._replace(overlap=overlap) for overlap in ("", "round")] if freely else []
@@ -160,8 +160,8 @@ class PlanSearch:
         return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:
-        """The price of local steps with the best uniform choice: exchanges take as long as after a single step, and each
-        fragment has its own latencies."""
+        """Estimated price of a local-step mode with the best uniform choice. Assumes that an exchange takes as long as after a
+        single step, and that each fragment adds its own latencies."""
         timing, every = self.inputs.timing, recipe.every
         prices = self.synchronous.scenario.catalog.prices
         computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
@@ -178,7 +178,8 @@ class PlanSearch:
 
     @cached_property
     def _exchanges(self) -> dict[str, list[TypicalExchange]]:
-        """Uniform choices for updates that are waited for, by overlap, which determines the usable part of links."""
+        """Maps each overlap ("" or "round"), which determines the usable fraction of links, to the exchange times of uniform
+        choices, measured as blocking exchanges of updates."""
         updates = self._recipe._replace(codes="updates")
         result: dict[str, list[TypicalExchange]] = {}
         for overlap in ("", "round"):
@@ -209,17 +210,18 @@ class PlanSearch:
         return Scenario(inputs, plain.catalog, layout, recipe)
 
     def _choices(self, recipe: Recipe) -> list[tuple[Scenario, Choice]]:
-        """The choice of another sync mode, if any keeps the loss budget."""
+        """The best choice in another sync mode; empty if no choice is within the loss budget."""
         if recipe not in self._by_recipe:
             scenario = self._scenario(recipe)
             try:
                 self._by_recipe[recipe] = [(scenario, scenario.searched)]
-            except InvalidInput:  # no choice keeps the loss budget
+            except InvalidInput:  # no choice is within the loss budget
                 self._by_recipe[recipe] = []
         return self._by_recipe[recipe]
 
     def _stale(self, plain: PricedPlan) -> Iterator[PricedPlan]:
-        """Plans in which a part of the buckets, those that are ready last, is one step stale."""
+        """Plans in which the buckets that are ready last (an eighth, a quarter, half, all of them) are applied one step
+        late."""
         job, _, cluster, _, profile, policy, _ = self.inputs
         gradients = [b.id for b in plain.plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
         for share in (8, 4, 2, 1):
@@ -233,25 +235,26 @@ class PlanSearch:
 
 
 class TypicalExchange(NamedTuple):
-    """One uniform choice of compressed updates."""
+    """A blocking exchange of compressed updates with one uniform choice."""
 
     step_s: float
-    """With computing before the exchange."""
+    """Seconds of computing and the exchange after it."""
     latency_s: float
     parts: dict[int, float]
-    """Part of the model that each option carries."""
+    """Maps the option's number to the fraction of the model that uses it."""
 
 
 def _best(tried: Sequence[Scenario]) -> list[Scenario]:
-    """The cheapest scenarios, and the cheapest with other hosts: even parts, which are simpler to search, would exclude
-    it."""
+    """The cheapest scenarios, and the cheapest with other hosts. Without the second group, hosts with equal parts, which are
+    simpler to search, would exclude the others."""
     ranked = sorted(tried, key=lambda c: c.price(c.quick))
     others = [c for c in ranked if c.catalog is not ranked[0].catalog]
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))
 
 
 def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
-    """The best of these choices as plans, if it is better than `best` by this fraction; hopeless ones are not placed."""
+    """The best of these choices as a complete plan, or `best` unless the gain exceeds the fraction `by`. Choices that cannot
+    win are not turned into plans."""
     for scenario, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
         if best is None or scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
             priced = scenario.placed(choice)
@@ -261,7 +264,8 @@ def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None
 
 
 def searched_local_steps(profile: Profile) -> int:
-    """Limit if the policy sets none. A single measured number of local steps does not show how the cost grows."""
+    """Largest number of local steps to try if the policy sets no limit. A single measured number does not show how the cost
+    grows."""
     measured = {row.every for row in profile.learning if row.every > 1}
     return MOST_LOCAL_STEPS if len(measured) > 1 else max(measured, default=1)
 

@@ -1,4 +1,4 @@
-"""The verb `simulate`: a plan's step as a timeline, computed by the event loop of the native core."""
+"""Implements `simulate`: computes a plan's step as a timeline, with the event loop of the native core."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Span(Record, frozen=True):
 
 class Timeline(Record, frozen=True):
     step_s: float
-    """From one forward pass to the next."""
+    """Seconds from the start of one forward pass to the start of the next."""
     compute_s: float
     """Compute time of the slowest node: the duration of a step without communication."""
     ready_s: tuple[float, ...]
-    """By bucket: when the slowest node's gradient is final, if nothing delays backward."""
+    """Seconds until the slowest node's gradient is final, for each bucket, if nothing delays backward."""
     done_s: tuple[float, ...]
-    """By bucket: when its last task ends. A stale bucket may end after the step."""
+    """Seconds until each bucket's last task ends. A stale bucket may end after the step."""
     spans: tuple[Span, ...]
 
     @property
     def exposed_s(self) -> float:
-        """Time that communication and coding add to computing."""
+        """Seconds that communication and compression add to computing."""
         return self.step_s - self.compute_s
 
 
@@ -53,10 +53,11 @@ def simulate(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None, *,
     prices: Prices | None = None, spans: bool = True,
 ) -> Timeline:
-    """The timeline of one step. With local steps: of the exchange after `local_steps` of them, or alongside them with
-    overlap="round". With fragments: of all fragments of a round in sequence.
+    """Simulates one step. With local steps: `local_steps` steps and the exchange after them, or during them with
+    overlap="round". With fragments: all fragments of an outer step in sequence.
 
-    `prices`: of the cluster with the plan's servers, if the caller has them. Without `spans` it has only times by bucket.
+    `prices`: costs for the cluster with the plan's servers, if the caller has them. `spans` False: the timeline has only times
+    by bucket.
     """
     laid = _lay_out(plan, job, cluster, profile, policy, prices)
     step_s = compute_s = 0.0
@@ -66,8 +67,8 @@ def simulate(
         fragment_s, starts, ends = native_schedule(problem).trace([0] * len(places))
         at, begun = 0, 0.0
         if problem.steps > 1:
-            # If steps overlap, the second step is the first one that shares lanes with another step's transfers; its own
-            # transfers are followed to their end.
+            # If steps overlap, the second step is the first that shares links with another step's transfers. The timeline shows
+            # its transfers to their end.
             at, begun = len(starts) // problem.steps, native_schedule(problem._replace(steps=1)).run([0] * len(places))
         begun -= laid.begun_s + step_s
         first_s, last_s = np.array(starts[at:]) - begun, np.array(ends[at:]) - begun
@@ -92,25 +93,26 @@ def simulate(
 def exact_s(
     plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy, prices: Prices | None = None,
 ) -> float:
-    """Seconds of one step, without the timeline. The cost of an exchange is divided among the steps that share it."""
+    """Predicted seconds of one step, without a timeline. The cost of an exchange is divided by the number of steps that share
+    it."""
     laid = _lay_out(plan, job, cluster, profile, policy, prices)
     return Simulation(laid.fragments).run([0] * len(plan.buckets)) / plan.local_steps
 
 
 class Fragment(NamedTuple):
-    """The part of a round that is exchanged at once; the whole model if there is only one."""
+    """The part of the model that is exchanged at once; the whole model if there is only one fragment."""
 
     places: list[int]
-    """Its buckets, which the problem numbers from 0."""
+    """Indices of the fragment's buckets; `problem` numbers them from 0."""
     problem: Problem
 
 
 class _LaidOut(NamedTuple):
     fragments: list[Fragment]
     templates: list[Template]
-    """By bucket."""
+    """One template per bucket."""
     begun_s: float
-    """Duration of the forward pass before the problem begins."""
+    """Seconds of the forward pass before the simulated problem begins."""
 
 
 def _lay_out(
@@ -127,7 +129,7 @@ def _lay_out(
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
-    """The nodes that run the plan's servers: those that it names, else the first that can."""
+    """The nodes that run the plan's servers: those in `plan.hosts`, else the first nodes that can."""
     able = tuple(i for i, node in enumerate(cluster.nodes) if node.server)
     if plan.hosts:
         return plan.hosts
@@ -138,7 +140,7 @@ def hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
 
 
 def bucket_template(prices: Prices, bucket: Bucket) -> Template:
-    """Prices a bucket's path; errors name the bucket."""
+    """The cost template of a bucket's path; errors name the bucket."""
     try:
         return prices.template(bucket.path, bucket.codec, bucket.server, bucket.owner, bucket.down, bucket.by_node)
     except ValueError as error:
@@ -146,26 +148,27 @@ def bucket_template(prices: Prices, bucket: Bucket) -> Template:
 
 
 def urgent(timing: Timing, slices: Sequence[Slice]) -> float:
-    """When the next forward pass first needs a tensor of the bucket."""
+    """Seconds after which the next forward pass first needs a tensor of the bucket."""
     return min([timing.needed_s[s.tensor] for s in slices])
 
 
 def locally(recipe: Recipe) -> bool:
-    """Whether each rank steps on its own gradients."""
+    """True: each rank steps on its own gradients."""
     return recipe.every > 1 or recipe.codes == "updates"
 
 
 def slowest(prices: Prices) -> float:
-    """Speed of the slowest node."""
+    """Relative speed of the slowest training node."""
     return min(group.node.speed for group in prices.groups if group.workers)
 
 
 def fragments(
     job: Job, timing: Timing, cuts: Sequence[Cut], loads: Sequence[Load], prices: Prices, recipe: Recipe, *, priority: bool,
 ) -> list[Fragment]:
-    """The fragments of a round. ValueError if there are too few buckets for them.
+    """Divides an outer step's exchange into fragments, each with its simulation problem. ValueError if there are fewer buckets
+    than fragments.
 
-    Times begin with the step's forward pass; if results arrive during that pass (overlap="forward"), with backward.
+    Times start at the step's forward pass; with overlap="forward", at the step's backward pass.
     """
     step_s = timing.forward_s + timing.backward_s + timing.update_s
     waits = not locally(recipe) and not recipe.overlap
@@ -177,7 +180,7 @@ def fragments(
     else:
         before_s = 0.0 if recipe.overlap else timing.forward_s
         ready = [before_s + buckets.readiness(job, cut.slices) for cut in cuts]
-    if recipe.overlap == "forward":  # the slowest node computes the rest of the period after it has a result
+    if recipe.overlap == "forward":  # the slowest node computes the rest of the period after it receives the average
         loads = awaited(prices.network, loads, [(timing.forward_s - load.urgency) / slowest(prices) for load in loads])
     speeds = np.array([group.node.speed for group in prices.groups if group.workers])
     tail_s = timing.update_s / slowest(prices) if waits else 0.0
@@ -189,28 +192,29 @@ def fragments(
 
 
 class Steps(Protocol):
-    """Seconds of a step for a choice, which is one option number per bucket."""
+    """Simulates the step time of a choice, which has one option number per bucket."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
-        """Infinity if certainly above `limit`."""
+        """Seconds of a step; infinity if certainly above `limit`."""
 
     def sweep(
         self, choice: list[int], buckets: list[int], limit: float, now_s: float = math.nan, most: int = 0,
         only: list[int] | None = None, factors: list[float] | None = None,
     ) -> list[float]:
-        """Seconds with each option set for all of `buckets`, which have equally many options; infinity if above `limit`.
+        """Seconds for each option when all of `buckets` use it; infinity if above `limit`. All of `buckets` must have the same
+        number of options.
 
-        `factors`, by option: seconds are multiplied by them before any comparison. `now_s`: seconds of the present choice, if
-        known. `most`, up to 8: only this many of the shortest are needed; others may be infinity. `only`: options to try;
+        `factors`: seconds are multiplied by the option's factor before any comparison. `now_s`: seconds of the present choice,
+        if known. `most`, up to 8: only this many shortest times are needed; others may be infinity. `only`: options to try;
         others are infinity.
         """
 
 
 class Schedule(Steps, Protocol):
-    """The simulation of one exchange."""
+    """The simulation of one exchange by the native core."""
 
     def trace(self, choice: list[int]) -> tuple[float, list[float], list[float]]:
-        """Also the start and end of each task, by step, then by task in the order of buckets."""
+        """Seconds of a step, and the start and end of each task, ordered by step, then by bucket."""
 
 
 def native_schedule(problem: Problem) -> Schedule:
@@ -222,14 +226,14 @@ def native_schedule(problem: Problem) -> Schedule:
 
 
 class Simulation:
-    """The fragments of a round, one after the other. A fragment is simulated again only if its choice differs."""
+    """Simulates the fragments of an outer step in sequence. A fragment is simulated again only if its choice differs."""
 
     def __init__(self, parts: Sequence[Fragment]) -> None:
         self._places = [part.places for part in parts]
         self._each = [native_schedule(part.problem) for part in parts]
         self._at = {b: (number, place) for number, part in enumerate(parts) for place, b in enumerate(part.places)}
         self._last: list[tuple[list[int], float]] = [([], math.nan)] * len(parts)
-        """For each fragment, the choice that was simulated last and its seconds."""
+        """For each fragment, the last simulated choice and its seconds."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
         seconds = 0.0
@@ -250,7 +254,7 @@ class Simulation:
             number, place = self._at[b]
             changed.setdefault(number, []).append(place)
         rest = sum(self._fragment_s(number, choice) for number in range(len(self._each)) if number not in changed)
-        left = limit / min(factors or [1.0]) - rest  # `most` is of the whole round
+        left = limit / min(factors or [1.0]) - rest  # `most` is for the whole outer step
         swept = [self._each[number].sweep([choice[b] for b in self._places[number]], places, left, math.nan, 0, only)
                  for number, places in changed.items()]
         return [rest + sum(each) for each in zip(*swept, strict=True)]

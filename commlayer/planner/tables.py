@@ -1,12 +1,12 @@
-"""Default costs of machines and codecs without measurements: named GPUs and links. Measurements replace them.
+"""Default costs of machines, links and codecs, used until measured.
 
 GPUs: peaks, memory and bandwidth are from the vendors' data sheets. FP32 training speed relative to a V100 is the geometric
-mean of the ratios of FP32 peak and bandwidth: convolutions and products follow the first, everything between them the second.
-For cards that multiply in TF32 this is too low; the A100's speed is from ResNet-50's published images/s (NVIDIA's
+mean of the ratios of FP32 peak and bandwidth: convolutions and matrix products depend on the first, elementwise operations on
+the second. For cards that multiply in TF32 this is too low; the A100's speed is from ResNet-50's published images/s (NVIDIA's
 DeepLearningExamples). In bf16 the speed is the ratio of peaks.
 
-Codecs: model/codec_sizes.py has the bytes per element. A CPU codec runs at one core's streaming speed, a GPU codec at the
-GPU's bandwidth.
+Codecs: `codec_sizes` has the bytes per element. A CPU codec runs at one core's streaming speed, a GPU codec at the GPU's
+bandwidth.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Gpu(NamedTuple):
     fp32_tflops: float
     memory_gbytes_s: float
     half_tflops: float
-    """Peak of products in bf16 (fp16 without bf16 support), with FP32 sums and without sparsity; 0: no faster than FP32."""
+    """Peak TFLOP/s of matrix products in bf16 (fp16 without bf16 support), with FP32 sums and without sparsity; 0: no faster
+    than FP32."""
     memory_gbytes: float
-    """The smaller size, if the card is sold with two."""
+    """Memory in GB; the smaller size if the card is sold with two."""
     bf16: bool = True
     published_speed: float = 0.0
     """Training speed relative to a V100, if both are published for the same model and program."""
@@ -100,21 +101,21 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu(66.9, 4800, 989, 141),
     "mi300x": Gpu(163.4, 5300, 1307, 192),
 }
-"""Laptop cards run between 60 and 150 W, and their makers decide; these figures are for about 100 W."""
+"""Laptop cards run at 60 to 150 W, as their manufacturer chooses; these figures are for about 100 W."""
 CPU_SPEED = 0.02
 """A CPU's training speed relative to a V100: about 0.3 of 15.7 TFLOP/s."""
 CPU_TFLOPS = 0.3
 
 CPU_STREAM_BYTES_S = 9e9
-"""In-place r += g on one core."""
+"""Bytes per second of an in-place r += g on one core."""
 GPU_SHARE = 0.7
-"""Part of a GPU's bandwidth that elementwise kernels reach."""
+"""Fraction of a GPU's memory bandwidth that elementwise kernels reach."""
 CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 30e-6
-"""Per call; a GPU codec is about three launches of 10 us."""
+"""Seconds per codec call on a CPU and on a GPU; a GPU codec is about three kernel launches of 10 us."""
 
 BUCKET_S = 100e-6
 SERVER_BYTE_S = 0.2e-9
-"""Reading and framing, in addition to the codec's add."""
+"""Seconds per byte that a server needs for reading and framing, in addition to the codec's decoding."""
 PCIE_COPY = Line(10e-6, 1 / 12e9)
 
 HOME_ALPHA_S, FIBER_ALPHA_S, RACK_ALPHA_S = 10e-3, 4e-3, 25e-6
@@ -126,7 +127,7 @@ INTRA: Mapping[str, tuple[float, float]] = {
     "pcie4": (192e9, 15e-6),
     "shm": (40e9, 20e-6),
 }
-"""bit/s in each direction between two ranks of a node, and seconds per message. "shm": through the host's memory."""
+"""Bandwidth in bit/s in each direction between two ranks of a node, and seconds per message. "shm": through host memory."""
 
 DEFAULT_CODECS = (
     "identity()", "fp16()", "int8()", "int4()", "topk(ratio=0.1)", "topk(ratio=0.01)", "topk(ratio=0.001)",
@@ -138,13 +139,13 @@ def gpu(name: str) -> Gpu:
     if sheet is None:
         near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
         raise InvalidInput("E-GPU-NAME",
-                           f"GPU {name!r} is in no table, {'nearest are' if near else 'known are'} {', '.join(near or GPUS)}; "
+                           f"GPU {name!r} is unknown; {'similar names' if near else 'known GPUs'}: {', '.join(near or GPUS)}; "
                            "or measure it with `commlayer profile`")
     return sheet
 
 
 def speed(device: str, *, half: bool = False) -> float:
-    """Speed of a node's device relative to a V100: in FP32, or each in its fastest precision."""
+    """A device's training speed relative to a V100: both in FP32, or with `half` each in its fastest precision."""
     if half:
         return peak_tflops(device) / GPUS["v100"].peak_tflops
     return CPU_SPEED if device == "cpu" else gpu(device).speed
@@ -155,7 +156,7 @@ def peak_tflops(device: str) -> float:
 
 
 def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
-    """Switches node speeds to that precision, if they are the table's FP32 speeds."""
+    """Switches node speeds to the given precision, unless a node's speed differs from the table's FP32 speed."""
     if not half:
         return tuple(nodes)
     known = ("cpu", *GPUS)
@@ -166,7 +167,7 @@ def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
 def device_named(text: str) -> str:
     """The tables' name for a GPU, given its driver's name; empty if unknown.
 
-    >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA H200")
+    >>> device_named("NVIDIA GeForce RTX 3060"), device_named("Tesla V100-SXM2-16GB"), device_named("NVIDIA B200")
     ('rtx3060', 'v100', '')
     """
     words = re.findall(r"[a-z0-9]+", text.lower())
@@ -186,7 +187,7 @@ def link(name: str) -> Link:
     else:
         raise InvalidInput("E-LINK-NAME", f'link {name!r}: allowed are "home-DOWN/UP" and "fiber-BOTH" in Mb/s, "10g", "100m"')
     if not min(result.up_bps, result.down_bps) > 0:
-        raise InvalidInput("E-LINK-NAME", f"link {name!r}: a link of 0 carries nothing, allowed: above 0")
+        raise InvalidInput("E-LINK-NAME", f"link {name!r}: rates must be above 0")
     return result
 
 
@@ -198,7 +199,7 @@ def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:
-    """Costs of `codecs` on every device of the cluster; an unknown codec or device is an error."""
+    """A profile with the tables' costs of `codecs` on every device of the cluster. An unknown codec or device is an error."""
     gpus = sorted({n.device for n in cluster.nodes if n.device != "cpu"})
     costs = [_cost(name, "cpu", CPU_STREAM_BYTES_S, CPU_FLOOR_S) for name in codecs]
     for device in gpus:
@@ -209,8 +210,8 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
 
 
 def learning_rows(own: str = "") -> tuple[LearningRow, ...]:
-    """Convergence factors: from the user's table in file `own`, else the shipped table. Empty if none is shipped; then all
-    steps count equally."""
+    """Measured convergence costs: from the user's table in file `own`, else the shipped table. Empty if no table is shipped;
+    convergence is then ignored."""
     if own:
         return rows_in(Path(own))
     return rows() if SHIPPED.is_file() else ()
@@ -240,11 +241,12 @@ class Provenance(Record, frozen=True):
     tasks: tuple[str, ...]
     torch: str
     code: str
-    """Hash of the sources that affect what a training learns."""
+    """Hash of the source files that affect training results."""
     numel: int = 0
-    """Parameters of the largest model. 0: the user's own."""
+    """Number of parameters of the largest measured model. 0: the table is for the user's own model."""
     errors: dict[str, float] = msgspec.field(default_factory=dict)
-    """By optimizer family: the median relative error of factors on held-out tasks. Empty: not determined."""
+    """Maps the optimizer family to the median relative error of convergence factors on held-out tasks. Empty: not
+    determined."""
 
 
 class LearningTable(Record, frozen=True):
@@ -258,16 +260,16 @@ class _Version(Record, frozen=True, forbid_unknown_fields=False):
 
 
 def read(path: Path) -> LearningTable:
-    """Reads a table; a one-line error for an invalid one."""
+    """Reads a table of measured convergence costs; raises a one-line error for an invalid file."""
     what, data = f"learning table {path}", path.read_bytes()
     remedy = "python -m bench.learning_table" if path == SHIPPED else f"python -m bench.own_learning TASK {path}"
     try:
         version = decode(data, _Version, what).version
         if version != VERSION:
-            raise RecordError("E-LEARNING-TABLE", f"{what}: version {version}, this commlayer reads version {VERSION}")
+            raise RecordError("E-LEARNING-TABLE", f"{what}: version {version}, allowed: {VERSION}")
         table = decode(data, LearningTable, what)
     except RecordError as error:
-        raise RecordError("E-LEARNING-TABLE", f"{error.what}; make it anew with {remedy}") from None
+        raise RecordError("E-LEARNING-TABLE", f"{error.what}; create the table again with {remedy}") from None
     table = structs.replace(table, rows=tuple(structs.replace(row, numel=table.provenance.numel) for row in table.rows))
     for row in table.rows:
         if wrong := row_problem(row):
@@ -276,20 +278,20 @@ def read(path: Path) -> LearningTable:
 
 
 def written(table: LearningTable) -> bytes:
-    """The table's file: a line per row, so that changes are readable in a diff."""
+    """Encodes the table as a file with one line per row, for readable diffs."""
     head = encode(table.provenance).decode()
     lines = ",\n".join(encode(structs.replace(row, numel=0)).decode().replace(',"numel":0', "") for row in table.rows)
     return f'{{"version": {table.version}, "provenance": {head}, "rows": [\n{lines}\n]}}\n'.encode()
 
 
 def rows_in(path: Path) -> tuple[LearningRow, ...]:
-    """Rows of a table that `python -m bench.own_learning` wrote: always the same object."""
+    """Rows of a table that `python -m bench.own_learning` wrote. Repeated calls return the same object."""
     return table_in(path).rows
 
 
 @functools.cache
 def table_in(path: Path) -> LearningTable:
-    """The table with its provenance."""
+    """Reads a table with its provenance; repeated calls return the same object."""
     try:
         table = read(path)
     except OSError as error:
@@ -297,7 +299,7 @@ def table_in(path: Path) -> LearningTable:
         raise InvalidInput("E-LEARNING-TABLE", f"learning table {path}: {problem}") from None
     if not table.rows:
         raise InvalidInput("E-LEARNING-TABLE",
-                           f"learning table {path}: has no rows; `python -m bench.own_learning TASK {path}` measures some")
+                           f"learning table {path}: no rows; `python -m bench.own_learning TASK {path}` measures some")
     return table
 
 
@@ -307,5 +309,5 @@ def shipped() -> LearningTable:
 
 
 def rows() -> tuple[LearningRow, ...]:
-    """Rows of the shipped table: always the same object."""
+    """Rows of the shipped table. Repeated calls return the same object."""
     return shipped().rows

@@ -1,8 +1,8 @@
-"""Sparse gradients ("thin" tensors): how much of a bucket is sent if zeros are left out.
+"""Sparse gradients: estimates how much of a bucket is sent if zeros are omitted; shapes of matrices; float64 tensors.
 
-An embedding's gradient is zero in every row that no sample of the batch used, and frames leave zeros out. This
-shortens uncompressed and rounded payloads, which are zero where gradients are. With error feedback a codec sends residuals
-later, so its payloads fill up.
+An embedding's gradient is zero in every row that no sample of the batch used, and frames omit zeros. This shortens uncompressed
+and 16-bit payloads, which are zero where gradients are. With error feedback a codec sends residuals later, so its payloads have
+few zeros.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from commlayer.planner.model import Option
 from commlayer.records import Bucket, Job, Plan, Slice
 
 SPARSE_AT_MOST = 0.25
-"""A tensor is thin if at most this part of it is nonzero. Rounded to 16 bits it is then no longer than in int4."""
+"""A tensor is sparse if at most this fraction of its gradient is nonzero. In 16 bits its payload is then no longer than in
+int4."""
 LEAST_NUMEL = 1 << 12
-"""Smaller tensors are not worth a bucket of their own."""
+"""Least elements of a sparse tensor: smaller tensors are not worth a separate bucket."""
 KEEP_ZEROS = ("identity", "fp16", "bf16")
 """Codecs whose payloads are zero where gradients are, in every step."""
 
@@ -31,7 +32,7 @@ def is_sparse(job: Job, tensor: int) -> bool:
 
 
 def nonzero_numel(job: Job, slices: Sequence[Slice]) -> int:
-    """Elements of a bucket that are sent: nonzero ones only, if its tensors are thin."""
+    """Number of elements of a bucket that are sent: nonzero ones only, if its tensors are sparse."""
     if not is_sparse(job, slices[0].tensor):
         return sum([s.numel for s in slices])
     filled = _filled(job)
@@ -39,20 +40,19 @@ def nonzero_numel(job: Job, slices: Sequence[Slice]) -> int:
 
 
 def keeps_zeros(option: Option | Bucket) -> bool:
-    """Whether zeros stay out of frames in both directions. This holds between workers and servers, not in collectives."""
+    """True: frames omit zeros in both directions, which holds between workers and servers but not in collectives."""
     return option.served and all(parse_spec(codec).family in KEEP_ZEROS
                                  for codec in (option.codec, option.down, *option.by_node) if codec)
 
 
 def sent_numel(plan: Plan, bucket: Bucket, job: Job) -> int:
-    """Elements of a plan's bucket that are sent."""
+    """Number of elements of a plan's bucket that are sent."""
     zeros = not plan.steps_locally and keeps_zeros(bucket)
     return nonzero_numel(job, bucket.slices) if zeros else bucket.numel
 
 
 def full(job: Job) -> Job:
-    """The job with dense gradients. Weight updates are dense even where gradients are sparse, once an optimizer has
-    momentum."""
+    """The job with dense gradients. Weight updates are dense even where gradients are sparse, if the optimizer has momentum."""
     return structs.replace(job, timing=structs.replace(job.timing, filled=())) if job.timing and job.timing.filled else job
 
 
@@ -63,13 +63,13 @@ def _filled(job: Job) -> tuple[float, ...]:
 Shape = tuple[int, ...]
 
 REPORTED_ABOVE = 0.5
-"""A lossy codec that leaves more than this part of a model's elements uncompressed is reported."""
+"""A lossy codec is reported if it leaves more than this fraction of a model's elements uncompressed."""
 WHOLE = 0.9
-"""A payload of this part of the dense bytes saves nothing."""
+"""A codec counts as ineffective if its payload has at least this fraction of the dense bytes."""
 
 
 def shape_of(job: Job, part: Slice) -> Shape:
-    """The shape of a matrix, whole or cut between rows; else an empty shape."""
+    """The shape of a slice that is a complete matrix, or was cut between rows; else an empty shape."""
     shape = job.tensors[part.tensor].shape
     row = row_of(shape)
     if len(shape) < 2 or row == 0 or part.start % row or part.stop % row:
@@ -78,7 +78,7 @@ def shape_of(job: Job, part: Slice) -> Shape:
 
 
 def row_of(shape: Shape) -> int:
-    """Elements of a matrix's row. A matrix may be cut only between rows."""
+    """Number of elements in a matrix's row. A matrix may be cut only between rows."""
     return math.prod(shape[1:])
 
 
@@ -106,7 +106,7 @@ def shaped(codec: str, job: Job, group: Sequence[Slice]) -> tuple[str, Shape]:
 
 
 def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
-    """A line for a codec that leaves most of the model uncompressed although it should compress it."""
+    """Reports a codec that should compress but leaves most of the model uncompressed, in one line."""
     gradients = [b for b in plan.buckets if not spec_error(b.codec) and not (job is not None and _buffer(job, b))]
     total = sum(b.numel for b in gradients)
     uncompressed_numel: dict[str, int] = {}
@@ -116,12 +116,12 @@ def untouched(plan: Plan, job: Job | None = None) -> Iterator[str]:
     codec = max(uncompressed_numel, key=lambda name: uncompressed_numel[name], default="")
     if codec and uncompressed_numel[codec] > REPORTED_ABOVE * total:
         yield (f"{uncompressed_numel[codec] / total:.0%} of the model's elements are sent uncompressed by {codec}: "
-               + ("it compresses matrices that are whole, or named in powersgd(shapes=...), and larger than their factors"
+               + ("it compresses only complete matrices, or those in powersgd(shapes=...), that are larger than their factors"
                   if parse_spec(codec).needs_shape else "its payloads are as large as uncompressed ones, or larger"))
 
 
 def _as_it_is(bucket: Bucket, name: CodecSpec) -> int:
-    """Elements of the bucket that the codec leaves uncompressed."""
+    """Number of elements of the bucket that the codec leaves uncompressed."""
     if bucket.path == "allreduce" or name.core.family == "identity":
         return 0
     if name.core.family == "powersgd":
@@ -134,7 +134,7 @@ def _as_it_is(bucket: Bucket, name: CodecSpec) -> int:
 
 
 def _gains(shape: Shape, rank: int) -> bool:
-    """Whether the matrix's factors have fewer elements."""
+    """True: the matrix's low-rank factors have fewer elements than the matrix."""
     if len(shape) < 2 or 0 in shape:
         return False
     rows, row = shape[0], row_of(shape)
@@ -162,20 +162,20 @@ def unrounded(plan: Plan, job: Job) -> Plan:
 
 
 def doubles_notice(job: Job, nodes: int) -> str:
-    """A notice for the user that doubles are not compressed; empty if it does not apply."""
+    """A notice for the user that doubles are not compressed; empty if no gradient is double."""
     count = sum(t.numel for t in job.tensors if t.dtype == DOUBLE and not t.buffer)
     if not count or nodes < 2:
         return ""
-    return (f"{count} of {job.numel} elements are float64, which codecs would round: they are all-reduced as they are, and not "
-            "compressed; model.float() makes them float32")
+    return (f"{count} of {job.numel} elements are float64, which codecs would round: they are all-reduced without "
+            "compression; model.float() makes them float32")
 
 
 def rounded(plan: Plan, job: Job) -> Iterator[str]:
-    """Buckets in which the plan would round doubles to float32, a line each."""
+    """Reports buckets in which the plan would round doubles to float32, one line each."""
     for bucket in plan.buckets:
         if bucket.path != EXACT and (names := _doubles(bucket, job)):
-            yield (f"bucket {bucket.id}: {names[0]} is float64, which path {bucket.path!r} would round to float32, allowed for "
-                   f"it: {EXACT!r}; or make the model float32 (model.float())")
+            yield (f"bucket {bucket.id}: {names[0]} is float64, and path {bucket.path!r} would round it to float32; allowed "
+                   f"path: {EXACT!r}; or make the model float32 (model.float())")
 
 
 def _doubles(bucket: Bucket, job: Job) -> list[str]:

@@ -1,4 +1,4 @@
-"""Paths: the ops of one bucket, and their spelling in a plan. The grammar below defines which paths are legal.
+"""Defines paths: the operations of one bucket, and their spelling in a plan. The grammar below defines which paths are legal.
 
     encode@cpu net.push net.pull decode@cpu                                    summed by a server, compressed both ways
     node.reduce_scatter encode@gpu net.allgather decode@cpu node.allgather     two-level, compressed between nodes
@@ -16,15 +16,15 @@ from commlayer.errors import InvalidInput
 from commlayer.planner.model import Cluster, CodecCost
 
 Scope = Literal["all", "node", "net"]
-"""Ranks that take part: all; the ranks of one node; between nodes, the ranks of one local number (or one rank of each
-node)."""
+"""The ranks that take part: "all"; "node": the ranks of one node; "net": the ranks with one local number on all nodes (or one
+rank of each node)."""
 
 Device = Literal["gpu", "cpu"]
 
 COLLECTIVES = ("allreduce", "reduce_scatter", "allgather", "alltoall", "reduce", "gather", "broadcast")
 SERVICE = ("push", "pull", "forward")
-"""Ops of a summation server (scope net). `pull`: the server encodes the sum again. `forward`: it sends the merged sum as
-it is."""
+"""Operations of a summation server (scope net). `pull`: the server encodes the sum again. `forward`: the server sends the
+merged payloads unchanged."""
 
 CODING = ("encode", "decode")
 
@@ -36,7 +36,7 @@ ALIASES = {
 
 
 class Op(NamedTuple):
-    """One op: a collective in a scope, or an encode or decode on a device."""
+    """One operation: a collective in a scope, or an encode or decode on a device."""
 
     name: str
     where: str
@@ -65,12 +65,12 @@ def _parsed_op(word: str, text: str) -> Op:
     coding, _, device = word.partition("@")
     if coding in CODING:
         if device not in get_args(Device):
-            raise InvalidInput("E-PLAN-PATH", f"path {text!r}: {word!r} is on no device, allowed: {coding}@gpu, {coding}@cpu")
+            raise InvalidInput("E-PLAN-PATH", f"path {text!r}: {word!r} names no device, allowed: {coding}@gpu, {coding}@cpu")
         return Op(coding, device)
     scope, _, name = word.partition(".")
     if scope not in get_args(Scope) or name not in COLLECTIVES + SERVICE or (name in SERVICE and scope != "net"):
         raise InvalidInput("E-PLAN-PATH",
-            f"path {text!r}: {word!r} is no op, allowed: encode@DEVICE, decode@DEVICE, "
+            f"path {text!r}: {word!r} is not an operation, allowed: encode@DEVICE, decode@DEVICE, "
             f"(all|node|net).({'|'.join(COLLECTIVES)}), "
             f"net.({'|'.join(SERVICE)}); or the whole path as {' or '.join(ALIASES)}"
         )
@@ -84,7 +84,7 @@ GPU_AND_CPU: tuple[Device, ...] = ("gpu", "cpu")
 FLOAT_PAIRS = (("reduce_scatter", "allgather"), ("reduce", "broadcast"))
 PAYLOAD_PAIRS = (("alltoall", "allgather"), ("gather", "broadcast"))
 SECOND = dict(FLOAT_PAIRS + PAYLOAD_PAIRS)
-"""First half of a pair -> its second half."""
+"""Maps the first collective of a pair to the second."""
 
 Paths = tuple[Path, ...]
 
@@ -98,12 +98,12 @@ def served(path: Path) -> bool:
 
 
 def summing(path: Path) -> bool:
-    """Whether an all-reduce adds payloads, which needs a codec whose payloads add up."""
+    """True: an all-reduce adds payloads, which needs a codec whose payloads can be added."""
     return encodes(path) > 0 and any(op.name == "allreduce" for op in path)
 
 
 def one_device(path: Path) -> bool:
-    """Whether all coding of a rank happens on one device."""
+    """True: a rank encodes and decodes on one device only."""
     return len({op.where for op in path if op.name in CODING}) <= 1
 
 
@@ -116,7 +116,7 @@ def kind(name: Kind, devices: tuple[Device, ...] = GPU_AND_CPU) -> Paths:
 
 
 class _Tree:
-    """The grammar's rules, a method each. `devices` are those that encode and decode."""
+    """The grammar's rules, one method each. `devices`: the devices that encode and decode."""
 
     def __init__(self, devices: Iterable[Device]) -> None:
         self.C: Paths = tuple((Op("encode", d),) for d in devices)
@@ -141,7 +141,8 @@ class _Tree:
             yield from _rows(merged, self.C, self.between_coded(second))
 
     def service(self) -> Iterator[Path]:
-        """A server adds one payload per rank and bucket, so sums made inside a node are encoded before they are pushed."""
+        """Yields paths over a server. A server adds one payload per rank and bucket, so sums inside a node are encoded before
+        the push."""
         for back in ("pull", "forward"):
             yield from _rows(self.C, [(Op("push", "net"), Op(back, "net"))], self.D)
         for back in ("pull", "forward"):
@@ -161,7 +162,7 @@ class _Tree:
             yield second, (_op(first, "node"),)
 
     def inside_coded(self) -> Iterator[tuple[tuple[str, str], Paths, Paths]]:
-        """The first half inside the node on payloads: decoded and summed, or forwarded as it came."""
+        """Yields first collectives of payloads inside the node: decoded and summed, or forwarded unchanged."""
         for first, second in PAYLOAD_PAIRS:
             forwarded = tuple(_rows(self.C, [_op(first, "node")]))
             yield (first, second), tuple(_rows(forwarded, self.D)), forwarded
@@ -210,8 +211,8 @@ def options(
 ) -> Paths:
     """The paths that this cluster can run.
 
-    `sums`: for a codec whose payloads add up. `mixed`: every coding step may use its own device, which makes 4341 paths of
-    339. `dense`: also paths without coding.
+    `sums`: True for a codec whose payloads can be added. `mixed`: each encode and decode may use its own device, which makes
+    4341 paths of 339. `dense`: True includes paths without encoding.
     """
     usable: tuple[Device, ...] = tuple(
         d for d in GPU_AND_CPU if d in devices and (d == "cpu" or any(n.device != "cpu" for n in cluster.nodes if n.ranks))
@@ -225,7 +226,7 @@ def options(
 
 
 def check(path: Path, cluster: Cluster | None = None) -> list[str]:
-    """Where the path leaves the tree, else every rule of the cluster that it breaks, a line each."""
+    """Reports where the path violates the grammar, else every rule of the cluster that it violates, one line each."""
     if path not in _every():
         return [_first_wrong(path)]
     return [] if cluster is None else list(_cluster_breaks(path, cluster))
@@ -237,22 +238,24 @@ def _cluster_breaks(path: Path, cluster: Cluster) -> Iterator[str]:
     scopes = {op.where for op in path if op.name not in CODING}
     inside = "node" in scopes
     if len(workers) > 1 and not cluster.reachable and any(op.name in COLLECTIVES and op.where != "node" for op in path):
-        yield "a collective crosses nodes, which cannot reach each other here: between them only net.push and its results"
+        yield ("a collective crosses nodes, but this cluster's nodes cannot reach each other: only net.push with net.pull or "
+               "net.forward is possible")
     if len(workers) == 1 and "net" in scopes and not served(path):
-        yield "an exchange between nodes (net.*), and there is one node"
+        yield "an exchange between nodes (net.*), but the cluster has one node"
     if inside and max(ranks, default=1) == 1:
-        yield "a phase inside nodes (node.*), and every node has one rank"
+        yield "an exchange inside nodes (node.*), but every node has one rank"
     if served(path) and not inside and max(ranks, default=1) > 1:
-        yield "every rank would push for itself: nodes of several ranks sum inside first (node.reduce, node.reduce_scatter)"
+        yield ("every rank would push separately: nodes of several ranks must sum inside first (node.reduce, "
+               "node.reduce_scatter)")
     shards = any(op.where == "node" and op.name in ("reduce_scatter", "alltoall") for op in path)
     if shards and len(ranks) > 1 and not served(path):
-        yield (f"ranks of one local number meet between nodes, and nodes have {', '.join(map(str, sorted(ranks)))} ranks: "
-               "sum onto one rank of each, with node.reduce or node.gather")
+        yield (f"shards need the same number of ranks on every node, but nodes have {', '.join(map(str, sorted(ranks)))} "
+               "ranks: sum onto one rank of each node, with node.reduce or node.gather")
     bare = next((node.name for node in workers if node.device == "cpu"), None)
     if bare is not None and any(op.name in CODING and op.where == "gpu" for op in path):
-        yield f"coding on a GPU, and node {bare} has none"
+        yield f"encoding or decoding on a GPU, but node {bare} has none"
     if served(path) and not any(node.server for node in cluster.nodes):
-        yield "a server is needed, and no node can host one"
+        yield "a server is needed, but no node can host one"
 
 
 @cache
@@ -261,7 +264,7 @@ def _every() -> frozenset[Path]:
 
 
 def _first_wrong(path: Path) -> str:
-    """Where a path leaves the tree, and what the tree allows there."""
+    """Describes where a path violates the grammar, and what is allowed at that position."""
     known = _every()
     for place in range(len(path) + 1):
         follow = {p[place] if place < len(p) else None for p in known}
@@ -275,14 +278,14 @@ def _first_wrong(path: Path) -> str:
 
 
 class Promise(NamedTuple):
-    """What may be done with a codec's payloads."""
+    """What can be done with a codec's payloads."""
 
     sums: bool
-    """An all-reduce may add them."""
+    """True: an all-reduce can add the payloads without decoding."""
     alone: bool
-    """A payload can be decoded on its own and added to a dense sum."""
+    """True: one payload can be decoded without the others and added to a dense sum."""
     answers: bool
-    """A server may encode its sums with it, whatever the workers' codec is."""
+    """True: a server may encode its sums with this codec, whatever the workers' codec is."""
 
 
 def promise_of(cost: CodecCost) -> Promise:
@@ -292,26 +295,27 @@ def promise_of(cost: CodecCost) -> Promise:
 def misfits(
     path: Path, up: Iterable[Promise], *, down: Promise | None = None, by_node: bool = False, gpus: bool = False,
 ) -> Iterator[str]:
-    """Reasons why these codecs cannot be used on this path, a line each. `gpus`: some worker's gradients are on a GPU."""
+    """Reports why these codecs cannot be used on this path, one line each. `gpus`: True if a worker's gradients are on a
+    GPU."""
     if not encodes(path):
         return
     ups = list(up)
     if served(path):
         forwards = any(op.name == "forward" for op in path)
         if (forwards or down is not None) and not all(codec.alone for codec in ups):
-            yield "a server sends the sum otherwise than it came, allowed are codecs of one round that sum in dense float32"
+            yield "a server changes the encoding of the sum: codecs must need one exchange and sum in dense float32"
         if down is not None and not down.answers:
-            yield "`down` is coded from a dense sum, allowed is a codec of one round that sums in dense float32"
+            yield "`down` is encoded from a dense sum: the codec must need one exchange and sum in dense float32"
         return
     if down is not None or by_node:
-        yield "`down` and `by_node` are for path 'service'; here all payloads of a bucket have one codec"
+        yield "`down` and `by_node` are for path 'service'; on other paths all payloads of a bucket have one codec"
     elif summing(path) and not all(codec.sums for codec in ups):
-        yield "payloads go through an all-reduce, allowed are codecs whose payloads add up, such as identity()"
+        yield "an all-reduce adds payloads: the codec's payloads must be addable, such as those of identity()"
     elif not summing(path) and not all(codec.alone for codec in ups):
-        yield ("every rank adds payloads to a dense sum, allowed are codecs of one round that need no server; "
-               "put this one on path 'service', or one whose payloads add up on 'encode@cpu all.allreduce decode@cpu'")
+        yield ("every rank adds payloads to a dense sum: codecs must need one exchange and no server; "
+               "use path 'service', or, if payloads can be added, 'encode@cpu all.allreduce decode@cpu'")
     if gpus and summing(path):
-        yield "payloads are added up in host memory alone: for a model on GPUs take a path without an all-reduce of payloads"
+        yield "payloads can be added only in host memory: for a model on GPUs choose a path without an all-reduce of payloads"
 
 
 def fits(
@@ -321,5 +325,5 @@ def fits(
 
 
 def on_gpus(cluster: Cluster) -> bool:
-    """Whether some worker's gradients are on a GPU."""
+    """True: some worker's gradients are on a GPU."""
     return any(node.device != "cpu" for node in cluster.nodes if node.ranks)

@@ -72,11 +72,11 @@ def test_arguments_that_contradict_the_plan_are_one_line(planned: dict[str, Any]
 
 @pytest.mark.parametrize(("fields", "lines"), [
     ({"overlap": "round"}, "allowed: local_steps of 2 or more"),
-    ({"overlap": "forward", "local_steps": 4}, "has 4 local steps, and overlap='forward'"),
-    ({"overlap": "forward", "codes": "updates"}, "has coded updates, and overlap='forward'"),
-    ({"overlap": "forward", "stale": True}, "has results that are a step late, and overlap='forward'"),
-    ({"codes": "updates", "stale": True}, "of coded updates, which ranks step on, and results that are a step late"),
-    ({"local_steps": 4, "fragments": 3}, "of 4 local steps, and fragments=3"),
+    ({"overlap": "forward", "local_steps": 4}, "has 4 local steps, which excludes overlap='forward'"),
+    ({"overlap": "forward", "codes": "updates"}, "has compressed updates, which excludes overlap='forward'"),
+    ({"overlap": "forward", "stale": True}, "has stale buckets (applied one step late), which excludes overlap='forward'"),
+    ({"codes": "updates", "stale": True}, "has compressed updates, which excludes stale buckets"),
+    ({"local_steps": 4, "fragments": 3}, "local_steps is 4, and fragments=3"),
     ({"fragments": 0}, "fragments is 0, allowed: at least 1"),
 ])
 def test_ways_that_exclude_each_other_are_told(fields: dict[str, Any], lines: str) -> None:
@@ -161,10 +161,10 @@ def of_one_bucket(**fields: Any) -> Plan:
     ({"codec": "topk(ratio=0.1)", "down": "topq()"}, "'topq' is unknown"),
     ({"codec": "powersgd(shapes=((3, 3),))"}, "shapes have 9 elements together, but the bucket has 64"),
     ({"by_node": ("int8()",)}, "codecs for 1 nodes, but this job has 2"),
-    ({"path": GATHERED, "codec": "randomk()"}, "every rank adds payloads to a dense sum, allowed are codecs of one round"),
+    ({"path": GATHERED, "codec": "randomk()"}, "every rank adds payloads to a dense sum: codecs must need one exchange"),
     ({"path": GATHERED, "codec": "powersgd()"}, "every rank adds payloads to a dense sum"),
-    ({"path": REDUCED, "codec": "topk(ratio=0.1)"}, "an all-reduce, allowed are codecs whose payloads add up"),
-    ({"path": REDUCED, "codec": "bf16()"}, "payloads go through an all-reduce"),
+    ({"path": REDUCED, "codec": "topk(ratio=0.1)"}, "an all-reduce adds payloads"),
+    ({"path": REDUCED, "codec": "bf16()"}, "an all-reduce adds payloads"),
     ({"path": GATHERED, "codec": "int8()", "down": "identity()"}, "`down` and `by_node` are for path 'service'"),
     ({"path": GATHERED, "codec": "int8()", "by_node": ("int8()", "int8()")}, "`down` and `by_node` are for path 'service'"),
     ({"path": SERVED}, "must be written as 'service'"),
@@ -191,7 +191,7 @@ def test_layouts_and_devices() -> None:
         "the plan was made for 2 ranks per node, but this job has 1: make it again, or set ranks_per_node"]
     assert unsuited(of_one_bucket(path="allreduce"), 4, 1) == []
     assert unsuited(staged, 2, 2, cuda=True) == []
-    assert "added up in host memory alone" in unsuited(of_one_bucket(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]
+    assert "only in host memory" in unsuited(of_one_bucket(path=REDUCED, codec="randomk()"), 2, 2, cuda=True)[0]
     assert unsuited(of_one_bucket(), 2, 2, cuda=True) == []
 
 

@@ -243,7 +243,7 @@ def test_the_penalty_of_local_steps_is_not_a_codecs() -> None:
 
 def test_the_command_resumes_and_writes_a_loss_model(commlayer: Any) -> None:
     Path("mine.py").write_text("def proxy(s): return {'seconds': 1.0 if 'topk' in s['codec'] else 3.0, 'loss': 2.0}")
-    for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: going on after 10 trials", []),
+    for trials, line, more in ((10, "best within 0.50%: topk", []), (12, "tune.jsonl: continuing after 10 trials", []),
                                (12, "best within 2.00%: topk", ["--budget", "2%", "--store", "two.jsonl"]),
                                (12, "best within 2.00%: topk", ["--budget", "0.02", "--store", "two.jsonl"])):
         code, out, errors = commlayer("tune", "mine.py", "--trials", str(trials), *more)

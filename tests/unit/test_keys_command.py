@@ -40,7 +40,7 @@ def test_the_lines_on_the_screen_lead_from_one_command_to_the_next(tmp_path: Pat
     copy = f"scp -rp {place} gpu-2:commlayer-keys; then set COMMLAYER_KEYS=commlayer-keys"
     assert copy in said("add", "gpu-2", "--dir", folder)
     assert f"copy {folder}/crl.pem" in said("revoke", "gpu-2", "--dir", folder)
-    assert "gpu-2 was revoked already" in said("revoke", "gpu-2", "--dir", folder)
+    assert "gpu-2 was already revoked" in said("revoke", "gpu-2", "--dir", folder)
     home = said("add", "gpu-2", "--dir", folder, "--dials-only")
     assert f"tar -czf gpu-2.tgz -C {folder / 'nodes'} gpu-2" in home, "nothing can be copied into a home"
     assert "scp" not in home

@@ -264,7 +264,7 @@ def test_tasks_of_one_order_foretell_each_other() -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ((b'"version": 1', b'"version": 2'), r"version 2\b.*version 1\b.*own_learning.*E-LEARNING-TABLE"),
+    ((b'"version": 1', b'"version": 2'), r"version 2\b.* 1\b.*own_learning.*E-LEARNING-TABLE"),
     ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
     ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
     ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),

@@ -82,7 +82,8 @@ def test_buffers_come_last_and_are_never_compressed_nor_fused_with_gradients() -
     assert verify(plan, job) == []
     turned = msgspec.structs.replace(plan, buckets=tuple(
         msgspec.structs.replace(b, id=i) for i, b in enumerate(reversed(plan.buckets))))
-    assert verify(turned, job) == ["bucket 1: gradients stand behind buffers, which are ready last"]
+    (line,) = verify(turned, job)
+    assert line.startswith("bucket 1: gradients come after buffers")
 
 
 def test_collectives_are_large_but_for_the_first() -> None:
@@ -195,21 +196,21 @@ def changed(index: int, **fields: Any) -> Plan:
 
 DAMAGE = [
     (msgspec.structs.replace(GOOD, schema=99), "plan has schema 99"),
-    (msgspec.structs.replace(GOOD, job="0123"), "this plan was made for another model: job 0123, here "),
+    (msgspec.structs.replace(GOOD, job="0123"), "this plan was made for another model: job 0123, but this is "),
     (msgspec.structs.replace(GOOD, buckets=GOOD.buckets[:-1]), "t0: elements 0..60 are in no bucket"),
     (changed(0, slices=(Slice(3, 0, 800),)), "t3: elements 800..833 are in no bucket"),
     (changed(0, slices=(Slice(3, 0, 900),)), "t3: elements 833..900 are in buckets 0 and 1"),
     (changed(0, slices=(Slice(3, 833, 1666),)), "t3: elements 833..1666 are in buckets 0 and 1"),
-    (changed(0, id=7), "bucket 7 stands at place 0"),
-    (changed(0, server=1), "bucket 0: server 1, the plan has 1"),
-    (changed(0, owner=-1), "bucket 0: owner -1, the plan has 1 ranks per node"),
-    (changed(0, path="carrier pigeon"), "bucket 0: path 'carrier pigeon': 'carrier' is no op"),
+    (changed(0, id=7), "bucket 7 is bucket number 0"),
+    (changed(0, server=1), "bucket 0: server 1, but the plan has 1"),
+    (changed(0, owner=-1), "bucket 0: owner -1, but the plan has 1 ranks per node"),
+    (changed(0, path="carrier pigeon"), "bucket 0: path 'carrier pigeon': 'carrier' is not an op"),
     (changed(0, codec=" "), "bucket 0: no codec"),
     (changed(0, coder="tpu"), "bucket 0: coder 'tpu', allowed: 'gpu', or nothing for the host"),
     (changed(0, slices=()), "bucket 0: 0 slices, allowed: 1 to 64"),
-    (changed(0, slices=(Slice(4, 0, 1),)), "bucket 0: tensor 4, the model has 4"),
-    (changed(0, slices=(Slice(3, 0, 2501),)), "bucket 0: elements 0..2501 of t3, which has 2500"),
-    (changed(0, slices=(Slice(3, 5, 5),)), "bucket 0: elements 5..5 of tensor 3, which is no range"),
+    (changed(0, slices=(Slice(4, 0, 1),)), "bucket 0: tensor 4, but the model has 4"),
+    (changed(0, slices=(Slice(3, 0, 2501),)), "bucket 0: elements 0..2501 of t3, which has only 2500"),
+    (changed(0, slices=(Slice(3, 5, 5),)), "bucket 0: elements 5..5 of tensor 3, which is not a valid range"),
     (changed(0, shape=(-833, -1)), "bucket 0: shape (-833, -1) for 833 elements"),
     (msgspec.structs.replace(GOOD, ranks_per_node=0), "ranks_per_node is 0"),
 ]
@@ -247,10 +248,10 @@ def test_the_largest_bucket_fits_a_frame_however_it_is_coded(codec: str) -> None
     (msgspec.structs.replace(GOOD, schema=99), 3, "plan has schema 99"),
     (msgspec.structs.replace(GOOD, ranks_per_node=0), 3, "ranks_per_node is 0"),
     (msgspec.structs.replace(GOOD, ranks_per_node=2), 3, "ranks_per_node is 2, which does not divide the job's 3 workers"),
-    (changed(0, owner=1), 3, "bucket 0: owner 1, the plan has 1 ranks per node"),
-    (changed(1, id=9), 3, "bucket 9 stands at place 1"),
+    (changed(0, owner=1), 3, "bucket 0: owner 1, but the plan has 1 ranks per node"),
+    (changed(1, id=9), 3, "bucket 9 is bucket number 1"),
     (changed(0, slices=(Slice(0, 0, 1 << 60),)), 3, f"bucket 0: {1 << 60} elements, allowed on path service"),
-    (changed(0, slices=(Slice(0, 9, 3),)), 3, "bucket 0: elements 9..3 of tensor 0, which is no range"),
+    (changed(0, slices=(Slice(0, 9, 3),)), 3, "bucket 0: elements 9..3 of tensor 0, which is not a valid range"),
 ])
 def test_damage_that_shows_without_the_model(plan: Plan, world: int, line: str) -> None:
     problems = verify_alone(plan, world)
@@ -280,17 +281,17 @@ def spelled(codec: str) -> str:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "encode@tpu net.push net.pull decode@cpu"}, "'encode@tpu' is on no device"),
+        ({"path": "encode@tpu net.push net.pull decode@cpu"}, "'encode@tpu' names no device"),
         ({"path": "encode@cpu net.push decode@cpu"}, "after 'encode@cpu net.push': got decode@cpu, allowed: net.forward"),
         ({"path": "encode@cpu net.push net.pull"}, "after 'encode@cpu net.push net.pull': got the end, allowed: decode@cpu"),
-        ({"path": "allreduce"}, "a collective crosses nodes, which cannot reach each other here"),
+        ({"path": "allreduce"}, "a collective crosses nodes, but"),
         ({"path": "node.reduce encode@cpu net.push net.pull decode@cpu node.broadcast"}, "every node has one rank"),
         ({"codec": "topkk(ratio=0.01)"}, "'topkk' is unknown"),
         ({"codec": "topk(ratio=0.5)"}, "has no cost in profile 'tables'"),
         ({"down": "nothing"}, "'nothing' is unknown"),
         ({"by_node": ("fp16()",)}, "by_node has 1 codecs for 3 nodes with ranks"),
         ({"by_node": ("fp16()", "int8()", "fp16()")}, "by_node mixes fp16, int8"),
-        ({"server": 17}, "server 17, the plan has"),
+        ({"server": 17}, "server 17, but the plan has"),
     ],
 )
 def test_a_broken_bucket_is_named_with_the_rule(fields: dict[str, object], message: str) -> None:
@@ -312,17 +313,17 @@ def test_buffers_go_as_they_are() -> None:
     last = structs.replace(result.buckets[-1], codec="fp16()", stale=True)
     problems = lint(structs.replace(result, buckets=(*result.buckets[:-1], last)), job)
     assert [line.partition(": ")[2] for line in problems] == [
-        "holds buffers, which are averaged as they are: codec 'identity()', not 'fp16()'",
-        "holds buffers, which are never a step late",
+        "holds buffers, which are averaged uncompressed: codec must be 'identity()', not 'fp16()'",
+        "holds buffers, which must not be applied one step late (stale)",
     ]
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schema": 1}, "plan has schema 1, this commlayer reads"),
+        ({"schema": 1}, "plan has schema 1, this version reads"),
         ({"job": "0" * 16}, "this plan was made for another model"),
-        ({"hosts": (0,)}, "hosts names 1 nodes for 3 servers"),
+        ({"hosts": (0,)}, "hosts lists 1 nodes for 3 servers"),
         ({"hosts": (0, 1, 9)}, "hosts: node 9, the cluster has 3"),
         ({"ranks_per_node": 2}, "ranks_per_node is 2, the cluster's nodes have 1"),
     ],

@@ -85,7 +85,7 @@ def test_buckets_follow_the_shares(sizes: list[int], weights: list[float]) -> No
 
 
 @pytest.mark.parametrize(("nodes", "message"), [
-    (cluster([BPS, 0], []), r"node g1: .* 0 bps\b.*E-PLAN-INPUT"),
+    (cluster([BPS, 0], []), r"node g1: .* 0 bit/s.*E-PLAN-INPUT"),
     (cluster([BPS], [], hosting=False), "placement: .* server.*E-PLAN-INPUT"),
     (cluster([], [BPS]), "placement: .* ranks.*E-PLAN-INPUT"),
 ])

@@ -318,15 +318,15 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
 
 @pytest.mark.parametrize(("path", "up", "down", "by_node", "gpus", "text"), [
     ("allreduce", NEEDS_SERVER, None, False, True, ""),
-    (SUMMED, ADDS, None, False, False, ""), (SUMMED, LONELY, None, False, False, "payloads go through an all-reduce"),
+    (SUMMED, ADDS, None, False, False, ""), (SUMMED, LONELY, None, False, False, "an all-reduce adds payloads"),
     (GATHERED, LONELY, None, False, False, ""), (GATHERED, ADDS, None, False, False, "every rank adds payloads to a dense sum"),
-    (GATHERED, LONELY, None, False, True, ""), (SUMMED, ADDS, None, False, True, "added up in host memory alone"),
+    (GATHERED, LONELY, None, False, True, ""), (SUMMED, ADDS, None, False, True, "only in host memory"),
     (GATHERED, LONELY, LONELY, False, False, "`down` and `by_node`"),
     (GATHERED, LONELY, None, True, False, "`down` and `by_node`"),
     (PUSHED, NEEDS_SERVER, None, False, True, ""), (PUSHED, LONELY, LONELY, True, True, ""),
-    (PUSHED, ADDS, LONELY, False, False, "a server sends the sum otherwise"),
-    (PUSHED, LONELY, ADDS, False, False, "`down` is coded from a dense sum"),
-    (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server sends the sum otherwise"),
+    (PUSHED, ADDS, LONELY, False, False, "a server changes the encoding of the sum"),
+    (PUSHED, LONELY, ADDS, False, False, "`down` is encoded from a dense sum"),
+    (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server changes the encoding of the sum"),
 ])
 def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))

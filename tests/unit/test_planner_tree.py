@@ -128,13 +128,13 @@ def test_whatever_the_tree_lacks_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("text", "cluster", "rule"), [
-    ("allreduce", Cluster(flat(2).nodes, reachable=False), "a collective crosses nodes, which cannot reach each other here"),
-    ("node.reduce net.allreduce node.broadcast", flat(2), "a phase inside nodes (node.*), and every node has one rank"),
-    ("node.reduce net.allreduce node.broadcast", tall(1, 2), "an exchange between nodes (net.*), and there is one node"),
-    ("encode@cpu net.push net.pull decode@cpu", tall(2, 2), "every rank would push for itself"),
+    ("allreduce", Cluster(flat(2).nodes, reachable=False), "a collective crosses nodes, but"),
+    ("node.reduce net.allreduce node.broadcast", flat(2), "an exchange inside nodes (node.*), but every node has one rank"),
+    ("node.reduce net.allreduce node.broadcast", tall(1, 2), "an exchange between nodes (net.*), but the cluster has one node"),
+    ("encode@cpu net.push net.pull decode@cpu", tall(2, 2), "every rank would push separately"),
     ("node.reduce_scatter net.allreduce node.allgather", UNEVEN, "nodes have 2, 4 ranks"),
-    ("encode@gpu net.push net.pull decode@gpu", flat(2, device="cpu"), "coding on a GPU, and node n0 has none"),
-    ("service", Cluster((Node("n0", 1, "cpu", home(), server=False),)), "a server is needed, and no node can host one"),
+    ("encode@gpu net.push net.pull decode@gpu", flat(2, device="cpu"), "on a GPU, but node n0 has none"),
+    ("service", Cluster((Node("n0", 1, "cpu", home(), server=False),)), "a server is needed, but no node can host one"),
 ])
 def test_a_path_that_a_cluster_cannot_run(text: str, cluster: Cluster, rule: str) -> None:
     assert [line for line in check(parse(text), cluster) if rule in line]

@@ -68,7 +68,7 @@ def all_finite(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
 
 
 def within(scales: torch.Tensor, most: float) -> bool:
-    """Returns whether every float32 in these bytes is from 0 to `most`."""
+    """Returns True if every float32 in these bytes is from 0 to `most`."""
     numbers = scales.view(torch.float32)
     return bool(((numbers >= 0) & (numbers <= most)).all())
 
@@ -86,7 +86,7 @@ def yes(like: torch.Tensor) -> torch.Tensor:
 
 
 def finite_or_absorbed(finite: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Returns whether an encode's input was finite; waits for the device. If it was not, nothing was encoded, and the residual
+    """Waits for the device and returns True if the input of an encode was finite. If not, nothing was encoded, and the residual
     becomes the finite part of x + residual."""
     good = bool(finite.item())
     if not good and residual is not None:
@@ -145,8 +145,8 @@ VALUES_BLOCK = 256
 
 LEAST_THRESHOLD = 2.0**-126
 FOUND = 3
-"""Number of results of select_over: entries that reached the threshold, whether an element was not finite, entries at or after
-`start`."""
+"""Number of results of select_over: count of entries that reached the threshold, a flag for elements that are not finite, and
+count of entries at or after `start`."""
 
 
 def tiles(n: int, start_: int) -> int:
@@ -155,21 +155,21 @@ def tiles(n: int, start_: int) -> int:
 
 
 Entries = tuple[torch.Tensor, torch.Tensor]
-"""Positions and values."""
+"""Positions and values of selected entries."""
 
 
 def queue_scan(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, to: Entries, found: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Queues a selection into `to`, in scan order. `found` and `state` (1 + tiles) must contain zeros."""
+    """Queues a kernel that selects entries into `to`, in scan order. `found` and `state` (1 + tiles) must contain zeros."""
     n, cap = g.numel(), min(to[0].numel(), to[1].numel())
     start("select", "select_over", tiles(n, start_), g, residual, n, threshold, start_, *to, cap, state, found)
 
 
 def queue_rotate(to: Entries, from_: Entries, count: torch.Tensor, first: torch.Tensor) -> None:
-    """Queues reordering entries from scan order to position order. `first`: how many of them are at or after the scan's
-    start."""
+    """Queues a kernel that reorders entries from scan order to position order. `first`: number of entries at or after the
+    scan's start."""
     cap = min(to[0].numel(), to[1].numel())
     each("select", "rotate", cap, *to, *from_, count, first, cap)
 
@@ -178,7 +178,7 @@ def queue_select(
     g: torch.Tensor, residual: torch.Tensor | None, threshold: torch.Tensor, start_: int, raw: Entries, picked: Entries,
     found: torch.Tensor, state: torch.Tensor,
 ) -> None:
-    """Queues a selection into `raw`, then a copy to `picked` in position order. Other arguments as in queue_scan."""
+    """Queues a selection into `raw`, then a copy to `picked` in position order. The other arguments are those of queue_scan."""
     queue_scan(g, residual, threshold, start_, raw, found, state)
     queue_rotate(picked, raw, found, found[2:])
 
@@ -194,8 +194,8 @@ def _trim_tiles(cap: int) -> int:
 def queue_trim(
     to: Entries, from_: Entries, residual: torch.Tensor | None, k: int, room: int, control: torch.Tensor, words: torch.Tensor
 ) -> None:
-    """Queues keeping the k largest of a scan's entries, if there are more than `room`. The order does not change; the other
-    entries are added to the residual."""
+    """Queues kernels that keep the k largest of a scan's entries, if there are more than `room`. The order does not change; the
+    other entries are added to the residual."""
     cap = from_[0].numel()
     histograms, scans = words[: TRIM_HISTOGRAMS // 2], words[TRIM_HISTOGRAMS // 2 :]
     above, equal = scans.chunk(2)
@@ -238,7 +238,7 @@ def scatter_add_int8(acc: torch.Tensor, idx: torch.Tensor, q: torch.Tensor, scal
 
 
 def queue_pack(out: torch.Tensor, idx: torch.Tensor, n: int, most: int, count: torch.Tensor, values: int, kind: int) -> None:
-    """Queues encoding of `count` positions below n (at most `most`) into the payload `out`, after its values of format
+    """Queues kernels that encode `count` positions below n (at most `most`) into the payload `out`, after its values of format
     `values`."""
     each("positions", "clear_positions", min(-(-n // 8), most), out, n, count, values, kind)
     each("positions", "pack_positions", most, out, idx, n, count, values, kind)

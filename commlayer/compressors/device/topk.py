@@ -1,6 +1,6 @@
 """Top-k on a device with only one wait for the device: selection.pick and the encoding, queued as kernels.
 
-The host decides nothing between gradient and payload: the device runs sample, threshold, scan, trim and pack one after the
+The host makes no decision between gradient and payload: the device runs sample, threshold, scan, trim and pack one after the
 other. At the end the host reads the payload's size and the counts that update the threshold. If the scan found too few entries
 or a non-finite one, or if positions are smallest as blocks, nothing was packed. The caller then continues with the general
 method.
@@ -25,7 +25,7 @@ KEPT, COUNT, CUT = 3, 6, 10
 payload. CUT: threshold, followed by slope and shift."""
 
 RESELECT = -1
-"""Value of COUNT that means: the host must select again."""
+"""Value of COUNT with which the device requests a new selection by the host."""
 
 CUT_THREADS = 1024
 
@@ -55,7 +55,7 @@ def start(
     if count == RESELECT:
         return 0, selection.complete(k, x, residual, state, tracked, kept, passed - kept, not bad)
     selection.update(k, n, passed, tracked, state)
-    if count < 0 or infinite:  # as blocks, or an infinite value: done by the general method
+    if count < 0 or infinite:  # positions as blocks, or an infinite value: the caller encodes
         return 0, Picked(idx[:kept], val[:kept], True)
     return nbytes, None
 
