@@ -324,9 +324,9 @@ ADDS, LONELY, NEEDS_SERVER = Promise(True, False, False), Promise(False, True, T
     (GATHERED, LONELY, LONELY, False, False, "`down` and `by_node`"),
     (GATHERED, LONELY, None, True, False, "`down` and `by_node`"),
     (PUSHED, NEEDS_SERVER, None, False, True, ""), (PUSHED, LONELY, LONELY, True, True, ""),
-    (PUSHED, ADDS, LONELY, False, False, "a server changes the encoding of the sum"),
+    (PUSHED, ADDS, LONELY, False, False, "a server changes the encoding"),
     (PUSHED, LONELY, ADDS, False, False, "`down` is encoded from a dense sum"),
-    (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server changes the encoding of the sum"),
+    (FORWARDED, LONELY, None, False, False, ""), (FORWARDED, ADDS, None, False, False, "a server changes the encoding"),
 ])
 def test_the_rule(path: str, up: Promise, down: Promise | None, by_node: bool, gpus: bool, text: str) -> None:
     lines = list(misfits(path_of(path), [up], down=down, by_node=by_node, gpus=gpus))
