@@ -130,12 +130,12 @@ class Session:
         self._driver.synchronize()
 
     def flush(self) -> bool:
-        """Completes exchanges whose averages the plan delivers late: `if session.flush(): optimizer.step()`. All ranks call it
-        between two steps.
+        """Completes exchanges whose averages the plan applies one step late: `if session.flush(): optimizer.step()`. All ranks
+        call it between two steps.
 
-        Waits for one-step-stale results and writes them into `.grad`; parameters without a result get None. Returns True if
-        there were any. Under local steps it exchanges the weight changes at once, and no optimizer step follows. Call it before
-        an evaluation of the newest weights, or at the end.
+        Waits for these averages and writes them into `.grad`; parameters without an average get None. Returns True if there
+        were any such averages. Under local steps it exchanges the weight changes at once, and no optimizer step follows. Call
+        it before an evaluation of the newest weights, or at the end.
         """
         self._outside_join("flush()")
         return self._driver.flush()
@@ -196,7 +196,8 @@ class Session:
     def switch(self, plan: Plan) -> None:
         """Switches to another plan and its sync mode, between two steps. All ranks call it; the plan given on rank 0 is used.
 
-        Residuals are sent under the new plan. Raises ValueError and changes nothing if the plan does not fit the job.
+        Residuals that are not sent yet are sent under the new plan. Raises ValueError and changes nothing if the plan does not
+        fit the job.
         """
         self._outside_join("switch()")
         context = self._driver.connection
@@ -287,8 +288,8 @@ def attach(
 ) -> Session:
     """Averages the model's gradients over all workers of the job, in every backward pass from now on.
 
-    `optimizer`: the script's optimizer, which local steps, results in the next forward pass, checkpoints and codecs that follow
-    the learning rate need.
+    `optimizer`: the script's optimizer. It is needed for local steps, sync="forward", checkpoints of its state, and codecs that
+    follow the learning rate.
 
     `compression`: one codec for all tensors, as text ("int4", "topk(ratio=0.01)") or from commlayer.compressors. `plan`: the
     path of a plan file, or a Plan. Without both, commlayer measures and chooses a codec and a path for each bucket.
@@ -299,10 +300,10 @@ def attach(
     steps if they reach a loss sooner. The default is the mode of the plan, and "step" without a plan; a line in the log says
     when "auto" would reach a loss clearly sooner.
 
-    `grad_scaler`: the GradScaler in use, so that residuals are kept without its scale. `clip_grad_norm`: clips at the start of
-    the optimizer's step, as torch.nn.utils.clip_grad_norm_ before it would. `process_group`: the ranks to average over, or a
-    DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP module. `config`:
-    settings. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
+    `grad_scaler`: the GradScaler in use, so that residuals do not change with its scale. `clip_grad_norm`: clips at the start
+    of the optimizer's step, like a call of torch.nn.utils.clip_grad_norm_ before that step. `process_group`: the ranks to
+    average over, or a DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP
+    module. `config`: settings. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
 
     >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """

@@ -32,7 +32,8 @@ new member."""
 
 
 def name_of(view: View, what: str, rank: int) -> str:
-    """Key of a vote in the rendezvous store: epoch, kind of vote and round (`what`), and rank of the voter."""
+    """Returns the name of a vote in the rendezvous store. It consists of the epoch, the kind and round of the vote (`what`),
+    and the rank of the voter."""
     return f"regroup{view.generation}/{what}/{rank}"
 
 
@@ -45,7 +46,7 @@ class VoterState(NamedTuple):
     """The step that another member is known to have completed, so that this member will complete it, too; -1: none."""
     bound: tuple[int, int] = (0, -1)
     """The epoch's generation, and the step that this member has promised not to complete. A newer epoch cancels the promise,
-    because otherwise other members could wait for a member that sends nothing."""
+    because a member that keeps an old promise might let the others wait for its data."""
 
     def gone_over(self) -> VoterState:
         """Returns the state after an epoch change. Promises are cancelled: the same step is repeated and might be aborted

@@ -56,8 +56,8 @@ class AverageUse:
         """`worker` returns the current worker, which receives the reports of applied and cleared averages."""
         self._parameters, self._worker, self._held = parameters, worker, held
         self._open: dict[int, int] = {}
-        """Maps the number of each tensor whose average has been neither applied nor cleared yet to the version of its `.grad`
-        after the average was written."""
+        """Maps tensor number to the version of `.grad` after its average was written, for each average that has been neither
+        applied nor cleared yet."""
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: set[int] = set()
         """Numbers of the tensors that some observed optimizer updates."""
@@ -69,7 +69,7 @@ class AverageUse:
 
     @property
     def watching(self) -> bool:
-        """True: hooks on the parameters are registered. They are not during the first backward pass."""
+        """True: hooks on the parameters are registered, which is not the case during the first backward pass."""
         return bool(self._of_parameters)
 
     def wrote(self, *, keeps: bool, known: Collection[int] = ()) -> None:
@@ -236,7 +236,7 @@ class PartialStep:
             self.averages[tensor] = None  # it has no elements, so it is not sent
         self._copies: dict[int, torch.Tensor] = {}
         self.not_finite: set[int] = set()
-        """Numbers of tensors whose averages are not finite. They must not be applied."""
+        """Numbers of the tensors whose averages are not finite. These averages must not be applied."""
         self._deadline: float | None = None
 
     @property

@@ -88,8 +88,8 @@ def aligned(lead: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @contextlib.contextmanager
 def contiguous(targets: Sequence[torch.Tensor | None], cut: Callable[[int], bool]) -> Iterator[list[torch.Tensor | None]]:
-    """Yields the targets, but zeros instead of each target that is not contiguous and split between buckets. At the end the
-    contents of these copies are written into the targets. `cut` returns True if a tensor is split."""
+    """Yields the targets, but a contiguous tensor of zeros instead of each target that is split between buckets and not
+    contiguous. At the end these tensors are copied into their targets. `cut` returns True if a tensor is split."""
     copies = {t: (target, torch.zeros_like(target, memory_format=torch.contiguous_format))
               for t, target in enumerate(targets) if target is not None and not target.is_contiguous() and cut(t)}
     yield [copies[t][1] if t in copies else target for t, target in enumerate(targets)] if copies else [*targets]
@@ -207,7 +207,7 @@ class SharedBuffers:
         """Allocates memory for the values, with the type, device and size of `like`, the bucket's memory."""
         self.values, self._own = torch.zeros_like(like), torch.zeros_like(like)
         self.changed = self._own
-        """One flag per slice: whether this rank has changed the buffer since the last exchange."""
+        """One flag per slice. 1: this rank has changed the module buffer since the last exchange."""
         self.layout, self._own_views = layout, layout.views(self._own)
         self._sizes = [s.numel for s in layout.slices]
         self._repeats = torch.tensor(self._sizes, device=like.device)
@@ -239,7 +239,7 @@ class SharedBuffers:
 
 
 ByBucket = Mapping[int, SharedBuffers]
-"""Maps the id of a bucket to the shared values of its buffers."""
+"""Maps bucket id to the values of the bucket's module buffers that all ranks had after the last exchange."""
 
 
 def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -290,7 +290,8 @@ def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
 TINY = 1e-30
 """Smallest total weight by which values are divided. A total weight of 0 ends the step with an error elsewhere."""
 PAYLOAD_HEADER = 16
-"""Bytes before the send buffer, so that the payload of an in-place codec is its header followed by the send buffer itself."""
+"""Number of bytes for the payload's header before the send buffer. The payload of an in-place codec consists of this header and
+the send buffer."""
 SMALL_NUMEL = 1 << 14
 """Number of elements: if the slices of a bucket are smaller on average, a second pass over the complete bucket is faster than
 one call per slice."""
@@ -304,7 +305,8 @@ class EntryCounts(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forgets for which step the numbers are set, because codec states were replaced and the step might be repeated."""
+        """Makes the next call of `begin` set the numbers again, because codec states were replaced and the step might be
+        repeated."""
         ...
 
 
@@ -388,8 +390,8 @@ class WorkerBucket:
         dense = planned.path == "allreduce"
         self.in_updates = not dense and in_updates(codec)
         self.in_means = not dense and codec.keeps
-        """True: gradients are divided by the total weight before they are encoded, so that residuals keep their value when
-        weights change."""
+        """True: gradients are divided by the total weight before they are encoded. So a residual keeps its value when weights
+        change."""
         self.layout, self.ledger, self.exchange = BucketLayout(planned, job), Ledger(planned.slices), BucketExchange()
         self.shared: SharedBuffers | None = None
 
@@ -461,8 +463,8 @@ class WorkerBucket:
             tail.copy_(torch.tensor(facts, dtype=tail.dtype))
 
     def over_weight(self, scale: float, weight: float) -> float | torch.Tensor:
-        """Returns scale / `weight`. `weight`: the total weight of all workers. It is a tensor if the host would have to wait
-        for it."""
+        """Returns scale / `weight`. `weight`: the total weight of all workers. The result is a tensor if the host would have to
+        wait for the weight."""
         return scale / weight
 
     def summed_weight(self) -> float:
@@ -495,8 +497,8 @@ class WorkerBucket:
         return -1
 
     def commit(self, factor: float | torch.Tensor, targets: Sequence[torch.Tensor | None]) -> None:
-        """Writes the received sum times `factor` into the targets; None skips a slice. Module buffers stay unchanged if the sum
-        is not finite. Call it once per exchange."""
+        """Writes the received sum times `factor` into the targets; a target of None skips its slice. Module buffers stay
+        unchanged if the sum is not finite. Call it once per exchange."""
         memory = self.memory
         if self.shared is not None:
             self.shared.commit(memory.y, memory.views_y, self.flags(), factor, targets)
@@ -519,7 +521,8 @@ class WorkerBucket:
         return self.layout.views(self.y)[number] if sparse is None else sparse.entries(number)[1]
 
     def forget(self) -> None:
-        """Drops all records of the last exchange, because codec states were replaced: it can no longer be rolled back."""
+        """Drops all records of the last exchange, which can then no longer be rolled back, because codec states were replaced.
+        """
         self.ledger.forget()
 
     def let_go(self) -> None:
@@ -558,7 +561,7 @@ class CollectiveBucket(WorkerBucket):
         return self.memory.facts_y is not None
 
     def over_weight(self, scale: float, _weight: float) -> float | torch.Tensor:
-        """Returns scale / (total weight of all workers). On a GPU it is a tensor, so that the host does not wait."""
+        """Returns scale / (total weight of all workers). On a GPU the result is a tensor, so that the host does not wait."""
         if self.exchange.received_weight == 0.0:
             raise ZeroDivisionError
         facts = self.memory.facts_y
@@ -615,7 +618,7 @@ class EncodedBucket(ServedBucket):
         self, planned: Bucket, job: Job, codec: Codec, device: torch.device, order: int, *, rank: int = 0,
         on_device: bool = False,
     ) -> None:
-        """`on_device`: the codec runs on the gradients' device (lanes.py)."""
+        """`on_device`: True if the codec runs on the gradients' device (lanes.py)."""
         self._rank, self._on_device = rank, on_device
         self._decoder: OneRound | None = None
         """Codec that decodes encoded results when they are written; None: results are decoded when they arrive."""
@@ -758,7 +761,8 @@ class Coder:
         self.host, self.host_y = host[:numel], host_y[:numel]
         self.bound, self.on_device = codec.bound(spec), device is not None
         self.entries: EntryCounts | None = None
-        """Sets the number of sent entries before each encode; None if the codec's ratio does not change between steps."""
+        """Object that sets the number of sent entries before each encode; None if the codec's ratio does not change between
+        steps."""
         if device is not None:
             place(state, device)
             pinned = device.type != "cpu"
@@ -771,7 +775,7 @@ class Coder:
 
     @property
     def place(self) -> str:
-        """Returns where the codec runs, as a part of operation names in paths."""
+        """Returns where the codec runs: "gpu" or "cpu". Traces use it in names of operations."""
         return "gpu" if self.on_device else "cpu"
 
     @property

@@ -50,7 +50,7 @@ plan."""
 SAVING, LOADING = "checkpoint()", "resume()"
 
 _Files = dict[str, dict[str, torch.Tensor]]
-"""Maps the name of a file to its tensors by name."""
+"""Maps a file name to the file's tensors by name."""
 
 
 # ---- codec state of this rank
@@ -211,7 +211,8 @@ class FoundCheckpoint(NamedTuple):
 
 
 def find(groups: Groups | None, rank: int, world: int, directory: Path) -> FoundCheckpoint | None:
-    """Returns the newest complete checkpoint in the directory; None if no rank has one. All ranks call it together."""
+    """Finds the newest complete checkpoint in the directory; returns None if no rank has any checkpoint. All ranks call it
+    together."""
     with all_or_none(groups, LOADING), reading(directory):
         mine = msgspec.json.encode(saves_of(directory))
     rows = [msgspec.json.decode(row, type=list[SaveOnDisk]) for row in gather_bytes(groups, mine)]
@@ -422,8 +423,7 @@ class Mark(Record, frozen=True):
     plan: str
     """Digest of the plan under which the state was saved; empty if there were no other workers."""
     rate: float = 1.0
-    """Learning rate in the unit of the saved residuals: codecs that send weight updates multiply residuals by it. 1 without
-    such codecs."""
+    """Learning rate by which codecs that send weight updates had multiplied the saved residuals; 1 without such codecs."""
 
 
 class SaveOnDisk(Record, frozen=True):

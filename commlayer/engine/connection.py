@@ -127,7 +127,7 @@ class EpochListener:
         """Called before a save, before a load and at the normal end. Completes pending exchanges."""
 
     def end_rounds(self) -> None:
-        """Exchanges all local steps that have not been sent."""
+        """Exchanges the weight changes of all local steps that have not been exchanged."""
 
     def before_switch(self) -> None:
         """Called when all ranks have checked that they can switch to the new plan, before the switch."""
@@ -177,7 +177,7 @@ class JoinedState:
 
 
 def _nothing() -> None:
-    """Does nothing: the optimizer's state is restored already."""
+    """Default of `_restore`: does nothing, because the optimizer's state is restored already."""
 
 
 class JobContext:
@@ -190,8 +190,8 @@ class JobContext:
     embedded: Sequence[EmbeddedServer] = ()
     """Servers that this rank hosts."""
     id = 0
-    """This rank's number in messages and at the coordinator: its initial rank, which does not change when other members leave.
-    """
+    """This rank's number in messages and at the coordinator: the rank that it had when it joined. It does not change when other
+    members leave."""
 
     def __init__(self, terms: PlanTerms | None = None, *, logs: bool = True) -> None:
         """`terms`: constraints that the job's plans must respect. `logs`: True if this rank logs, for its node or home, the
@@ -222,7 +222,7 @@ class JobContext:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Returns, for each rank, the rank that its worker had at first."""
+        """Returns, for each current rank, the rank that its worker had when it joined the job."""
         return tuple(range(self.world))
 
     @property
@@ -237,8 +237,8 @@ class JobContext:
 
     @property
     def carried(self) -> int:
-        """Number of training steps (as `passes` counts) that no death of a single rank can lose: averaged steps, and local
-        steps in complete exchanges. It is the same on all ranks after the same step."""
+        """Number of training steps (as `passes` counts) whose effect survives the death of any single rank: averaged steps, and
+        local steps in complete exchanges. It is the same on all ranks after the same step."""
         return self.passes
 
     def passed(self) -> None:

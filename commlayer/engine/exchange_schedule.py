@@ -42,7 +42,7 @@ class ExchangeSchedule(EpochListener):
         outer: OuterSGD, connection: DistributedJob, observers: Observers, deadline_s: float, guard: StepGuard,
         optimizer: Any, merged: Callable[..., None],
     ) -> None:
-        """`model`: the module before whose forward passes an exchange can run. `merged`: see OuterSteps.__init__."""
+        """`model`: an exchange can run before a training forward pass of this module. `merged`: see OuterSteps.__init__."""
         self._model, self._parameters, self._buffers = model, parameters, buffers
         self._outer, self._connection, self._observers, self._deadline_s = outer, connection, observers, deadline_s
         self._forward: Any = None
@@ -268,7 +268,7 @@ class UpdateNorms:
             return False
 
     def rest(self) -> None:
-        """Called for a plan that exchanges no norms: resets the row channel's waiting time to its usual limit."""
+        """Called for a plan that exchanges no norms: resets the time limit for receiving rows of numbers to its usual value."""
         self._connection.rows.allow(0.0)
 
     def start(self, weight: float, square: float) -> None:

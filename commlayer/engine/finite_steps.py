@@ -158,8 +158,8 @@ class FiniteSteps:
         self._say(what, then, self._in_row[key], own=own)
 
     def _say(self, what: str, then: str, in_row: int, *, own: bool = False) -> None:
-        """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: the other ranks do not know of the
-        drop."""
+        """Logs a dropped step. Raises CommError after MOST dropped steps in a row. `own`: True if the other ranks do not know
+        of the drop."""
         connection = self._connection
         if in_row < MOST:
             connection.say(f"{what} are not finite: {then}", own=own)

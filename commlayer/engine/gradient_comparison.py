@@ -25,8 +25,8 @@ many are sampled."""
 
 
 class SampledPiece(NamedTuple):
-    """Elements `start` to `stop` of a bucket, and a copy of their residuals before the step; None if this rank has no residuals
-    of its own gradients."""
+    """Elements `start` to `stop` of a bucket, and a copy of their residuals before the step. The copy is None if this rank
+    keeps no residuals of its own gradients."""
 
     bucket: WorkerBucket
     start: int

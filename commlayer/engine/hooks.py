@@ -90,8 +90,8 @@ class Hooks:
         self._root: Callable[[], object] = _nothing
         """Weak reference to the tensor on which the script called backward() for the current pass."""
         self._segmented = self._holds = self._logged = False
-        """Three flags: `_segmented`: the pass has nested passes. `_holds`: `ready` is suspended. `_logged`: the log has a line
-        about that."""
+        """Three flags about the current backward pass. `_segmented`: it has nested passes. `_holds`: `ready` is not called.
+        `_logged`: the log reports that `ready` is not called."""
         self._climbing: list[Any] = []
         self._brought: list[torch.Tensor] = []
         """Parameters that have received a gradient in the current backward pass."""
@@ -143,8 +143,8 @@ class Hooks:
         self._climb(node)
 
     def _climb(self, node: Any) -> None:
-        """Registers the end callback in the outer pass that runs this node. The callback is queued when that pass reaches the
-        next nodes."""
+        """Registers the callback for the end of the outer backward pass that runs this autograd node. The callback is queued
+        when the outer pass reaches its next nodes."""
         def queue(_gradients: Any) -> None:
             for handle in handles:
                 handle.remove()

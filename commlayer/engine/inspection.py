@@ -43,7 +43,8 @@ class Inspection:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """For each rank, the rank that its worker had at first. The two differ after other workers have left."""
+        """For each current rank, the rank that its worker had when it joined the job. The two differ after other workers have
+        left."""
         return self.connection.ranks
 
     @property
@@ -53,7 +54,7 @@ class Inspection:
 
     @property
     def own(self) -> int:
-        """This worker's number in `members`: the rank that it had at first."""
+        """This worker's number in `members`: the rank that it had when it joined the job."""
         return self.connection.id
 
     @property
@@ -63,8 +64,8 @@ class Inspection:
         return self.connection.carried
 
     def parted(self, member: int) -> int:
-        """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the rank
-        that this worker had at first."""
+        """Returns the value of `carried` when a worker left: the worker contributes nothing to later steps. `member`: the
+        worker's number in `members`."""
         connection = self.connection
         entered = 0 if connection.joined is None else connection.joined.carried
         return connection.members.parted.get(member, entered) if isinstance(connection, DistributedJob) else entered

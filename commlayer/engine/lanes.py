@@ -127,8 +127,8 @@ class Staging:
                 bucket.y.copy_(bucket.coder.host_y, non_blocking=True)
 
     def way_back(self, bucket: WorkerBucket) -> contextlib.AbstractContextManager[object]:
-        """Context manager for the CUDA stream that copies the bucket's results to the GPU: one stream for late buckets, one for
-        all others."""
+        """Context manager for the CUDA stream that copies the bucket's results to the GPU: one stream for buckets whose
+        averages are applied one step late, one for all others."""
         return torch.cuda.stream(self._backs[bucket.late]) if self._backs else ON_HOST
 
     def join(self) -> None:

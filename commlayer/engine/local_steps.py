@@ -191,7 +191,7 @@ class OuterSteps:
         self._fragment = 0
         self._sent: _Sent | None = None
         self._idle = 0
-        """Number of coming exchanges to which this rank contributes nothing, because it has just joined."""
+        """Number of next exchanges to which this rank contributes nothing, because it has just joined."""
         self.unpaid = UnpaidResiduals(parameters)
         self.recorder = Recorder()
         """Records the times of steps without an exchange. The worker's recorder records exchanges."""
@@ -214,8 +214,8 @@ class OuterSteps:
         return self._lengths is not None
 
     def count(self) -> None:
-        """Counts a step before its optimizer step. From now on, the residuals that were added to the previous step's gradients
-        are recorded as applied."""
+        """Counts a step, before its optimizer step. Records residuals that were added to the previous step's gradients as
+        applied."""
         self.unpaid.applied()
         self.recorder.mark("backward")
         self.recorder.next()

@@ -38,7 +38,7 @@ class SoloDriver:
     """The driver of a session without other workers, which only counts steps."""
 
     def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
-        """Counts the optimizer's steps, or backward passes if the optimizer has no hooks or there is none."""
+        """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
         self.connection, self.observers = connection, Observers()
         trace_once(connection, self.observers, config.trace, planning=False)
         self.in_join = False

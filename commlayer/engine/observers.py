@@ -45,7 +45,8 @@ def _never() -> bool:
 
 
 class Observer(NamedTuple):
-    """One observer and its callbacks. A CommError that it raises is latched in the worker."""
+    """One observer and its callbacks. If a callback raises a CommError, the worker stores the error, and later steps fail with
+    it."""
 
     place: ObserverOrder
     who: Any
@@ -80,7 +81,7 @@ class Observers:
         return [each.who for each in self._all if each.place is place]
 
     def __iter__(self) -> Iterator[Observer]:
-        """Additions and removals during an iteration take effect in the next one."""
+        """Iterates over a copy: observers that are added or removed during an iteration change only the next one."""
         return iter(tuple(self._all))
 
 

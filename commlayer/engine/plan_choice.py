@@ -32,15 +32,15 @@ from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
 FINE = ("int4()", "int8()")
-"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen. The first codec within
-the loss budget is used.
+"""Codecs of the automatic plan between nodes, for uploads and downloads, until the planner has chosen a plan. The first codec
+within the loss budget is used.
 
-The links are not measured yet, and early steps are the most sensitive to errors: a coarse codec slows the decrease of the loss
-by more than its faster steps gain.
+The links are not measured yet, and early steps are the most sensitive to errors: there a coarse codec costs more progress than
+its faster steps gain.
 """
 SPARSE, LEAST_RATIO = "topk(ratio={ratio}, values='int8')", 0.1
-"""SPARSE: codec of the first steps if the loss model has no measurement of the codecs in FINE. LEAST_RATIO: its smallest ratio.
-"""
+"""SPARSE: codec of the first steps if the loss model has no measurement of the codecs in FINE. LEAST_RATIO: smallest ratio of
+SPARSE."""
 FREE = "fp16()"
 """Codec of the first steps if the loss budget allows none of the others."""
 
@@ -149,7 +149,7 @@ REFUSED = b"!"
 
 
 def agreed_plan(settle: Callable[[], Plan], groups: Groups | None) -> Plan:
-    """Returns the plan that settle() returns on rank 0, on every rank, or raises rank 0's error on every rank."""
+    """Returns on every rank the plan that settle() returns on rank 0, or raises rank 0's error on every rank."""
     return plan_in(from_rank_0(lambda: bytes_of(settle()), groups))
 
 
@@ -185,7 +185,7 @@ class OfferedPlan:
 
 
 def from_rank_0(make: Callable[[], bytes], groups: Groups | None, wait_s: float = 0.0) -> bytes:
-    """Returns the bytes that make() returns on rank 0, on every rank, or raises rank 0's error on every rank.
+    """Returns on every rank the bytes that make() returns on rank 0, or raises rank 0's error on every rank.
 
     `wait_s`: seconds to wait for small results that can take longer than a collective of a step; 0: use a collective.
     """

@@ -61,7 +61,7 @@ LOOK_S = 0.5
 
 
 class NewerEpoch(Exception):
-    """The coordinator has defined a newer epoch than the one to which this rank is switching."""
+    """Error: the coordinator has defined a newer epoch than the one to which this rank is switching."""
 
 
 def never() -> bool:
@@ -494,7 +494,7 @@ def unfit(plan: Plan) -> str:
 
 
 def forbidding(others: Forbids) -> Forbids:
-    """Returns the function `forbids` for a job whose workers can leave. It returns the reason why a sync mode is excluded,
-    which `others` or this module gives."""
+    """Returns a function from a sync mode to the reason why a job whose workers can leave cannot use the mode; "" if it can.
+    `others`: the job's other reasons."""
     why = "workers of this job can leave (min_workers), and results that are applied bucket by bucket cannot be repeated"
     return lambda mode: why if mode == "forward" else others(mode)

@@ -159,7 +159,7 @@ class Arrivals:
             self._all.set()
 
     def arrived(self) -> None:
-        """Counts one more bucket whose result has arrived, or will not arrive. Called by lanes."""
+        """Counts one more bucket for which the step no longer has to wait. Called by lanes."""
         with self._lock:
             self._left -= 1
             if self._left == 0:
@@ -262,7 +262,7 @@ class Units:
             bucket.gather(self.factor(bucket), self.weight, worth)
 
     def factor(self, bucket: WorkerBucket) -> float:
-        """Returns the factor from a gradient to the value that is encoded. Codecs with residuals encode parts of the mean.
+        """Returns the factor by which gradients are multiplied before encoding. Codecs with residuals encode parts of the mean.
         Paths over collectives apply this scale later, when they know the total weight, so they need not assume it."""
         part = self.weight / self.scale_of(bucket)
         in_parts = bucket.in_means and bucket.served
@@ -317,7 +317,7 @@ class Units:
 # ---- measures how long a worker computes in each step, without its waits for other ranks
 
 LAPS_KEPT = 256
-"""Largest number of measured steps that are kept for `take`; older ones are dropped."""
+"""Largest number of measured steps that are kept for `take`; older measurements are dropped."""
 
 
 class StepTiming(NamedTuple):
@@ -413,8 +413,8 @@ class RootCause:
         """Returns a more precise error for a failed collective, or for a server that ended with the job, if one is known; else
         the same error.
 
-        A collective names no peer, so it waits up to `verdict_s` for the coordinator to report a dead worker. An error of a
-        server waits up to `notice_s`.
+        A collective names no peer, so this function waits up to `verdict_s` seconds for the coordinator to report a dead
+        worker. After an error of a server it waits up to `notice_s` seconds.
         """
         if link is None or not isinstance(error, CommError):
             return error

@@ -253,7 +253,7 @@ SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
 
 
 class Prediction(NamedTuple):
-    """The prediction of one step."""
+    """The predicted events of one step."""
 
     timeline: Timeline
     by_node: dict[int, list[Event]]

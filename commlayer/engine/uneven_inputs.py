@@ -30,7 +30,7 @@ log = logging.getLogger("commlayer")
 
 TWICE = "session.join() must not be called inside session.join(): call it once, around the loop over batches"
 BITS = 48
-"""Number of bits that ranks send in one float64."""
+"""Number of bits that ranks pack into one float64 of a row."""
 
 
 class UnevenInputs:
@@ -188,7 +188,7 @@ class UnevenInputs:
 
 
 def _has_scaler() -> bool:
-    """Whether the script has an enabled GradScaler. The function scans all Python objects, which takes about 50 ms."""
+    """Returns True if the script has an enabled GradScaler. The function scans all Python objects, which takes about 50 ms."""
     def some() -> bool:
         return any(issubclass(type(each), torch.amp.GradScaler) and each.is_enabled() for each in gc.get_objects())
 

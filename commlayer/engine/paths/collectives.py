@@ -530,7 +530,8 @@ class EncodeStage(NamedTuple):
     """Index of this encode among the encodes of the path."""
     units: tuple[Range, ...]
     widest: int
-    """Number of elements of the largest unit on any rank, because all payloads are sent in slots of one size."""
+    """Number of elements of the largest unit (range that is encoded together) on any rank. It determines the size of all
+    payload slots."""
     first: bool
     device: str
     sender: int
@@ -538,7 +539,8 @@ class EncodeStage(NamedTuple):
 
 
 class DecodeStage(NamedTuple):
-    """Operation that decodes `pieces` payloads of each unit, and writes their sum into the send buffer."""
+    """Operation that decodes `pieces` payloads of each unit (range that is encoded together), and writes their sum into the
+    send buffer."""
 
     units: tuple[Range, ...]
     pieces: int
@@ -560,9 +562,9 @@ class ExchangeStage(NamedTuple):
     """The range of elements that the collective covers, before a split or after a gather."""
     parts: tuple[Range, ...]
     units: int
-    """Number of units for which this rank contributes payloads."""
+    """Number of units (element ranges that are encoded together) whose payloads this rank contributes."""
     pieces: int
-    """Number of payloads per unit that this rank contributes."""
+    """Number of payloads per unit (range that is encoded together) that this rank contributes."""
     widest: int
     merges: bool
     """True: an allgather joins parts with different elements. False: it collects payloads of the same elements."""
@@ -617,10 +619,10 @@ class _Walk:
         self.pieces, self.coded, self.encodes, self.decoded, self.widest = 1, False, 0, False, 0
         self.active = True
         self.summed: set[str] = set()
-        """Scopes ("node", "net" or "all") over whose members this rank's values are summed, or will be when its payloads are
+        """Scopes ("node", "net" or "all") over whose ranks this rank's values are summed, or will be when its payloads are
         decoded."""
         self.copied: set[str] = set()
-        """Scopes ("node", "net" or "all") whose members all have the same values."""
+        """Scopes ("node", "net" or "all") whose ranks all have the same values as this rank."""
         self.parents: dict[str, Range] = {}
         self.waiting: dict[str, bool] = {}
 
@@ -642,7 +644,7 @@ class _Walk:
         return step if self.active else None
 
     def _sender(self) -> int:
-        """Returns a number that is equal on ranks with the sum of the same ranks' gradients, and different otherwise."""
+        """Returns a number that is equal on ranks whose values are sums over the same ranks, and different otherwise."""
         nodes, per_node, node, local = self.place
         one_node = not self.summed & {"net", "all"}
         one_local = not self.summed & {"node", "all"}

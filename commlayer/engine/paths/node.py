@@ -67,7 +67,7 @@ class OwnedSum(NodeSum):
 
 
 class ShardedSum(NodeSum):
-    """Sums and distributes one bucket for each local rank (its shard), in the order of local ranks."""
+    """Sums and distributes one bucket for each rank of a node (its shard), in the order of these ranks."""
 
     def __init__(self, buckets: Sequence[ServedBucket], local: int) -> None:
         super().__init__(buckets)

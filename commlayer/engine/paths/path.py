@@ -107,7 +107,7 @@ class OneStepLate(Path[B]):
         """Copies a bucket's gradients into its send buffer, and starts its exchange."""
 
     def begin(self, bucket: B) -> None:
-        """Does nothing before the step ends: the previous result might not have arrived."""
+        """Does nothing: the exchange begins when the step ends, because the previous result might not have arrived."""
 
     def quiet(self, deadline: float) -> None:
         super().finish(deadline)
