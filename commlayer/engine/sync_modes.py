@@ -134,7 +134,7 @@ def modes_of(plan: Plan) -> list[tuple[str, str]]:
     """Returns the modes in `MODES` that a plan uses, each with a description."""
     modes = [("forward", "overlap='forward'")] if plan.overlap == "forward" else []
     if plan.local_steps > 1:
-        modes.append(("local", f"of {plan.local_steps} local steps"))
+        modes.append(("local", f"{plan.local_steps} local steps"))
     elif plan.codes == "updates":
         modes.append(("updates", "weight changes are exchanged in every step"))
     return modes + ([("round", "overlap='round'")] if plan.overlap == "round" else [])

@@ -109,7 +109,7 @@ def test_the_command_plans_with_measured_losses(
         return int(end.value.code or 0), output.out + output.err
 
     wished = ("--loss", "loss.json", "--max-loss", "0.01")
-    assert call("make", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
+    assert call("create", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
     used = {b["codec"] for b in json.loads(Path("plan.json").read_text())["buckets"]}
     assert "topk(ratio=0.059)" in used
     assert all(math.isfinite(loss_budget.penalty(MODEL, codec)) for codec in used)
@@ -118,8 +118,4 @@ def test_the_command_plans_with_measured_losses(
     assert call("whatif", "--gpu", "rtx4090,rtx3060", "--json", "told.json")[0] == 0
     points = json.loads(Path("told.json").read_text())["points"]
     assert len(points) == 2, "machines that the plan was not made for are priced by the same losses"
-    Path("exact.json").write_text('{"points": [{"codec": "int8", "ratio": 1.0, "penalty": 0.5}]}')
-    assert call("whatif", "--gpu", "rtx3060", "--loss", "exact.json", "--json", "told.json")[0] == 0
-    exact = json.loads(Path("told.json").read_text())["points"]
-    assert exact[0]["plan_s"] > 2 * points[1]["plan_s"]
-    assert call("make", "lstm", "--nodes", NODES, "--loss", "none.json")[0] == 2
+    assert call("create", "lstm", "--nodes", NODES, "--loss", "none.json")[0] == 2
