@@ -1,8 +1,8 @@
-"""The controller of a running job. It alone measures, probes, searches, tries plans and rolls them back.
+"""The controller of a running job: measures steps, probes links, searches for plans, tries them, and rolls slower ones back.
 
-Every rank runs one. All ranks count steps alike and act on the same report rows after the same step, so collective actions
-happen in the same order on each. Rank 0 decides on plans (autotune/plan_policy.py) and sends its requests in its row; all
-ranks decide on codec quality (autotune/quality.py) and links.
+Every rank runs a controller. All ranks exchange reports (report.py) and act on the same reports after the same step, so
+collective actions happen in the same order on all ranks. Rank 0 decides on plans (autotune/plan_policy.py) and sends its
+requests in its report; all ranks decide on codec quality (autotune/quality.py) and links.
 
     warming ---> measuring ---> watching
        ^                            |
@@ -54,32 +54,34 @@ if TYPE_CHECKING:
     from commlayer.engine.connection import DistributedJob
 
 WARM_STEPS = 2
-"""The first steps determine thresholds, buckets and the forward order; their times do not represent later ones."""
+"""Number of warm-up steps. They determine thresholds, buckets and the forward order, and their times do not represent later
+steps."""
 MEASURED_STEPS = 5
 SOON_S, LINKS_HOLD = 0.75, 1 / 3
-"""Links hold steps up if a step takes at least SOON_S and all ranks wait for communication for at least LINKS_HOLD of it. A
-plan that shortens such steps is worth more than further measurements: the first steps are measured at the end of the warm-up,
-and all ranks wait for a plan. No plan shortens computing, which takes longest in the first steps."""
+"""Links count as limiting if a step takes at least SOON_S, and all ranks wait for communication for at least the fraction
+LINKS_HOLD of it. Then a plan for shorter steps is worth more than exact measurements: the first steps are measured at the end
+of the warm-up, and all ranks wait for the plan. No plan shortens computing, which takes longest in the first steps."""
 WAITED_STEPS = 2
-"""All ranks wait for a plan for at most this many steps."""
+"""All ranks wait for a plan for at most the time of this many steps."""
 UNEVEN, UNEVEN_S = 1.5, 0.005
-"""A rank is slow if it computes this many times, and this many seconds, longer than the fastest: more than contention for
-processors or a few system calls explain."""
+"""A rank counts as slow if it computes this many times as long as the fastest rank, and this many seconds longer. Contention
+for processors and a few system calls explain less."""
 SEARCH_S = 60.0
-"""A search is aborted if training has waited this long for it. Planning takes seconds."""
+"""Seconds after which a search is aborted for which training waits. Planning takes seconds."""
 
 
 class Phase(Enum):
     WARMING = "warming"
     """The first steps, or the rest of the step in which rank 0 requested measuring."""
     MEASURING = "measuring"
-    """Steps are being recorded."""
+    """Steps are recorded, as measurements for a plan."""
     WATCHING = "watching"
-    """Ranks exchange rows about their steps and act on rows that all have received."""
+    """Ranks exchange reports about their steps, and act on reports that all ranks have received."""
 
 
 class StepEnd(NamedTuple):
-    """When a step ended (0: before the first one), how long decisions took after it, and the total wait for communication."""
+    """The end of a step: its time by time.perf_counter() (0: no step has ended), the seconds that decisions took after it, and
+    the total seconds of waiting for communication until then."""
 
     at: float = 0.0
     overhead_s: float = 0.0
@@ -87,46 +89,47 @@ class StepEnd(NamedTuple):
 
 
 class ShareMover(NamedTuple):
-    """How shares of the batch take part in report rows: see shares/driver.py."""
+    """Functions by which load balancing takes part in the ranks' reports: see shares/driver.py."""
 
     row: Callable[[], WorkerTime]
-    """This rank's part of the next row."""
+    """Returns this rank's measured times for its next report."""
     receive: Callable[[list[WorkerTime], float], None]
-    """Takes the parts of all ranks, and the longest step time of any rank."""
+    """Receives the measured times of all ranks, and the longest step time of any rank."""
 
 
 class TuningController:
-    """Every rank calls `compare` before a step's commit, `after_step` after a step on averaged gradients, and `after_exchange`
-    after an exchange of local steps."""
+    """Measures and tunes one job. Every rank calls `compare` before a step's commit, `after_step` after a step on averaged
+    gradients, and `after_exchange` after an exchange of local steps."""
 
     def __init__(
         self, connection: DistributedJob, actions: JobActions, reports: Reports | None, guard: QualityGuard | None = None, *,
         plans: bool = True, per_node: int = 1, keep: bool = False,
     ) -> None:
-        """`plans`: whether it chooses plans. With `keep` it searches for plans and never switches, without `reports`.
-        `per_node`: ranks per node; the first rank's row reports the traffic of the node's link."""
+        """`plans`: True: the controller chooses plans. `keep`: True: it searches for plans but never switches; `reports` is
+        None then. `per_node`: ranks per node; the first rank of a node reports the traffic of the node's link."""
         self._connection, self._do, self._reports, self.guard = connection, actions, reports, guard
         self._plans, self._per_node, self._keep = plans, per_node, keep
         self._lead = Lead() if plans and connection.rank == 0 else None
         self._links: LinkState | None = None
         self._phase, self._until = Phase.WARMING, WARM_STEPS
         self._steps = 0
-        """Steps on averaged gradients and exchanges of local steps."""
+        """Number of steps on averaged gradients and of exchanges of local steps."""
         self._planned_steps = 0
-        """Those under automatic plans, after their warm-up."""
+        """Number of these steps and exchanges that ran under automatic plans, after their warm-up."""
         self._plan = connection.plan
         self.shares: ShareMover | None = None
-        """Moves shares of the batch, if the script does."""
+        """Load balancing's part in the reports; None if the script does not balance the load."""
         self._thread: threading.Thread | None = None
         self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
-        """Results of the planner thread, processed at the end of the next step."""
+        """Results of searches from the planner thread: request, plan found and error. They are processed at the end of the
+        next step."""
         self._last = StepEnd()
         self._busy = False
         connection.on_close.append(self._close)
 
     @property
     def verdicts(self) -> list[ReplanVerdict]:
-        """The verdict of each search; filled on rank 0 only."""
+        """The outcome of each search. Filled on rank 0 only."""
         return [] if self._lead is None else list(self._lead.verdicts)
 
     @property
@@ -142,7 +145,7 @@ class TuningController:
         return self._links
 
     def start(self) -> None:
-        """Called before the first step, because the second step is sufficient if steps are slow."""
+        """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
             self._do.record(on=True)
             if self._lead is not None:
@@ -156,11 +159,12 @@ class TuningController:
     # ---- called after steps
 
     def has_work(self) -> bool:
-        """Whether `compare` reads the sums of the present step."""
+        """Returns whether `compare` reads the sums of the present step."""
         return self.guard is not None and self.guard.has_work()
 
     def compare(self) -> None:
-        """A CommError is latched in the worker if another rank is lost."""
+        """Compares compressed with exact gradients in this step, if the quality guard wants to. If a rank is lost meanwhile,
+        the worker stores the CommError."""
         if self.guard is not None:
             try:
                 self.guard.compare(self._steps)
@@ -168,24 +172,26 @@ class TuningController:
                 self._connection.broke(error)
 
     def after_step(self) -> None:
-        """A step ends with its backward pass, also if this call comes in the next step, as it does under sync="forward"."""
+        """Handles the end of a step on averaged gradients. The step ends with its backward pass, also if this call comes in
+        the next step, as under sync="forward"."""
         self._after(1, self._connection.passed_s)
 
     def after_exchange(self) -> None:
-        """Called after local steps, or one of their fragments, have been exchanged: counts the local steps since then."""
+        """Handles the end of an exchange of local steps, or of one of their fragments: counts the local steps since the
+        previous exchange."""
         plan = self._connection.plan
         if not self._busy and plan.steps_locally:
             self._after(plan.local_steps // plan.fragments, time.perf_counter())
 
     def after_drain(self) -> None:
-        """Called after an early exchange of local steps: restarts the clock, because it ends no outer step."""
+        """Restarts the clock after an early exchange of local steps, which ends no outer step."""
         local = self._connection.local
         if local is not None and not local.taken:
             self._begin(time.perf_counter())
 
     def _after(self, steps: int, ended: float) -> None:
-        """Handles `steps` steps, the last one ended at `ended`. A CommError is latched in the worker if another rank is lost.
-        """
+        """Handles `steps` steps, the last of which ended at `ended`. If a rank is lost meanwhile, the worker stores the
+        CommError."""
         worker = self._connection.worker
         step_s = max(0.0, ended - self._last.at - self._last.overhead_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
@@ -204,7 +210,7 @@ class TuningController:
         self._last = StepEnd(ended, overhead_s, self._connection.worker.counters.exposed_s)
 
     def step_over(self, step_s: float, waited_s: float) -> None:
-        """A step has ended; `step_s` is 0 if unknown."""
+        """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""
         self._steps += 1
         rows: list[Report] = []
         if self._reports is not None:
@@ -222,8 +228,8 @@ class TuningController:
 
     @property
     def _planning(self) -> bool:
-        """Whether plans are automatic now; the same on all ranks. Step times during the warm-up of a codec do not represent the
-        plan."""
+        """True: plans are automatic now; the same on all ranks. False during a codec's warm-up, whose step times do not
+        represent the plan."""
         connection = self._connection
         if not self._plans or not (connection.terms.auto or self._keep):
             return False
@@ -250,8 +256,8 @@ class TuningController:
     # ---- rows of all ranks
 
     def _send(self, *, watching: bool) -> None:
-        """Sends this rank's row if it is due: after a comparison, and every few steps while links are watched or shares moved.
-        """
+        """Sends this rank's report if it is due: after a comparison with exact gradients, and every few steps while links are
+        watched or load is balanced."""
         error = None if self.guard is None else self.guard.take_error()
         watching = watching and self._phase is Phase.WATCHING and self._links is not None
         wanted = watching or self.shares is not None
@@ -268,14 +274,14 @@ class TuningController:
             self._act_on(rows)
 
     def _act_on(self, rows: Sequence[Report]) -> None:
-        """Acts on rows that all ranks have received, so that all ranks act alike."""
+        """Acts on reports that all ranks have received, so all ranks act alike."""
         step_s = median(row.step_s for row in rows)
         if self.shares is not None:
             self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
         if rows[0].compared and self.guard is not None:
             change = self.guard.decide([row.error for row in rows], step_s)
             if change is not None and self._change_codecs(change):
-                return  # what rank 0 requests, and what rows say of links, is of the plan before
+                return  # rank 0's request, and what the reports say about links, were about the previous plan
         if self._links is None or self._phase is not Phase.WATCHING or not self._planning:
             return
         match rows[0].request:
@@ -291,7 +297,8 @@ class TuningController:
     # ---- links
 
     def _watch(self, state: LinkState, rows: Sequence[Report], step_s: float) -> None:
-        """Plans again if steps show other links. Faster links slow no step down, so rank 0 plans for them later."""
+        """Starts a new search if steps show that links have changed. Faster links make no step slower, so rank 0 orders that
+        search later."""
         traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
         watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
         self._links = state = structs.replace(state, watch=watch)
@@ -299,20 +306,21 @@ class TuningController:
             return
         links = state.with_rates(rates)
         if not slower(rates, watch.planned):
-            self._say(f"links carry {spelled(rates)}, as seen in steps, and not {spelled(watch.planned)}")
+            self._say(f"links are faster than planned: {spelled(rates)} in steps, planned {spelled(watch.planned)}")
             # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
             self._set_links(structs.replace(state.measured(links, 0.0), reprobe=state.reprobe))
             return
-        self._say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}, as seen in steps of "
-                  f"{1e3 * step_s:.1f} ms that took {1e3 * watch.usual_s:.1f} ms before")
+        self._say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}: steps take "
+                  f"{1e3 * step_s:.1f} ms instead of {1e3 * watch.usual_s:.1f} ms")
         self._plan_for(links, step_s, waited_s)
 
     def _probe(self, state: LinkState, step_s: float) -> None:
-        """Under a plan made for a slow link the link carries little, so only a probe shows that it is faster."""
+        """Probes the links, and searches for a plan if they have become faster. Under a plan for slow links, steps send too
+        little to show that."""
         begin, planned = time.monotonic(), state.watch.planned
         links = self._do.probe(planned)
         took_s = time.monotonic() - begin
-        # A short probe may read too low; whether a link is slower is seen in steps.
+        # A short probe may measure too low a rate. Steps show whether a link has become slower.
         rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
         faster = differ(rates, planned)
         self._links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
@@ -324,7 +332,7 @@ class TuningController:
             self._reset()  # the probe's traffic belongs to no step
 
     def _plan_for(self, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
-        """Plans for other links with the known costs."""
+        """Searches for a plan for other links, with the costs that are already known."""
         assert self._links is not None
         pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, self._links.watch.slow_s)
         self._set_links(self._links.measured(links, time.monotonic()))
@@ -338,14 +346,14 @@ class TuningController:
         self._reset()
 
     def _reset(self) -> None:
-        """Clears the observations of steps: they do not apply to the next steps."""
+        """Drops the observations of past steps, which do not apply to the next ones."""
         if self._reports is not None:
             self._reports.reset()
 
     # ---- measuring and searching
 
     def _measure(self) -> None:
-        """Starts planning with measurements; rank 0 plans alone."""
+        """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
         measured, now = self._do.measure(), time.monotonic()
         links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
@@ -364,7 +372,7 @@ class TuningController:
             self._set(plan_policy.begin_search(self._lead, self._active, links, step_s, pace_s, checks=checks))
 
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
-        """Sets rank 0's state, and carries out what has changed in it."""
+        """Sets rank 0's state, and carries out what has changed in that state."""
         before, self._lead = self._lead, lead
         terms, connection = self._connection.terms, self._connection
         assert before is not None
@@ -384,10 +392,10 @@ class TuningController:
             self._start_search(lead.order)
 
     def _start_search(self, order: SearchRequest) -> None:
-        """Plans on a thread while training continues."""
+        """Starts a search on a thread, while training continues."""
         if self._thread is not None:
             self._thread.join(SEARCH_S)
-            if self._thread.is_alive():  # it hangs: ended before the other ranks time out
+            if self._thread.is_alive():  # the search hangs: it is aborted before the other ranks time out
                 self._do.stop_search()
                 self._thread.join()
         try:
@@ -412,7 +420,8 @@ class TuningController:
             self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
 
     def _await(self, most_s: float) -> None:
-        """Collective: waits until rank 0 has planned. A search that takes longer continues while training goes on."""
+        """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
+        goes on."""
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
             self._take_results()
@@ -422,7 +431,7 @@ class TuningController:
     # ---- switching
 
     def _switch(self) -> None:
-        """Collective: switches to the plan that rank 0 proposes."""
+        """Switches to the plan that rank 0 proposes; collective."""
         proposal, left = None if self._lead is None else self._lead.proposal, self._active
         try:
             self._do.switch(None if proposal is None else proposal.candidate.runnable, by_itself=True)
@@ -438,7 +447,7 @@ class TuningController:
         self._entered(own=True)
 
     def _change_codecs(self, change: CodecChange) -> bool:
-        """Collective: switches to finer or coarser codecs. Returns whether the plan has changed."""
+        """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
         assert self.guard is not None
         if (plan := self.guard.lifted(change)) is None:
             return False
@@ -453,7 +462,8 @@ class TuningController:
         return True
 
     def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
-        """Another plan is active: its steps and traffic differ. `own`: the plan that rank 0 proposed."""
+        """Adapts to another active plan, whose steps and traffic differ. `own`: True: rank 0 proposed that plan. `by_guard`:
+        True: the quality guard made its codecs finer or coarser."""
         self._plan = self._connection.plan
         if self._links is not None:
             self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
@@ -474,13 +484,14 @@ class TuningController:
             self._do.close()
 
     def _close(self) -> None:
-        """Also joins the planner thread: a thread in native code at interpreter exit would crash the process."""
+        """Stops planning, and waits for the planner thread: a thread in native code at interpreter exit would crash the
+        process."""
         self.end()
         if self._thread is not None:
             self._thread.join(SEARCH_S)
 
     def settle(self, deadline_s: float) -> list[ReplanVerdict]:
-        """Waits up to `deadline_s` for a search to end. Returns the verdicts."""
+        """Waits up to `deadline_s` seconds for a search to end. Returns the outcomes of all searches."""
         if self._thread is not None:
             self._thread.join(deadline_s)
         self._take_results()
@@ -494,18 +505,19 @@ class TuningController:
         self._connection.say(text, level)
 
     def shares_moved(self, part: float) -> None:
-        """Work moves between ranks with the next step: a fraction of a step's computing."""
+        """Records that work moves between ranks with the next step. `part`: by which fraction of a step's computing."""
         if self._lead is not None and part >= plan_policy.SHARES_WORTH:
             self._lead = structs.replace(self._lead, moved=True)
 
 
 def _links_hold(step_s: float, waited_s: float) -> bool:
-    """Whether steps are slow because of communication, which a plan can shorten."""
+    """Returns whether communication makes steps slow, so that a plan can shorten them."""
     return step_s >= SOON_S and waited_s >= LINKS_HOLD * step_s
 
 
 def _uneven(measured: Measured) -> str:
-    """Reports a rank that computes much longer than the others, which no plan can change."""
+    """Returns a log line about a rank that computes much longer than the others, which no plan can change; "" if there is
+    none."""
     computing_s = measured.computing_s
     if not computing_s or max(computing_s) < max(UNEVEN * min(computing_s), min(computing_s) + UNEVEN_S):
         return ""

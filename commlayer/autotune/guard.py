@@ -28,12 +28,13 @@ LOSSES_KEPT = 4096
 
 
 def guard_of(connection: DistributedJob, config: Config) -> QualityGuard | None:
-    """The guard for jobs of several ranks with an automatic plan or a loss budget, or if requested; otherwise None."""
+    """Returns the quality guard of a job of several ranks with an automatic plan or a loss budget, or if the user requested a
+    guard; otherwise None."""
     has_budget = bool(config.max_loss or config.loss)
     if config.guard == "off" or (config.guard == "auto" and not (has_budget or connection.terms.auto)):
         return None
     by_budget = has_budget or not connection.terms.auto
-    # Without a given budget the loss is not judged, unless the guard was requested explicitly.
+    # Without a given budget the loss is not checked, unless the guard was requested explicitly.
     budget = connection.terms.max_loss or (BUDGET if by_budget or config.guard != "auto" else math.inf)
     return QualityGuard(connection, Bounds(budget=budget), config.guard, config.deadline_s, by_budget=by_budget)
 
@@ -43,16 +44,17 @@ class QualityGuard:
         self, connection: DistributedJob, bounds: Bounds, mode: str = "act", deadline_s: float = 600.0, *,
         by_budget: bool = True,
     ) -> None:
-        """With `by_budget` bounds follow from the budget; otherwise from what is usual under the active codecs."""
+        """`by_budget`: True: bounds follow from the loss budget. False: they follow from usual values under the active
+        codecs."""
         self._connection, self._mode, self._deadline_s, self._by_budget = connection, mode, deadline_s, by_budget
         self._groups = connection.groups
         self._begin_s = time.perf_counter()
         self._exposed_s = 0.0
-        """Total wait for communication at the end of the last step."""
+        """Total seconds of waiting for communication, at the end of the last step."""
         self._losses: deque[float | torch.Tensor] = deque(maxlen=LOSSES_KEPT)
         self._trend, self._sent = LossTrend(), Dots()
         self._compares = False
-        """Whether all ranks compare in the present step, under `_plan`."""
+        """True: all ranks compare compressed with exact gradients in the present step, under `_plan`."""
         self._piece: SampledPiece | None = None
         self._prepared_s = 0.0
         self._error: GradientError | None = None
@@ -60,22 +62,23 @@ class QualityGuard:
         self._state = quality.begin(bounds, self._levels())
 
     def report(self, loss: float | torch.Tensor) -> None:
-        """Records the training loss of a step. A tensor is read for the next row, so that no step waits for the device."""
+        """Records the training loss of a step. A tensor is read before the next report, so no step waits for the device."""
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else float(loss))
 
     @property
     def acts(self) -> bool:
-        """Whether the guard changes plans. Otherwise it only logs, because the user chose the plan."""
+        """True: the guard changes plans. False: it only logs, because the user chose the plan."""
         return self._mode == "act" or (self._mode == "auto" and self._connection.terms.auto)
 
     # ---- comparing
 
     def has_work(self) -> bool:
-        """Whether `compare` reads the sums of the present step. A piece of a previous plan's bucket is no longer sent."""
+        """Returns whether `compare` reads the sums of the present step. After a change of plans it does not, because the
+        compared piece is of a bucket that is no longer sent."""
         return self._compares and self._connection.plan is self._plan
 
     def compare(self, step: int) -> None:
-        """Collective: compares the sum with the exact one, and this rank's payload with its gradient."""
+        """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient; collective."""
         if not self.has_work():
             return
         worker, begin_s, summed = self._connection.worker, time.perf_counter(), Dots()
@@ -96,10 +99,10 @@ class QualityGuard:
         worker.counters.guard_s += took_s
 
     def prepare(self, step: int) -> None:
-        """Prepares the comparison in step number `step`, the next one, if there is one."""
+        """Prepares the comparison in the next step, number `step`, if that step has one."""
         begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
         self._exposed_s = worker.counters.exposed_s
-        # A user's plan without a budget is not judged.
+        # A user's plan without a budget is not checked.
         idle = self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
         self._compares = not idle and quality.due(self._state, step)
         if self._compares and self._state.plan.compared:
@@ -108,7 +111,7 @@ class QualityGuard:
             worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
 
     def take_error(self) -> GradientError | None:
-        """This rank's comparison in the last step, if there was one."""
+        """Returns this rank's comparison of the last step, once; None if that step had none."""
         error, self._error = self._error, None
         return error
 
@@ -138,27 +141,28 @@ class QualityGuard:
         self._observe_noise(rows)
         self._connection.terms.floor = self._state.planner_floor if self.acts else self._connection.terms.floor
         if complaint is not None:
-            self._connection.say(f'{complaint.text}; the plan stays as it was asked for (guard="act" would make its codecs '
+            self._connection.say(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its codecs '
                                  "finer)", logging.WARNING)
         return change
 
     def lifted(self, change: CodecChange) -> Plan | None:
-        """The base plan with no codec below the level. None if that is the active plan."""
+        """Returns the base plan without codecs coarser than `change` allows; None if that is the active plan."""
         groups, worker = self._groups, self._connection.worker
         lifted = plan_choice.lift(self._base, change.after, groups.world // groups.ranks_per_node,
                                   cuda=worker.device.type == "cuda")
         return None if lifted.buckets == self._plan.buckets else lifted
 
     def entered(self, step: int, *, by_guard: bool = False) -> CodecChange | None:
-        """Adopts the active plan after a switch. `by_guard`: the guard has made its codecs finer or coarser."""
+        """Adapts to a plan that became active. `by_guard`: True: the guard made its codecs finer or coarser. Returns a further
+        change of codecs if earlier complaints require one."""
         if by_guard:
-            self._trend = LossTrend()  # a loss takes many steps to fall, so only new rises count
+            self._trend = LossTrend()  # a loss takes many steps to fall, so only its rises from now on count
         levels = self._levels(self._base if by_guard else None)
         self._state, change = quality.entered(self._state, levels, step, by_guard=by_guard, acts=self.acts)
         return change
 
     def _levels(self, base: Plan | None = None) -> PlanLevels:
-        """Adopts the active plan. `base` is the plan that it was made finer from."""
+        """Reads the compression levels of the active plan. `base`: the plan from which the guard made the active one finer."""
         plan, worker = self._connection.plan, self._connection.worker
         self._plan, self._base, self._sent, self._piece, self._compares = plan, base or plan, Dots(), None, False
         self._watched = [] if plan.steps_locally else gradient_comparison.watched(worker)

@@ -43,45 +43,48 @@ from commlayer.planner.tables import BUCKET_S, PCIE_COPY, SERVER_BYTE_S, learnin
 from commlayer.records import Plan
 
 PROBE_S = 1.0
-"""Time of all probes together, without the waits between ranks."""
+"""Seconds of all probes together, without the waits between ranks."""
 GROUPS_SHARE = 0.2
-"""Share of the probe time for collectives."""
+"""Fraction of the probes' time that is for collectives."""
 SLOW_BPS = 200e6
-"""Over slower links the links determine the time of collectives between nodes, and measuring collectives would take long."""
+"""If a node's link is slower than this many bit/s, collectives between nodes are not measured: the link determines their time,
+and measuring would take long."""
 PROBE_AGAIN_S = 1.2
-"""Time of a probe of links that may have become faster."""
+"""Seconds of a probe of links that may have become faster."""
 
 
 class Measured(NamedTuple):
-    """What all ranks know after measuring."""
+    """What all ranks know after measuring steps and links."""
 
     links: tuple[Link, ...]
-    """One per node."""
+    """The link of each node."""
     step_s: float
     computing_s: tuple[float, ...] = ()
-    """Computing time of each rank; empty if shares of the batch already follow it."""
+    """Seconds that each rank computes per step; empty if load balancing already acts on them."""
     names: tuple[str, ...] = ()
-    """Display name of each rank."""
+    """Display name of each rank, for example "worker 2 (ben)"."""
     shares: bool = True
-    """Whether shares of the batch could follow computing time."""
+    """True: the job could use load balancing."""
 
 
 class JobActions:
-    """Carries out what the controller decides. All but `pace`, `record` and the search are collective."""
+    """Carries out what the controller decides. All methods are collective, except `pace`, `record` and those of the search."""
 
     def __init__(self, connection: DistributedJob, probe_s: float = PROBE_S) -> None:
-        """`probe_s` limits the time of all probes together."""
+        """`probe_s`: seconds of all probes together."""
         worker = connection.worker
         self._connection, self._job, self._probe_s = connection, worker.job, probe_s
         self._meter: InterfaceCounters | None = None
         self._measured: Measurements | None = None
-        """Of the plan that was active then."""
+        """The latest measurements, under the plan that was active then; None before the first."""
         self._profile: Profile | None = None
-        """Costs on this machine, with the latest measurements; None until the first search with them."""
+        """Costs of codecs and collectives on this machine, from the latest measurements; None until a search has needed
+        them."""
         self._energy: tuple[float, ...] = ()
-        """From the first measurement: under a sparse plan the received averages are not complete gradients."""
+        """Energy (squared norm) of each tensor's gradient, from the first measurement. Later averages may come from sparse
+        codecs, and are then incomplete."""
         self._contention = 0.0
-        """Slowdown of work on processors relative to work measured alone; 0 before it was fitted."""
+        """Slowdown of work on the CPU relative to work measured alone; 0 before it is known."""
         self._process = PlanningProcess()
 
     def count_traffic(self) -> InterfaceCounters | None:
@@ -92,7 +95,8 @@ class JobActions:
         return self._meter
 
     def pace(self, links: Sequence[Link]) -> None:
-        """Limits the pace of this rank, and of the servers on its node, to HEADROOM times the node's measured upload rate."""
+        """Limits the upload rate of this rank, and of the servers on its node, to HEADROOM times the node's measured upload
+        rate."""
         groups, uplink = self._connection.groups, self._connection.uplink
         up_bps = link_rates.HEADROOM * links[groups.node].up_bps
         uplink.pace(up_bps / groups.ranks_per_node)
@@ -105,14 +109,15 @@ class JobActions:
             self._connection.local.recorder.switch(on=on)
 
     def share_times(self, step_s: float, waited_s: float) -> tuple[float, float]:
-        """The median step time of all ranks and the shortest wait: a rank that waits for a slower one waits longer than
-        communication takes."""
+        """Returns the median step time of all ranks, and the shortest wait for communication. A rank that waits for a slower
+        rank waits longer than communication takes."""
         groups = self._connection.groups
         rows = groups.gather_all(torch.tensor([step_s, waited_s], dtype=torch.float64, device=groups.device))
         return float(rows[:, 0].median()), float(rows[:, 1].min())
 
     def measure(self) -> Measured:
-        """Measures with the steps recorded so far, which ends recording, and with probes."""
+        """Measures the job from the steps recorded so far, which ends recording, and from probes. Returns the result, equal on
+        all ranks."""
         connection, worker = self._connection, self._connection.worker
         groups, seen = connection.groups, None if self._meter is None else seen_by(self._meter)
         steps, local = worker.recorder.steps, connection.local
@@ -144,7 +149,7 @@ class JobActions:
             tuple(map(connection.called, range(len(rows)))), not connection.elastic)  # else a LoadBalancer is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
-        """Measures only the links. `planned`: known rates, at which windows start."""
+        """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         connection = self._connection
         up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[connection.groups.node])
         row = self._measurements.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
@@ -157,16 +162,18 @@ class JobActions:
         switch(self._connection, plan, by_itself=by_itself)
 
     def prepare_search(self) -> None:
-        """Starts the process that plans, in advance. A failure is ignored here; the first search reports it."""
+        """Starts the planning process in advance. A failure is ignored here; the first search reports it."""
         with contextlib.suppress(OSError):
             self._process.start()
 
     def limits(self) -> PlanLimits:
-        """The script's limits. Runs on the training thread: it tries the optimizer and restores the random state."""
+        """Returns which plans the script allows. Runs on the training thread, because it tries the optimizer and restores the
+        random state."""
         return limits_of(self._connection, self._measurements.rows)
 
     def search(self, request: SearchRequest, allowed: PlanLimits) -> Candidate:
-        """The best plan within the script's limits (`allowed`), with the latest measurements. Runs on the planner thread."""
+        """Returns the best plan within the script's limits (`allowed`), from the latest measurements. Runs on the planner
+        thread."""
         connection, measurements, current = self._connection, self._measurements, request.current
         if self._profile is None:
             self._profile = self._measured_here(current, codecs(connection))
@@ -183,7 +190,8 @@ class JobActions:
         return candidate
 
     def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:
-        """Costs on this machine without other work, which the search corrects. Codec names are in full, as in plans."""
+        """Returns the costs of codecs on this machine without other work; the search corrects them for such work. Codec names
+        are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
         costs = [cost for name in names for cost in self._codec_costs(name)]
@@ -202,9 +210,9 @@ class JobActions:
         return self._measured
 
     def stop_search(self) -> None:
-        """Ends a search in progress, which raises an error."""
+        """Ends a search in progress; `search` raises an error."""
         self._process.stop()
 
     def close(self) -> None:
-        """Ends searches permanently. A thread in `search` soon raises RuntimeError."""
+        """Ends searches permanently. A search in progress soon raises RuntimeError."""
         self._process.close()

@@ -1,4 +1,4 @@
-"""Measurements of a running job: recorded steps and links."""
+"""Measurements of a running job: steps and links, for planning."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from commlayer.transport import own_address
 from commlayer.transport.chunking import CHUNK_NBYTES
 
 WAITED = 0.5
-"""Fraction of a step."""
+"""A recorded step was limited by communication if it waited for at least this fraction of its time."""
 CHUNK = CHUNK_NBYTES // 2
-"""Elements of a zero chunk at 16 bits each; a chunk is sent or left out as a whole."""
+"""Elements of 16 bits in a zero chunk, which is sent or left out as one unit."""
 LOOKED_AT = 4096
-"""Largest sample of chunks per slice."""
+"""Maximum number of chunks that are examined per slice."""
 
 
 class Measurements(NamedTuple):
-    """Input of planning."""
+    """What a plan search knows about the job from measurements."""
 
     job: Job
-    """Includes this rank's model times."""
+    """The job's parameters, with this rank's step timing."""
     rows: list[RankMeasurement]
-    """Measurements of all ranks."""
+    """Measurements of all ranks, in rank order."""
     collectives: CollectiveCosts
 
     @property
     def step_s(self) -> float:
-        """Step time, as the median over ranks."""
+        """Median step time of the ranks, in seconds."""
         return median(row.step_s for row in self.rows)
 
 
 def held_up(steps: Sequence[RecordedStep]) -> bool:
-    """Whether steps mostly waited for other ranks after their backward passes. Otherwise gradients may come too slowly to fill
-    the link, and the link does not limit the step."""
+    """Returns whether steps mostly waited for communication after their backward passes. If they did not, gradients may have
+    come too slowly to fill the link, so the link did not limit the step."""
     waited_s = median(s.marks["end"] - s.marks["backward"] for s in steps)
     return waited_s >= WAITED * median(s.marks["end"] for s in steps)
 
 
 def energy_of(worker: Worker) -> tuple[float, ...]:
-    """Energy of each tensor's average gradient in the last step; empty if it was not finite. Results stay in the buckets until
-    the next step."""
+    """Returns the energy (squared norm) of each tensor's average gradient in the last step; empty if it was not finite. The
+    averages are in the buckets until the next step."""
     energies = torch.zeros(len(worker.job.tensors), dtype=torch.float64)
     for bucket in worker.buckets:
         if not bucket.buffer:
@@ -71,11 +71,11 @@ def energy_of(worker: Worker) -> tuple[float, ...]:
 
 
 def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
-    """Per tensor, the nonzero fraction of the last step's gradient, averaged over this rank's gradient and the received
-    average.
+    """Returns each tensor's nonzero fraction of the last step's gradient, averaged over this rank's gradient and the received
+    average. Empty if all are 1.
 
-    Only one of the two is still in memory. The other is estimated: all ranks send equal amounts, and a result has at most the
-    sum of them. Empty if all gradients are full.
+    Only one of the two is still in memory. The other one is estimated: all ranks are assumed to send equally many nonzero
+    elements, and a sum has at most all of these.
     """
     nonzero = [0.0] * len(worker.job.tensors)
     for bucket in worker.buckets:
@@ -91,8 +91,8 @@ def filled_of(worker: Worker, workers: int) -> tuple[float, ...]:
 
 
 def _nonzero(x: torch.Tensor) -> float:
-    """Estimated from a sample of chunks. 1 if all elements are zero: then the step is not representative, because this rank
-    had no gradient or no samples."""
+    """Estimates the nonzero fraction from a sample of chunks. Returns 1 if all elements are zero: such a step is not
+    representative, because this rank had no gradient or no samples."""
     chunks = x[: x.numel() // CHUNK * CHUNK].view(-1, CHUNK)
     sample = chunks[:: (len(chunks) // LOOKED_AT) | 1]  # an odd stride does not hit the same column of every row
     part = float((sample != 0).any(1).float().mean()) if len(sample) else 1.0
@@ -104,7 +104,7 @@ def _nonzero(x: torch.Tensor) -> float:
 # ---- collective probes of the links between nodes, and pacing of senders to the measured rates
 
 class RankMeasurement(NamedTuple):
-    """Measurements of one rank."""
+    """Measurements of one rank. Numbers only, because ranks exchange them as a tensor."""
 
     compute_s: float
     step_s: float
@@ -112,11 +112,11 @@ class RankMeasurement(NamedTuple):
     down_bps: float
     alpha_s: float
     balanced: float = 0.0
-    """Whether the rank's script rebalances shares of the batch."""
+    """1: the rank's script uses load balancing; otherwise 0."""
 
 
 def server_nodes_of(connection: DistributedJob) -> list[int]:
-    """The node of each server; servers elsewhere get numbers after those of the workers' nodes."""
+    """Returns the node number of each server. Servers on other machines get numbers after those of the workers' nodes."""
     nodes = [s.node for s in connection.uplink.view.servers]
     if not connection.elastic:
         return nodes
@@ -125,46 +125,50 @@ def server_nodes_of(connection: DistributedJob) -> list[int]:
 
 
 Ways = tuple[float, float, float]
-"""Rates up and down in bit/s, and the latency to the core of the network in seconds."""
+"""Upload and download rate of a node in bit/s, and latency to the core of the network in seconds."""
 UNKNOWN = Rates(0.0, 0.0)
 
 
 OPENING = 4
-"""Round trips at the start of a turn for opening TCP windows. Windows start at the known rate, if there is one."""
+"""Round trips at the start of a probe's turn, in which TCP windows open. Windows start at the known rate, if there is one."""
 DRAINED = 3
-"""Round trips at the end of a turn for draining; the rest drains while the next senders' windows open."""
+"""Round trips at the end of a probe's turn, in which sent data arrives. The rest arrives while the next senders' windows
+open."""
 LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
-"""Turns per direction. With half of the nodes in each turn and servers on all nodes, a server receives one sender's part at a
-time. If fewer nodes have servers, senders share them."""
+"""Minimum number of turns per direction: if all nodes have servers, and if fewer do. With two turns, half of the nodes send at
+once, one per server. With fewer servers, senders would share them."""
 LONGEST_S = 0.3
-"""Longest round trip that turns allow for. With longer ones a probe finds little, and only the traffic of steps is known."""
+"""Longest round trip, in seconds, that turns allow for. Beyond it probes measure little, and only the traffic of steps shows
+the rate."""
 FAST_BPS = 20e6
-"""Faster links are always probed: processors, or servers waiting for each other, may have limited the steps."""
+"""Links faster than this many bit/s are always probed, because CPUs, or servers that wait for each other, may have limited the
+steps."""
 BUSY, BUSY_TRIPS = 0.35, 8
-"""A link limited the steps if it was busy for this fraction of them, and for more round trips than windows take to open."""
+"""A link limited the steps if it was busy for at least this fraction of their time, and for this many round trips; TCP windows
+open in fewer."""
 
 
 class _Known(NamedTuple):
-    """A node's knowledge before a probe, shared with all nodes. 0 means unknown."""
+    """What a node knows about its link before a probe. All nodes exchange these values; 0 means unknown."""
 
     up_bps: float = 0.0
     down_bps: float = 0.0
     round_trip_s: float = 0.0
     asks: float = 0.0
-    """Whether the node can probe a server on another node."""
+    """1: the node can probe a server on another node; otherwise 0."""
 
 
 class SeenTraffic(NamedTuple):
-    """A node's link during steps, by interface counters."""
+    """Traffic of a node's link during steps, from the interface counters."""
 
     carried: Throughput
     """Traffic while the link was busy."""
     since_s: float
-    """Length of the interval, including time outside steps."""
+    """Seconds that the counters cover, including time outside steps."""
 
 
 def seen_by(meter: InterfaceCounters) -> SeenTraffic:
-    """Traffic since the previous reading."""
+    """Returns the traffic since the previous reading of the counters."""
     since_s = meter.since_s
     return SeenTraffic(meter.look(), since_s)
 
@@ -173,9 +177,10 @@ def probed(
     connection: DistributedJob, budget_s: float, seen: SeenTraffic | None = None, steps_s: float = 0.0, *,
     expected: Rates = UNKNOWN,
 ) -> Ways:
-    """Measures this node's link against servers on other nodes; zeros if there are none. Collective: all ranks call it and
-    then `gathered`, which waits for the last rank. `seen`: traffic in steps that took `steps_s` in total; a rate that it
-    determines on all nodes is not probed. `expected`: known lower bounds, at which windows start."""
+    """Measures this node's link against servers on other nodes; returns zeros if there are none. All ranks must call this
+    function and then `gathered`, which waits for the last rank. `seen`: traffic in steps of `steps_s` seconds in total; no
+    link is probed if that traffic shows the rates of all nodes. `expected`: known lower bounds of the rates, which set the
+    initial TCP windows."""
     groups = connection.groups
     away = [server.id for server in connection.uplink.view.servers if server.node != groups.node]
     asks = bool(away) and groups.local == 0
@@ -205,7 +210,7 @@ def probed(
 
 
 def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> tuple[float, float]:
-    """Upload and download rates that steps have shown to be the link's limits; 0 if unknown."""
+    """Returns the upload and download rates that limited the steps; 0 for a direction in which the link did not limit them."""
     if seen is None:
         return 0.0, 0.0
     least_s = max(BUSY * steps_s, BUSY_TRIPS * round_trip_s)
@@ -215,21 +220,21 @@ def sustained(seen: SeenTraffic | None, steps_s: float, round_trip_s: float) -> 
 
 
 def turns_of(nodes: int, budget_s: float, round_trip_s: float, *, everywhere: bool = True) -> tuple[int, float]:
-    """Number of turns per direction and seconds per turn, as many turns as the time allows. Nodes that send in the same turn
-    share servers and measure only part of their rate. `everywhere`: all nodes have servers."""
+    """Returns the number of turns per direction, and seconds per turn; as many turns as the time allows. Nodes that send in
+    the same turn share servers, so each measures only a part of its rate. `everywhere`: True: all nodes have servers."""
     least_s = (OPENING + DRAINED) * round_trip_s
     turns = min(nodes, max(LEAST_TURNS if everywhere else FEW_SERVERS_TURNS, int(budget_s / 2 / least_s)))
     return turns, max(budget_s / 2 / turns, least_s)
 
 
 def _shared(groups: Groups, mine: _Known) -> list[_Known]:
-    """The values of all nodes, in node order."""
+    """Exchanges the nodes' values and returns them in node order."""
     rows = groups.gather_all(torch.tensor(mine, dtype=torch.float64, device=groups.device)).tolist()
     return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
 
 
 def at_least(ways: Ways, carried: Throughput | None) -> Ways:
-    """Raises the probed rates to those seen in steps: short probes read too low."""
+    """Returns `ways` with rates raised to those in steps, because short probes measure too low rates."""
     up_bps, down_bps, alpha_s = ways
     if carried is None or not up_bps:  # there is no server on another node
         return ways
@@ -237,17 +242,18 @@ def at_least(ways: Ways, carried: Throughput | None) -> Ways:
 
 
 def gathered(connection: DistributedJob, row: RankMeasurement) -> list[RankMeasurement]:
-    """Collective: returns the rows of all ranks in rank order."""
+    """Exchanges the measurements of all ranks and returns them in rank order; collective."""
     groups = connection.groups
     rows = groups.gather_all(torch.tensor(row, dtype=torch.float64, device=groups.device)).tolist()
     return [RankMeasurement(*r) for r in rows]
 
 
 def links_of(connection: DistributedJob, rows: Sequence[RankMeasurement]) -> list[Link]:
-    """One link per node. The node with the only server cannot probe: its link counts as fast as the fastest other."""
+    """Returns one link per node. A node with the only server cannot probe its link; the link counts as fast as the fastest
+    other one."""
     firsts = rows[:: connection.groups.ranks_per_node]
     probes = [row for row in firsts if row.up_bps]
-    # The other nodes' downloads are its upload, their uploads its download.
+    # The other nodes' downloads are uploads of the node with the server, and their uploads are its downloads.
     best = Link(max(r.down_bps for r in probes), max(r.up_bps for r in probes), min(r.alpha_s for r in probes))
     return [Link(r.up_bps, r.down_bps, r.alpha_s) if r.up_bps else best for r in firsts]
 
@@ -257,9 +263,9 @@ def cluster_of(
     cuda: bool = False,
     reachable: bool = True,
 ) -> Cluster:
-    """The measured cluster: one link per node, one row per rank. Servers on other machines get the best link.
+    """Returns the measured cluster: one link per node, one measurement per rank. Servers on other machines get the best link.
 
-    Speeds are relative to rank 0's, which plans with its own model times and codec costs.
+    Speeds are relative to rank 0, which plans with its own step timing and codec costs.
     """
     per_node = len(rows) // len(links)
     line = inside.inside
@@ -276,7 +282,8 @@ def cluster_of(
 
 
 def meter_of(connection: DistributedJob) -> InterfaceCounters | None:
-    """Reads this node's interface counters, on the node's first rank, if the system has them."""
+    """Returns a reader of this node's interface counters; None on ranks that are not the node's first, or if the system has no
+    counters."""
     if connection.groups.local:
         return None
     servers = [host_port(server.address)[0] for server in connection.uplink.view.servers]

@@ -1,4 +1,4 @@
-"""Limits of planning for a running job: allowed sync modes, and codecs by loss budget and quality floor."""
+"""The limits within which a running job is planned: allowed sync modes, and codecs by loss budget and quality floor."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from commlayer.planner.convergence import measured_local_steps
 from commlayer.planner.model import Policy, Profile
 
 YOUNG = 1000
-"""Training steps. Early in a job sparse codecs cost more than the table of trainings predicts."""
+"""Number of training steps in which a job counts as young. In these steps sparse codecs cost more than measured trainings
+predict."""
 
 
 class PlanLimits(NamedTuple):
-    """Limits of a search."""
+    """Limits within which a search chooses a plan."""
 
     policy: Policy
     suggests: bool = False
-    """Whether the search also reports the benefit of local steps that the script has not allowed."""
+    """True: the search also reports the benefit of local steps that the script has not allowed."""
     young: bool = False
-    """Whether the job is in its first `YOUNG` steps, in which codecs stay at int4 or finer if links permit."""
+    """True: the job is in its first YOUNG steps, in which codecs are int4 or finer if links permit."""
 
 
 def codecs(connection: DistributedJob) -> list[str]:
-    """Codecs that are worth measuring."""
+    """Returns the names of codecs that the loss budget and the quality floor allow, so measuring them is worthwhile."""
     return plan_choice.at_least(connection.terms.floor, loss_budget.names(_model(connection), _budget(connection)))
 
 
 def remembers(connection: DistributedJob) -> bool:
-    """Whether the optimizer has state, which local steps let diverge between ranks."""
+    """Returns whether the optimizer has state, which local steps let diverge between ranks."""
     return connection.memory.remembers
 
 
 def limits_of(connection: DistributedJob, rows: Sequence[RankMeasurement] = ()) -> PlanLimits:
-    """The script's limits as rank 0 sees them, with the rows of all ranks. A rank with other limits refuses the plan."""
+    """Returns the limits that the script on rank 0 sets, and those in the other ranks' measurements (`rows`). A rank with
+    other limits refuses the plan."""
     modes, terms = connection.terms.allowed_modes(), connection.terms
-    # Controllers refuse local steps; samplers that weigh batches weigh outer steps in the same way.
+    # Load balancing refuses local steps. Samplers that weight batches weight outer steps in the same way.
     balanced = terms.balanced or any(row.balanced for row in rows)
     able = not balanced and {"updates", "local", "round"} <= modes
     # If workers might leave, an exchange must be complete before any part of it is applied.
@@ -59,8 +61,8 @@ def limits_of(connection: DistributedJob, rows: Sequence[RankMeasurement] = ()) 
 
 
 def bounded(connection: DistributedJob, profile: Profile, policy: Policy) -> tuple[Profile, Policy]:
-    """Applies the loss budget (with the user's measured losses or the built-in ones), the quality floor, and the largest
-    measured number of local steps."""
+    """Returns profile and policy limited by the loss budget (with the user's measured losses or the built-in ones), the
+    quality floor, and the largest measured number of local steps."""
     if not policy.exact:
         policy = structs.replace(policy, max_local_steps=measured_local_steps(profile.learning))
     model = _model(connection)

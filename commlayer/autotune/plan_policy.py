@@ -1,7 +1,8 @@
-"""Rank 0's decisions about plans, as pure functions: which plan to try, whether a trial succeeded, what to request from ranks.
+"""Rank 0's decisions about plans, as pure functions: which plan to try, whether a trial succeeded, what rank 0 requests from
+all ranks.
 
-Rank 0 is idle, searching (a thread plans while training goes on) or trying (the first steps under a new plan). A `proposal` is
-the plan that it asks all ranks to switch to: a plan that the search found, or the previous plan if a trial failed.
+Rank 0 is idle, searching (a thread plans while training goes on) or trying (the first steps under a new plan). It proposes a
+plan to which all ranks then switch: a plan that the search found, or the previous plan if a trial failed.
 """
 
 from __future__ import annotations
@@ -21,62 +22,66 @@ from commlayer.planner.model import DENSE, Basis, Link, PlanInputs
 from commlayer.records import Plan, Record, digest
 
 Price = tuple[float, float]
-"""Seconds of communication, and the fraction of computing that overlaps it."""
+"""A plan's predicted communication: seconds per step, and the fraction of computing that overlaps it."""
 
 WORTH = 0.02
-"""A plan must reach a loss sooner by this fraction to be tried. Prices are less accurate than that, but a few steps decide."""
+"""A plan is tried only if it is predicted to reach a loss sooner by this fraction. Predictions are less accurate than that,
+but a few steps show the difference."""
 LEAVES = 0.85
-"""Averaged gradients are given up if the time to a loss falls to this fraction or below. (With three quarters, links of 50
-Mb/s reached a loss later than links of 10 Mb/s.)"""
+"""Local steps replace averaged gradients only if they reduce the time to a loss to this fraction. (With three quarters, links
+of 50 Mb/s reached a loss later than links of 10 Mb/s.)"""
 MOST_STEPS = 3.0
-"""Plans with a convergence factor above this are never chosen: no predicted step time is accurate enough to justify them."""
+"""Plans whose convergence factor exceeds this are never chosen: no predicted step time is accurate enough to justify them."""
 TRIED = 5
-"""Steps that determine a plan's step time, after one warm-up step."""
+"""Number of steps whose median is a new plan's step time, after one warm-up step."""
 SLOWER = 0.02
-"""All ranks roll back if a loss comes later than under the previous plan by more than this fraction. Medians of so few
-steps differ by as much under one plan, and a roll-back has a cost: servers drop their residuals."""
+"""All ranks roll back if the time to a loss is longer than under the previous plan by more than this fraction. Medians of so
+few steps differ by as much under one plan, and servers drop their residuals at a roll-back."""
 PLAIN = 0.18
-"""The plan without compression is tried if a loss is priced to come later by at most this fraction: in trials it took up to 16
-% less than its price. Prices are least accurate for paths unlike the measured ones. Local steps must reach LEAVES."""
+"""The plan without compression is tried if its predicted time to a loss is longer by at most this fraction. In trials it took
+up to 16 % less than predicted. Predictions are least accurate for paths (server, all-reduce) unlike the measured one. Local
+steps must reach LEAVES."""
 OFF = 10.0
-"""If the active plan takes this many times its price, or this small a part of it, the prices are not used."""
+"""If the active plan's step takes this many times its predicted time, or less than the inverse, predictions are not used."""
 STALE = LIMIT
-"""Relative error of the step time above which the active plan counts as stale."""
+"""The active plan counts as stale if its step time differs from the predicted one by more than this fraction."""
 TO_WIN = 0.05
-"""Minimum gain that justifies measuring, probing or another search."""
+"""Smallest fraction of the time to a loss whose possible gain justifies measuring, probing or another search."""
 SHARES_WORTH = 0.1
-"""Work is measured again if a change of shares changes a step's computing by this fraction."""
+"""Computing is measured again if a change of batch shares changes a step's computing by this fraction."""
 WAY = ("codes", "overlap", "local_steps", "fragments")
 """Fields of a plan that define its sync mode."""
 
 
 class Candidate(NamedTuple):
-    """A plan that a running job could switch to, with the active plan at the same prices."""
+    """A plan that a running job could switch to, with predictions for this plan and for the active one."""
 
     basis: Basis
-    """With the planner's form of the plan: workers use other names for some paths, which have no price."""
+    """The plan in the planner's form, and the inputs of the search. Workers use other names for some paths, which the planner
+    cannot predict."""
     runnable: Plan
-    """The same plan with buckets assigned to the running servers."""
+    """The same plan in the form that workers run, with buckets assigned to the running servers."""
     current: Plan
-    """The planner's form of the plan that was active during planning."""
+    """The planner's form of the plan that was active during the search."""
     current_s: float
-    """Its step time at the prices used for this plan."""
+    """Predicted step time of the plan that was active during the search, in seconds."""
     uncontended_s: float
-    """Its step time at prices without contention for processors."""
+    """Like `current_s`, but predicted without contention for the CPU."""
     price: Price
     current_price: Price
     steps: float = 1.0
-    """Convergence factor of this plan, cautious estimate."""
+    """Convergence factor of this plan: a cautious estimate of how many times as many steps it needs to reach a loss."""
     current_steps: float = 1.0
-    """Convergence factor of the plan that was active."""
+    """Convergence factor of the plan that was active during the search."""
     leaves: str = ""
-    """Why steps no longer use the average of all gradients; "" if they do, or did not before."""
+    """Why the plan gives up averaging all gradients in every step; "" if it does not, or if the active plan had done so
+    before."""
     alone_s: float = 0.0
-    """Time one machine alone needs for the progress of one dense training step; 0 if unknown."""
+    """Seconds that one machine alone needs for the progress of one dense training step; 0 if unknown."""
     hint: str = ""
-    """The benefit of local steps that the script has not allowed; "" if small."""
+    """Text about the benefit of local steps that the script has not allowed; "" if it is small."""
     alternatives: tuple[Candidate, ...] = ()
-    """Other candidates at the same prices, to be tried in this order if this plan's step time permits."""
+    """Other candidates, with predictions from the same costs. They are tried in this order if this plan's step time permits."""
 
     @property
     def plan(self) -> Plan:
@@ -84,17 +89,18 @@ class Candidate(NamedTuple):
 
     @property
     def back(self) -> Candidate:
-        """The plan that was active, as a candidate for a roll-back."""
+        """The plan that was active during the search, as a candidate for a roll-back."""
         return self._replace(basis=self.basis._replace(plan=self.current), price=self.current_price, steps=self.current_steps,
                              leaves="", alternatives=())
 
     @property
     def dense(self) -> bool:
-        """Whether this is the plan without compression, excluding local steps that need none."""
+        """True: the plan sends uncompressed gradients and averages them in every step."""
         return not self.leaves and all(b.codec == DENSE for b in self.plan.buckets)
 
     def as_run(self, plan: Plan) -> Candidate:
-        """The candidate as it runs: the script or optimizer states may force another sync mode than planned."""
+        """Returns the candidate in the form in which ranks run it as `plan`: the script or the optimizer's states may force
+        another sync mode than the planned one."""
         if all(getattr(plan, way) == getattr(self.runnable, way) for way in WAY):
             return self
         buckets = self.plan.buckets
@@ -106,22 +112,22 @@ class Candidate(NamedTuple):
 
 
 def steps_of(plan: Plan, inputs: PlanInputs) -> float:
-    """Convergence factor of a plan, cautious estimate."""
+    """Returns a cautious estimate of a plan's convergence factor."""
     return 1.0 + plan_excess(plan, inputs.job, inputs.cluster, *inputs.complete).high
 
 
 class ReplanVerdict(NamedTuple):
-    """Outcome of a search, with step times."""
+    """Outcome of a search: step times in seconds."""
 
     measured_s: float
-    """Under the active plan, as measured by all ranks."""
+    """Step time under the active plan, as measured by all ranks."""
     priced_s: float
-    """Under the same plan, at prices that were not fitted to the measured time."""
+    """Step time under the active plan, as predicted from costs that were not fitted to the measured time."""
     found_s: float
-    """Under the best plan found, at prices fitted to the measured time."""
+    """Step time under the best plan found, as predicted from costs fitted to the measured time."""
     measured_steps: float = 1.0
     found_steps: float = 1.0
-    """Convergence factors of the active plan and of the plan found."""
+    """Convergence factor of the plan found. `measured_steps` is that of the active plan."""
 
 
 class LogLine(NamedTuple):
@@ -132,7 +138,7 @@ class LogLine(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """A line, once per job: a setting that the script could allow, and its benefit."""
+    """A log line about a setting that the script could allow, with its benefit. Logged once per job."""
 
     text: str
 
@@ -142,7 +148,7 @@ Notice = LogLine | Suggestion | StalePlan
 
 
 class TuningRequest(IntEnum):
-    """Rank 0's request to all ranks, sent in its report row."""
+    """Rank 0's request to all ranks, sent in its report."""
 
     NOTHING = 0
     SWITCH = 1
@@ -156,26 +162,27 @@ class SearchRequest(NamedTuple):
     current: Plan
     """The active plan."""
     known: Plan | None
-    """The planner's form of the active plan, if the planner made it."""
+    """The planner's form of the active plan, if the planner made that plan; otherwise None."""
     links: tuple[Link, ...]
     step_s: float
-    """Current time of a step, as measured by all ranks."""
+    """Present step time in seconds, as measured by all ranks."""
     checks: bool = False
-    """Whether the price of the active plan must agree with its step time: steps were just measured over these links."""
+    """True: the predicted step time of the active plan must agree with the measured one, because both are for the same
+    links."""
 
 
 class Proposal(NamedTuple):
     candidate: Candidate
     before_s: float = 0.0
-    """Step time under the active plan."""
+    """Step time under the active plan, in seconds."""
     by_pace: bool = False
-    """Prices cannot distinguish it from the active plan; only its step time can."""
+    """True: predictions cannot tell whether the proposed plan is faster than the active one; only its step time can."""
     back: bool = False
-    """Whether this is a roll-back to the previous plan, under which a loss came sooner."""
+    """True: a roll-back to the previous plan, under which a loss was reached sooner."""
 
 
 class Trial(NamedTuple):
-    """The first steps under a new plan."""
+    """A trial of a new plan in its first steps."""
 
     before: Candidate
     """The previous plan, for a roll-back."""
@@ -184,13 +191,14 @@ class Trial(NamedTuple):
 
 
 class LinkState(Record, frozen=True):
-    """Knowledge about the nodes' links. The same on all ranks, except for the clock's part in `reprobe`."""
+    """What all ranks know about the nodes' links. Equal on all ranks, except for the times in `reprobe`, which come from each
+    rank's clock."""
 
     links: tuple[Link, ...]
-    """Links used for planning, one per node."""
+    """The links that planning uses, one per node."""
     watch: LinkWatch
     best: tuple[Rates, ...]
-    """Best rates ever measured, per node."""
+    """The best rates ever measured, one entry per node."""
     reprobe: ReprobeSchedule
 
     @classmethod
@@ -199,7 +207,7 @@ class LinkState(Record, frozen=True):
         return cls(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
-        """The links after a measurement or a probe. What is usual under the active plan stays known."""
+        """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""
         rates = rates_of(links)
         best = tuple(Rates(*map(max, zip(*both, strict=True))) for both in zip(self.best, rates, strict=True))
         return LinkState(links, structs.replace(self.watch, planned=rates), best, self.reprobe.changed(now))
@@ -209,38 +217,38 @@ class LinkState(Record, frozen=True):
 
 
 class Lead(Record, frozen=True):
-    """State of rank 0. It is searching if there is an `order`, trying if there is a `trial`, otherwise idle."""
+    """State of rank 0's planning. Rank 0 is searching if there is an `order`, trying if there is a `trial`, otherwise idle."""
 
     order: SearchRequest | None = None
     trial: Trial | None = None
     proposal: Proposal | None = None
     basis: Basis | None = None
-    """The inputs of the active plan, if known."""
+    """The inputs from which the active plan was made; None if unknown."""
     price: Price | None = None
-    """The active plan's communication."""
+    """Predicted communication of the active plan; None if unknown."""
     count: int = 0
-    """Steps since the active plan was entered or kept."""
+    """Number of steps since the active plan was entered or kept."""
     recent: tuple[float, ...] = ()
-    """Latest step times under the active plan; `check` uses the median of the last three."""
+    """Latest step times under the active plan, in seconds. `check` uses the median of the last three."""
     check: PredictionCheck | None = None
     steps: float = 1.0
     """Convergence factor of the active plan."""
     pace_s: float = 0.0
-    """Step time of the active plan when the present search began, by the clock that times other plans."""
+    """Step time of the active plan when the present search began, on rank 0's clock, which also times other plans."""
     stale: bool = False
-    """Whether steps under the active plan differ from the prediction."""
+    """True: step times under the active plan differ from the prediction."""
     moved: bool = False
-    """Whether shares have changed since work was last measured."""
+    """True: batch shares have changed since computing was last measured."""
     searched: tuple[Link, ...] = ()
-    """Links that the last search used."""
+    """The links that the last search used, one per node."""
     discarded: bool = False
-    """Whether the last search was discarded because its prices were far from the step time."""
+    """True: the last search was discarded because its predictions were far from the measured step time."""
     known: tuple[Plan, Plan] | None = None
-    """The plan that was last activated here, and the planner's form of it."""
+    """The plan that rank 0 last made all ranks switch to, and the planner's form of that plan."""
     lateness: float = 1.0
-    """Measured step time divided by the predicted one, of the last plan that was tried; at least 1."""
+    """Measured step time of the last tried plan, divided by the predicted one; at least 1."""
     alternatives: tuple[Candidate, ...] = ()
-    """Other candidates, tried after the step time of the best one is known."""
+    """Other candidates of the last search, to be tried after the step time of the best one is known."""
     verdicts: tuple[ReplanVerdict, ...] = ()
 
     @property
@@ -256,9 +264,11 @@ Decided = tuple[Lead, list[Notice]]
 
 def begin_search(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: float, pace_s: float = 0.0, *,
                  checks: bool = False) -> Lead:
-    """Orders a search for a replacement of the current plan, and abandons anything else in progress.
+    """Returns the state with an order for a search that may replace the plan `current`. Abandons any search or trial in
+    progress.
 
-    `step_s` is the step time measured by all ranks; `pace_s` is rank 0's own, from the clock that times other plans."""
+    `step_s`: step time measured by all ranks; `pace_s`: rank 0's own, from the clock that times other plans.
+    """
     known = lead.known[1] if lead.known is not None and lead.known[0] == current else None
     order = SearchRequest(current, known, links, step_s, checks)
     return structs.replace(lead, order=order, trial=None, proposal=None, check=None, stale=False, pace_s=pace_s or step_s,
@@ -266,7 +276,8 @@ def begin_search(lead: Lead, current: Plan, links: tuple[Link, ...], step_s: flo
 
 
 def pace_since(lead: Lead, slow_s: float) -> float:
-    """Step time since steps became slow, because rows average over earlier steps, too. 0 if no step was slow on this rank."""
+    """Returns the step time since steps became slow; reports average over earlier steps, too. 0 if no step was slow on this
+    rank."""
     slow = list(takewhile(lambda step_s: step_s > slow_s, reversed(lead.recent)))
     return median(slow) if slow else 0.0
 
@@ -274,7 +285,8 @@ def pace_since(lead: Lead, slow_s: float) -> float:
 def end_search(
     lead: Lead, order: SearchRequest, best: Candidate | None, why: str, active: Plan, *, keep: bool = False,
 ) -> Decided:
-    """Proposes the plan found if it is worth a switch. Otherwise the active plan stays. With `keep` it always stays."""
+    """Proposes the plan that the search found if it is worth a switch; otherwise the active plan stays. `keep`: True: the
+    active plan always stays."""
     if lead.order is not order:
         return lead, []  # a newer search has replaced this one
     kept = structs.replace(lead, order=None, count=0)
@@ -291,7 +303,7 @@ def end_search(
     kept = structs.replace(kept, steps=best.current_steps, alternatives=() if keep else best.alternatives, discarded=False,
                            price=best.current_price, verdicts=(*lead.verdicts, verdict))
     line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the "
-            f"current plan takes {_ms(order.step_s)}, {_ms(best.current_s)} by the same prices{_needs(best.current_steps)}")
+            f"current plan takes {_ms(order.step_s)}, predicted {_ms(best.current_s)}{_needs(best.current_steps)}")
     hint: list[Notice] = [Suggestion(best.hint)] if best.hint else []
     current_s = best.current_s * best.current_steps
     later = best.plan.step_s * best.steps * lead.lateness > (1.0 - WORTH) * current_s
@@ -303,12 +315,13 @@ def end_search(
 
 
 def _hopeless(found: Candidate, current_steps: float) -> bool:
-    """Whether the plan needs too many steps to be useful, and more than the active plan."""
+    """Returns whether the plan's convergence factor is too large for a useful plan, and above that of the active plan."""
     return found.steps >= MOST_STEPS and found.steps > current_steps
 
 
 def _versus_alone(found: Candidate, to_loss_s: float) -> str:
-    """The expected speed against one machine alone. `to_loss_s` is the time that replaces one step of dense training."""
+    """Returns text about the expected speed against one machine alone. `to_loss_s`: seconds of the plan for the progress of
+    one dense training step."""
     if not found.alone_s or not to_loss_s:
         return ""
     return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
@@ -319,7 +332,7 @@ def _ms(seconds: float) -> str:
 
 
 def _needs(steps: float) -> str:
-    """The convergence factor, for log lines that give a step time."""
+    """Returns the convergence factor as text, for log lines that give a step time."""
     return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
 
 
@@ -327,7 +340,7 @@ def _needs(steps: float) -> str:
 
 
 def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
-    """All ranks have switched to the proposal. `plan` is the plan as they run it, `left` the plan before."""
+    """Handles a switch of all ranks to the proposal. `plan`: the plan as ranks run it; `left`: the previous plan."""
     assert lead.proposal is not None, "rank 0 has proposed no plan"
     proposed, planned = lead.proposal, lead.proposal.candidate
     candidate = planned.as_run(plan)
@@ -343,18 +356,19 @@ def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
 
 
 def refused(lead: Lead) -> Lead:
-    """A rank has refused the proposal."""
+    """Drops the proposal, because a rank has refused it."""
     return structs.replace(lead, proposal=None, trial=None, count=0)
 
 
 def replaced(lead: Lead) -> Lead:
-    """The quality guard has changed the plan: what was seen, found or tried before does not apply to the new plan."""
+    """Resets the state after the quality guard has changed the plan: observations, search and trial were for another plan."""
     return structs.replace(lead, order=None, trial=None, proposal=None, basis=None, check=None, count=0, recent=(),
                            alternatives=(), stale=lead.stale or lead.order is not None)
 
 
 def step_over(lead: Lead, step_s: float, step: int, active: Plan) -> Decided:
-    """Records a step under the active plan: judges a trial after TRIED steps, and compares with the prediction."""
+    """Records the time of a step under the active plan. Decides on a trial after TRIED steps, and compares the time with the
+    prediction."""
     lines: list[Notice] = []
     lead = structs.replace(lead, recent=(*lead.recent[1 - TRIED :], step_s), count=lead.count + 1)
     if lead.count == TRIED + 1 and lead.order is None and lead.proposal is None:
@@ -370,14 +384,14 @@ def step_over(lead: Lead, step_s: float, step: int, active: Plan) -> Decided:
 
 
 def _judged(lead: Lead, step_s: float, active: Plan) -> Decided:
-    """Judges the active plan by its step time."""
+    """Decides, from its step time, whether the active plan stays or is rolled back."""
     trial = lead.trial
     if trial is None:
         return _another(structs.replace(lead, check=_usual(step_s)), step_s, active)
     worse = step_s * lead.steps > (1 + SLOWER) * trial.before_s * trial.before.steps
     line = LogLine(
-        f"under plan {digest(active)} steps take {_ms(step_s)}{_needs(lead.steps)}: {_ms(active.step_s)} were predicted, "
-        f"{_ms(trial.before_s)}{_needs(trial.before.steps)} were taken before{': back to that' if worse else ''}")
+        f"under plan {digest(active)} steps take {_ms(step_s)}{_needs(lead.steps)}: predicted {_ms(active.step_s)}, "
+        f"before {_ms(trial.before_s)}{_needs(trial.before.steps)}{': rolling back' if worse else ''}")
     lead = structs.replace(lead, trial=None, lateness=max(1.0, step_s / active.step_s) if active.step_s else 1.0)
     if worse:
         return structs.replace(lead, proposal=Proposal(trial.before, back=True), check=None), [line]
@@ -388,7 +402,8 @@ def _judged(lead: Lead, step_s: float, active: Plan) -> Decided:
 
 
 def _another(lead: Lead, step_s: float, active: Plan) -> Decided:
-    """Proposes another candidate with a similar price, since a few steps decide better. `step_s` is the active plan's."""
+    """Proposes another candidate whose prediction is close, because a few steps show which one is faster. `step_s`: measured
+    step time of the active plan."""
     others, lead = lead.alternatives, structs.replace(lead, alternatives=())
     for place, other in enumerate(others):
         most = 1 + PLAIN if other.dense else LEAVES
@@ -400,7 +415,7 @@ def _another(lead: Lead, step_s: float, active: Plan) -> Decided:
             candidate: Candidate = other._replace(current=lead.basis.plan, current_price=lead.price or other.current_price,
                                                   current_steps=lead.steps)
             what = "the plan without compression" if other.dense else "local steps, too"
-            line = f"tries {what}, {_ms(other.plan.step_s)}{_needs(other.steps)} by the same prices"
+            line = f"tries {what}, predicted {_ms(other.plan.step_s)}{_needs(other.steps)}"
             return structs.replace(lead, proposal=Proposal(candidate, step_s, by_pace=other.dense),
                                    alternatives=others[place + 1 :]), [LogLine(line)]
     return lead, []
@@ -414,7 +429,7 @@ def _usual(step_s: float) -> PredictionCheck:
 
 
 def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, TuningRequest]:
-    """The request that rank 0 puts in its next row to all ranks."""
+    """Returns the request that rank 0 puts in its next report to all ranks, and the changed state."""
     if lead.order is not None:
         return lead, TuningRequest.NOTHING
     if lead.proposal is not None:
@@ -433,7 +448,8 @@ def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Tuning
 
 
 def on_faster_links(lead: Lead, links: LinkState, active: Plan) -> Lead:
-    """Orders a search if steps have shown links to be so much faster than planned that another plan may be better."""
+    """Orders a search if steps have shown that links are faster than those of the last search, so another plan may be
+    better."""
     win = to_win(lead, links.watch)
     if not lead.idle or not lead.searched or lead.count <= TRIED or win is None or win < TO_WIN:
         return lead
@@ -443,8 +459,8 @@ def on_faster_links(lead: Lead, links: LinkState, active: Plan) -> Lead:
 
 
 def to_win(lead: Lead, watch: LinkWatch) -> float | None:
-    """Largest fraction of the time to a loss that any plan could save, with infinitely fast links and no loss by compression.
-    None before the step time is known."""
+    """Returns the largest fraction of the time to a loss that any plan could save, if links were infinitely fast and
+    compression had no cost. None before the step time is known."""
     return 1.0 - (1.0 - watch.waited_s / watch.usual_s) / lead.steps if watch.settled and watch.usual_s > 0 else None
 
 

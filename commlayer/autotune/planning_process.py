@@ -1,7 +1,7 @@
 """Runs plan searches in a child process: a search in the trainer's interpreter would slow its steps several times.
 
-The child loads no torch and ends with its parent. It reads an order from standard input and writes the
-result to standard output.
+The child does not import torch, and it ends with its parent. It reads a search order from standard input and writes the result
+to standard output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 RUN = ("import sys; root = sys.argv.pop(1); root in sys.path or sys.path.insert(0, root); "
        "from commlayer.autotune.planning_process import main; main()")
 NICE = 5
-"""Training has priority over the search."""
+"""Niceness of the planning process: training has priority over the search."""
 LOOK_S = 5.0
 
 
@@ -34,25 +34,26 @@ class Answer(Record, frozen=True):
     found: SearchResult | None = None
     error: str = ""
     wrong: bool = False
-    """Whether the order was invalid."""
+    """True: the order was invalid, so the caller raises ValueError."""
 
 
 class PlanningProcess:
-    """A process per search, started in advance by start(). Not thread-safe, except for stop() and close()."""
+    """Runs each search in a process of its own, which start() can start in advance. Not thread-safe, except for stop() and
+    close()."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self.over = self._searches = False
 
     def start(self) -> None:
-        """Raises OSError if the process cannot be started. Does nothing after close()."""
+        """Starts the process for the next search. Raises OSError if that is impossible. Does nothing after close()."""
         if self._process is None and not self.over:
             self._process = subprocess.Popen([sys.executable, "-P", "-c", RUN, str(ROOT)], stdin=subprocess.PIPE,
                                              stdout=subprocess.PIPE, start_new_session=True)
 
     def search(self, order: SearchOrder) -> SearchResult:
-        """Runs search.search() in the child. Raises ValueError for an invalid order and RuntimeError for any other failure,
-        including the end of the process."""
+        """Runs search.search() in the child and returns the result. Raises ValueError for an invalid order, and RuntimeError
+        for any other failure, including the end of the child."""
         self.start()
         if (process := self._process) is None:
             raise InvalidState("E-SESSION-CLOSED", "the session is over")
@@ -60,19 +61,19 @@ class PlanningProcess:
         data, _ = process.communicate(msgspec.msgpack.encode(order))
         self._process, self._searches = None, False
         if process.returncode:
-            raise InvalidState("E-PLANNER-ENDED", f"the process that plans has ended (exit code {process.returncode})")
+            raise InvalidState("E-PLANNER-ENDED", f"the planning process has ended (exit code {process.returncode})")
         answer = msgspec.msgpack.decode(data, type=Answer)
         if answer.found is None:
             raise InvalidInput("E-PLAN-INPUT", answer.error) if answer.wrong else RuntimeError(answer.error)
         return answer.found
 
     def close(self) -> None:
-        """Ends the child permanently."""
+        """Ends the child permanently; later searches raise an error."""
         self.over = True
         self.stop()
 
     def stop(self) -> None:
-        """Ends the child and a search in progress."""
+        """Ends the child, and so a search in progress."""
         if (process := self._process) is not None:
             process.kill()
             if self._searches:
@@ -83,7 +84,7 @@ class PlanningProcess:
 
 
 def main() -> None:
-    """Entry point of the child: runs the search that standard input holds."""
+    """Entry point of the child: runs the search order on standard input."""
     os.nice(NICE)
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     out = os.fdopen(os.dup(1), "wb")
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def _follow(parent: int) -> None:
-    """Exits when the parent ends: forked workers of the script keep the pipes open, so end of input is not reliable."""
+    """Exits when the parent ends. The end of input is not reliable, because forked workers of the script keep the pipe open."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)

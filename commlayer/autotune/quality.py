@@ -1,8 +1,6 @@
-"""The quality policy: keeps codecs fine enough for the loss budget. Pure functions of (state, rows, step).
-
-All ranks receive the same rows after the same step, so they decide alike and switch plans together. `now` counts steps, the
-only clock that ranks share; seconds come in rows.
-"""
+"""The quality policy: keeps codecs fine enough for the loss budget. Pure functions of (state, rows, step); a row is one rank's
+comparison. // All ranks receive the same rows after the same step, so they decide alike and switch plans together. `now` counts
+steps, the only clock that ranks share; seconds come in rows. """
 
 from __future__ import annotations
 
@@ -20,55 +18,58 @@ from commlayer.observe.fidelity import Dots, Fidelity, worst
 from commlayer.records import Bucket, Record
 
 SETTLE = 4
-"""Least number of steps under a plan before comparing, and between comparisons."""
+"""Minimum number of steps under a plan before the first comparison, and between two comparisons."""
 DRAINING = 32
-"""Upper limit of these steps after the guard has changed the plan. The residual of the previous plan is sent first, within
-about 1 / ratio steps, and does not represent their gradients."""
+"""Maximum for the same number of steps after the guard has changed the plan. The previous plan's residual is sent in the first
+1 / ratio steps or so, and does not represent their gradients."""
 FEWEST, MOST = 1 << 12, 1 << 16
-"""Elements per comparison: few until its cost is known."""
+"""Minimum and maximum number of elements per comparison. The first comparison has the minimum, until its cost is known."""
 OFTEN, SELDOM = 8, 32
-"""Comparisons that can repeat within OFTEN steps examine more elements; those that must wait over SELDOM steps examine fewer.
-"""
+"""If comparisons can repeat within OFTEN steps at their cost, they examine twice as many elements; if they must wait over
+SELDOM steps, half as many."""
 FADE = 0.5
-"""Weight of earlier comparisons against the latest."""
+"""Factor by which each comparison reduces the weight of the earlier ones."""
 LONG_FADE, FEWEST_SEEN = 0.9, 6
-"""The same without a given budget, and the least number of comparisons: the bounds then describe whole models."""
+"""The same factor without a given loss budget; and the minimum number of comparisons, because the bounds then describe whole
+models."""
 BACK_OFF, ALLOW = 2.0, 1.25
-"""Factors of the floor after a complaint, and after CALM: an error in accuracy costs more than one in speed."""
+"""Factors on the quality floor (the coarsest level allowed): up after a complaint, down after CALM. A loss of accuracy costs
+more than a loss of speed."""
 MOST_BACK_OFF = 16.0
-"""Consecutive complaints double the factor up to this, because a level may be wrong by a factor of thousands."""
+"""Maximum factor on the floor. Consecutive complaints double the factor up to this, because a level may be wrong by a factor
+of thousands."""
 CALM = 5
-"""Observations without complaint before a coarser level is tried."""
+"""Number of comparisons without complaint before a coarser level is tried."""
 MOST_PATIENCE = 16 * CALM
-"""Each failed attempt at a coarser level doubles the number of observations before the next, up to this."""
+"""Maximum number of comparisons before a coarser level is tried. Each failed attempt doubles the number up to this."""
 SMOOTH = 0.3
-"""Weight of the newest residual in its running mean."""
+"""Weight of the newest residual in the running mean of residuals."""
 EQUAL = 0.99
-"""Ratios have three digits: levels within this factor count as equal (as in engine/plan_choice.py)."""
+"""Levels that differ by at most this factor count as equal, because ratios have three digits (as in engine/plan_choice.py)."""
 
 
 # ---- loss trend: a rise of a noisy training loss, from a fast mean and the lowest value of a slow one
 
 FAST, SLOW = 0.1, 0.02
-"""Weight of the newest loss in the two running means."""
+"""Weight of the newest loss in the fast and in the slow running mean."""
 
 
 class LossRise(NamedTuple):
-    """The rise of a loss, as numbers that ranks exchange."""
+    """How much a training loss has risen, as numbers that ranks exchange."""
 
     rise: float = 0.0
-    """Relative to the lowest value; 0 before enough losses are known."""
+    """Rise of the loss, relative to the lowest value; 0 before enough losses are known."""
     noise: float = 0.0
-    """Uncertainty of the rise."""
+    """Standard error of the rise, relative like the rise."""
 
 
 class LossTrend(Record, frozen=True):
-    """Summary of the losses reported so far."""
+    """Running means of the losses that the script has reported."""
 
     near: float = 0.0
-    """The fast mean."""
+    """The fast running mean of the loss."""
     far: float = 0.0
-    """The slow mean."""
+    """The slow running mean of the loss."""
     wobble: float = 0.0
     lowest: float = math.inf
     count: int = 0
@@ -93,17 +94,19 @@ class LossTrend(Record, frozen=True):
 # ---- bounds: from the loss budget or, without one, from what is usual under each codec
 
 SLACK_COSINE, SLACK_RESIDUAL = 0.5, 3.0
-"""Tolerance relative to the worst reference value: pieces of a few steps vary around the mean."""
+"""Factors on the worst reference values, which are then the bounds: comparisons of small pieces over few steps vary around the
+mean."""
 TOPK = ((0.001, 0.05, 60.0), (0.003, 0.11, 27.1), (0.01, 0.23, 6.3), (0.03, 0.4, 2.4), (0.1, 0.67, 0.9), (1.0, 1.0, 0.1))
-"""Ratio, lowest cosine, and largest residual in gradient norms: of whole models in the last four fifths of each training
-(docs/benchmarks.md). The table of convergence factors does not apply to a model far outside these values."""
+"""Reference values of topk: ratio, lowest cosine, and largest residual in gradient norms, of whole models in the last four
+fifths of each training (docs/benchmarks.md). The table of convergence factors does not apply to a model far outside these
+values."""
 OTHERS = {"onebit": (0.19, 5.3), "int4": (0.98, 0.13), "int8": (0.99, 0.02), "fp16": (0.99, 0.02), "bf16": (0.99, 0.02)}
 UNKNOWN = (0.05, 60.0)
-"""For codecs without reference values."""
+"""Lowest cosine and largest residual for codecs without reference values."""
 
 
 def usual(codec: str) -> tuple[float, float]:
-    """Lowest cosine with the gradient, and largest residual, of any reference training under that codec.
+    """Returns the lowest cosine with the gradient, and the largest residual, of any reference training under that codec.
 
     >>> usual("topk(ratio=0.01, values='int8')"), usual("error_feedback(int4())")
     ((0.23, 6.3), (0.98, 0.13))
@@ -118,24 +121,24 @@ def usual(codec: str) -> tuple[float, float]:
 
 
 def least_usual(buckets: Iterable[Bucket]) -> tuple[float, float]:
-    """Bounds for pieces of all these buckets; anything worse is unusual."""
+    """Returns the bounds (lowest cosine, largest residual) for pieces of all these buckets. Worse values are unusual."""
     each = [usual(codec) for b in buckets for codec in (b.codec, b.down, *b.by_node) if codec]
     return (SLACK_COSINE * min((cosine for cosine, _ in each), default=1.0),
             SLACK_RESIDUAL * max((residual for _, residual in each), default=1.0))
 
 
 class Bounds(Record, frozen=True):
-    """Limits on a plan's codecs. A cosine or residual of 0 is derived from the budget, as measured in training
-    (docs/benchmarks.md)."""
+    """Limits on the compression error of a plan's codecs. A cosine or residual of 0 is derived from the budget, as measured in
+    training (docs/benchmarks.md)."""
 
     budget: float = 0.05
-    """Relative excess of the loss: 0.005 is half a percent."""
+    """Allowed relative increase of the loss; 0.005 is half a percent."""
     lowest: float = 0.001
-    """Lower limit of the level. The upper limit is 1: uncompressed."""
+    """Lower limit of a codec's level (its ratio, or bytes relative to dense). The upper limit is 1: uncompressed."""
     cosine: float = 0.0
-    """Lower bound of the cosine between sent and exact gradient."""
+    """Lower bound of the cosine between compressed and exact gradient."""
     residual: float = 0.0
-    """Upper bound of the residual's norm, in gradient norms."""
+    """Upper bound of the residual's norm, in norms of the gradient."""
 
     @property
     def least_cosine(self) -> float:
@@ -159,24 +162,24 @@ class Bounds(Record, frozen=True):
 
 
 class GradientError(NamedTuple):
-    """One rank's comparison with exact gradients. Numbers only, because rows are exchanged as tensors."""
+    """One rank's comparison of compressed with exact gradients. Numbers only, because ranks exchange them as tensors."""
 
     sent: Dots = Dots()
-    """Comparison of this rank's payloads."""
+    """Dot products of this rank's payloads with its gradients."""
     summed: Dots = Dots()
-    """Comparison of the received sum with the exact one. Not finite if the step cannot be used."""
+    """Dot products of the averaged gradient with the exact one. Not finite if the step cannot be used."""
     loss: LossRise = LossRise()
     cost_s: float = 0.0
-    """Seconds of the comparison."""
+    """Seconds that the comparison took."""
     elapsed_s: float = 0.0
-    """Since the start of the job."""
+    """Seconds since the start of the job."""
 
     def numbers(self) -> list[float]:
         return [*self.sent, *self.summed, *self.loss, self.cost_s, self.elapsed_s]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> GradientError:
-        """The inverse of `numbers`."""
+        """Creates a comparison from what `numbers` returned."""
         return cls(Dots(*numbers[:4]), Dots(*numbers[4:8]), LossRise(*numbers[8:10]), *numbers[10:])
 
 
@@ -185,83 +188,85 @@ class PlanLevels(Record, frozen=True):
     that it sends as a fraction of the dense bytes (engine/plan_choice.py)."""
 
     level: float
-    """Level of the coarsest codec; 1 without codecs."""
+    """Level of the plan's coarsest codec; 1 without codecs."""
     base_level: float
-    """The level of the plan that it was made finer from; its own level otherwise."""
+    """Level of the plan from which the guard made this one finer; otherwise the plan's own level."""
     compared: bool
-    """Whether any of its buckets can be compared with exact gradients."""
+    """True: at least one of the plan's buckets can be compared with exact gradients."""
     finer: bool = False
-    """Whether the guard has made it finer."""
+    """True: the guard has made the plan's codecs finer."""
     cosine: float = 0.0
     residual: float = 0.0
-    """Bounds if no budget is given: what is usual under its codecs. 0 means the bounds of the budget."""
+    """`cosine` and `residual` are the bounds if no loss budget is given: usual values under the plan's codecs. 0: the bounds
+    of the budget apply."""
     overlapped: bool = False
-    """Whether results arrive during the next forward pass: then a comparison makes the step wait for all of them."""
+    """True: results arrive during the next forward pass, so a comparison makes the step wait for all of them."""
 
     @property
     def settle_steps(self) -> int:
-        """Steps under the plan before comparing, and between comparisons."""
+        """Number of steps under the plan before the first comparison, and between two comparisons."""
         return max(SETTLE, min(DRAINING, math.ceil(1 / self.level))) if self.finer else SETTLE
 
 
 class QualityState(Record, frozen=True):
-    """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
+    """The guard's complete state. Ranks that start equal and receive the same rows have the same state at every step."""
 
     bounds: Bounds
     plan: PlanLevels
     level: float
-    """The requested level of the coarsest codec."""
+    """The level that the guard requests for the coarsest codec."""
     floor: float
-    """The coarsest level that accuracy permits."""
+    """The quality floor: the coarsest level that the comparisons so far permit."""
     complained: bool = False
-    """Whether a complaint has ever raised the floor. Only then does the floor limit the planner and other plans."""
+    """True: a complaint has raised the floor at least once. Only then does the floor limit the planner and the user's plans."""
     calm: int = 0
-    """Observations without complaint since the floor last moved."""
+    """Number of comparisons without complaint since the floor last moved."""
     complaints: int = 0
-    """Consecutive complaints."""
+    """Number of consecutive complaints."""
     patience: int = CALM
     lowered: bool = False
-    """Whether the floor's latest move was downward."""
+    """True: the floor's latest move was downward."""
     mean_residual: float | None = None
-    """In gradient norms; None before the first observation under the active plan."""
+    """Running mean of the residual, in norms of the gradient; None before the first comparison under the active plan."""
     last_residual: float = 0.0
     """The latest residual if the mean is above its bound; otherwise 0."""
     since: int = 0
-    """First step of the active plan."""
+    """Number of the first step under the active plan."""
     compared_at: int = 0
-    """The step of the latest comparison."""
+    """Number of the step with the latest comparison."""
     compare_at: int = SETTLE
-    """No comparison before this step."""
+    """Number of the step before which there is no comparison."""
     elements: int = FEWEST
-    """Elements per comparison."""
+    """Number of elements per comparison."""
     samples: int = 0
-    """Count under the active plan, so that comparisons rotate over the whole model."""
+    """Number of comparisons prepared under the active plan; it selects the next piece, so comparisons rotate over the whole
+    model."""
     compared: int = 0
-    """Usable comparisons under the active plan."""
+    """Number of usable comparisons under the active plan."""
     spent_s: float = 0.0
-    """Time of comparisons since the start."""
+    """Seconds that all comparisons have taken since the start."""
     summed: Dots = Dots()
-    """Faded sum of the comparisons under the active plan."""
+    """Sum of the dot products of all comparisons under the active plan, in which earlier ones have less weight."""
     warned: frozenset[str] = frozenset()
-    """Kinds of complaints already logged for the active plan."""
+    """Kinds of complaints that were already logged for the active plan."""
 
     @property
     def fade(self) -> float:
-        """Weight of earlier observations under the active plan, against new ones."""
+        """Factor by which a comparison reduces the weight of the earlier ones under the active plan."""
         return LONG_FADE if self.plan.cosine else FADE
 
     @property
     def planner_floor(self) -> float:
-        """The planner must use no codec below this level; 0 means any."""
+        """The planner must use no codec with a level below this; 0: any codec."""
         return self.floor if self.complained else 0.0
 
 
 class CodecChange(NamedTuple):
-    """Proposal: all ranks switch, before the next step, to the base plan with no codec below `after`."""
+    """A request that all ranks switch, before the next step, to the base plan with no codec below the level `after`."""
 
     before: float
     after: float
-    """Levels of the coarsest codec."""
+    """`before` and `after`: level of the coarsest codec before and after the switch."""
     reason: str
 
     @property
@@ -270,39 +275,41 @@ class CodecChange(NamedTuple):
 
 
 class Complaint(NamedTuple):
-    """A bound that the active level violates."""
+    """A bound that the active codecs violate: its kind, and the text for the log."""
 
     kind: str
     text: str
 
 
 def begin(bounds: Bounds, plan: PlanLevels) -> QualityState:
-    """The state before the first step. Plans are never coarser than the first one, nor than `bounds.lowest`."""
+    """Returns the state before the first step. Plans are never coarser than the first one, nor than `bounds.lowest`."""
     bounds = structs.replace(bounds, lowest=min(bounds.lowest, plan.level))
     return QualityState(_bounded(bounds, plan), plan, plan.level, plan.level)
 
 
 def due(state: QualityState, now: int) -> bool:
-    """Whether all ranks compare in step `now`."""
+    """Returns whether all ranks compare compressed with exact gradients in step `now`."""
     # If all codecs were made exact there is no error to compare, but a coarser plan may be possible again.
     concerned = state.plan.compared or state.plan.finer
     return concerned and now - state.since >= state.plan.settle_steps and now >= state.compare_at
 
 
 def compared(state: QualityState, now: int) -> QualityState:
-    """All ranks have compared in step `now` and send their rows."""
+    """Records that all ranks have compared in step `now` and will send their rows."""
     return structs.replace(state, samples=state.samples + 1, compared_at=now, compare_at=now + state.plan.settle_steps)
 
 
 def is_usable(rows: Sequence[GradientError]) -> bool:
-    """Whether the step can be used: not if the optimizer will skip it, nor if it sent residuals of an earlier plan."""
+    """Returns whether the comparisons can be used: not if the optimizer skips the step, nor if residuals of an earlier plan
+    were sent."""
     return all(math.isfinite(x) for row in rows for x in row.summed)
 
 
 def decide(
     state: QualityState, rows: Sequence[GradientError], step_s: float, *, acts: bool,
 ) -> tuple[QualityState, CodecChange | None, Complaint | None]:
-    """Decides on the rows of a comparison: a change of codecs, or without `acts` a complaint that is new for this plan."""
+    """Decides after a comparison, from the rows of all ranks: a change of codecs, or without `acts` a complaint that is new
+    for this plan."""
     state = _scheduled(state, rows, max(step_s, 1e-6))
     if not is_usable(rows):
         return state, None, None
@@ -323,8 +330,8 @@ def decide(
 def entered(
     state: QualityState, plan: PlanLevels, now: int, *, by_guard: bool = False, acts: bool = False,
 ) -> tuple[QualityState, CodecChange | None]:
-    """Another plan is active: observations of the previous one do not apply. A plan that the guard did not choose (`by_guard`)
-    is made finer if earlier complaints require it."""
+    """Adapts to another active plan, for which earlier comparisons do not count. A plan that the guard did not choose
+    (`by_guard` is False) is made finer if earlier complaints require that."""
     state = structs.replace(
         state, bounds=_bounded(state.bounds, plan), plan=plan, since=now, samples=0, compared=0, summed=Dots(),
         warned=frozenset(), mean_residual=None if by_guard else state.mean_residual,
@@ -332,15 +339,15 @@ def entered(
     if by_guard:
         return state, None
     if acts and state.complained and plan.level < state.floor * EQUAL:
-        return state, CodecChange(plan.level, state.floor, "accuracy has not borne less")
-    if not state.complained:  # without an earlier complaint the plan's level is permitted
+        return state, CodecChange(plan.level, state.floor, "earlier comparisons do not permit a coarser level")
+    if not state.complained:  # without an earlier complaint the plan's own level is permitted
         state = structs.replace(state, floor=min(state.floor, plan.level),
                                 bounds=structs.replace(state.bounds, lowest=min(state.bounds.lowest, plan.level)))
     return state, None
 
 
 def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[QualityState, Complaint | None, bool]:
-    """The violated bound, if any, and whether a residual above its bound drains."""
+    """Returns the violated bound, if any, and whether a residual above its bound is shrinking."""
     mean, bounds = state.mean_residual, state.bounds
     if math.isfinite(seen.residual_ratio):
         # A residual varies by two or three times from step to step, so the bound applies to its mean.
@@ -349,32 +356,34 @@ def complaint_of(state: QualityState, seen: Fidelity, loss: LossRise) -> tuple[Q
     if not all(map(math.isfinite, seen)):
         return state, Complaint("finite", "a comparison with the exact gradient was not finite"), False
     over = mean is not None and mean > bounds.most_residual
-    # After a change a large residual drains: sent values come from the old residual, and the gradient looks wrong meanwhile.
+    # After a change a large residual shrinks: sent values come from the old residual, so they differ from the gradient
+    # meanwhile.
     draining = over and seen.residual_ratio <= 0.9 * state.last_residual
     state = structs.replace(state, last_residual=seen.residual_ratio if over else 0.0)
     complaint = None
     if not draining and seen.cosine < bounds.least_cosine:
         complaint = Complaint("cosine",
-                              f"cosine {seen.cosine:.2f} of sent and exact gradient is below {bounds.least_cosine:.2f}")
+                              f"cosine {seen.cosine:.2f} between sent and exact gradient is below {bounds.least_cosine:.2f}")
     elif not draining and seen.norm_ratio > 1.0 / bounds.least_cosine:
-        complaint = Complaint("norm", f"what is sent has {seen.norm_ratio:.1f} times the gradient's norm")
+        complaint = Complaint("norm", f"the sent gradient has {seen.norm_ratio:.1f} times the norm of the exact one")
     elif not draining and over:
         complaint = Complaint("residual",
-                              f"the residual has grown to {mean:.1f} gradients, above {bounds.most_residual:.3g}")
+                              f"the residual's norm is {mean:.1f} times the gradient's, above {bounds.most_residual:.3g}")
     elif loss.rise > bounds.budget + loss.noise:
         complaint = Complaint("loss", f"the loss has risen by {loss.rise:.1%}, above the budget of {bounds.budget:.1%}")
     return state, complaint, draining
 
 
 def _moved(state: QualityState, complaint: Complaint | None, *, draining: bool) -> tuple[QualityState, CodecChange | None]:
-    """Raises the floor after a complaint, lowers it after a long calm; the level is the floor or the plan's own level."""
+    """Raises the floor after a complaint, and lowers it after many comparisons without one. Then requests the floor as the
+    level, or the plan's own level if that is finer."""
     state = _raised(state) if complaint else _calmer(state)
     target = min(1.0, max(state.floor, state.plan.base_level, state.level if draining else 0.0))
     # Small moves do not justify a plan change, except after a complaint.
     if target == state.level or (complaint is None and abs(math.log(target / state.level)) < math.log(ALLOW) * 0.99):
         return state, None
     before = state.plan.level
-    reason = complaint.text if complaint else f"accuracy has borne {before:.3g} without complaint"
+    reason = complaint.text if complaint else f"level {before:.3g} has had no complaint"
     return structs.replace(state, level=target), CodecChange(before, target, reason)
 
 
@@ -395,7 +404,7 @@ def _calmer(state: QualityState) -> QualityState:
 
 
 def _scheduled(state: QualityState, rows: Sequence[GradientError], step_s: float) -> QualityState:
-    """Schedules the next comparison and sets its size."""
+    """Sets the step and the number of elements of the next comparison."""
     # The last rank to arrive waits for no other; the others would have waited for it in the next step anyway.
     cost_s, elapsed_s = min(row.cost_s for row in rows), min(row.elapsed_s for row in rows)
     spent_s, elements, every = state.spent_s + cost_s, state.elements, steps_between(cost_s, step_s, TIME_PART)
@@ -408,5 +417,5 @@ def _scheduled(state: QualityState, rows: Sequence[GradientError], step_s: float
 
 
 def _bounded(bounds: Bounds, plan: PlanLevels) -> Bounds:
-    """Applies the bounds of that plan."""
+    """Returns the bounds of that plan, if it has any; otherwise `bounds`."""
     return structs.replace(bounds, cosine=plan.cosine, residual=plan.residual) if plan.cosine or plan.residual else bounds

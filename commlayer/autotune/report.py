@@ -1,7 +1,8 @@
-"""The report row that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
+"""The report that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
 
-A row is sent after a step and read after the next one, so that no rank waits. If a step was slow on every rank, all wait for
-the rows at once: that costs little then, and the next step may be as slow. All ranks act on the same rows after the same step.
+A report is sent after a step and read after the next one, so no rank waits. If a step was slow on every rank, all ranks wait
+for the reports at once: the wait costs little then, and the next step may be as slow. All ranks act on the same reports after
+the same step.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ if TYPE_CHECKING:
 
 
 class Report(Record, frozen=True):
-    """One rank's report about its steps since the previous row. Only numbers, because rows are exchanged as tensors."""
+    """One rank's report about its steps since the previous report. Numbers only, because ranks exchange them as tensors."""
 
     step_s: float
-    """Mean step time."""
+    """Mean step time in seconds."""
     waited_s: float = 0.0
-    """The part of step_s that the training thread waited for communication."""
+    """Seconds of step_s in which the training thread waited for communication."""
     request: float = 0.0
-    """A `TuningRequest` of rank 0 to all ranks."""
+    """Rank 0's request to all ranks, the number of a `TuningRequest`."""
     at_once: float = 0.0
-    """Whether the rank waits for the other rows at once, because its step was slow."""
+    """1: the rank waits for the other reports at once, because its step was slow; otherwise 0."""
     cost_s: float = 0.0
-    """Seconds of the training thread per row."""
+    """Seconds of the training thread that one report costs."""
     up_bps: float = 0.0
     up_share: float = 0.0
     down_bps: float = 0.0
     down_share: float = 0.0
     compared: float = 0.0
-    """Whether `error` is a new comparison with the exact gradients."""
+    """1: `error` is a new comparison with the exact gradients; otherwise 0."""
     error: GradientError = GradientError()
     time: WorkerTime = WorkerTime()
 
@@ -54,19 +55,20 @@ class Report(Record, frozen=True):
 
     @classmethod
     def of(cls, numbers: list[float]) -> Report:
-        """The inverse of `numbers`."""
+        """Creates a report from what `numbers` returned."""
         first, second = (own := len(cls.__struct_fields__) - 2), own + len(WorkerTime._fields)
         fields: Any = (*numbers[:first], GradientError.of(numbers[second:]), WorkerTime(*numbers[first:second]))
         return cls(*fields)
 
 
 class Reports:
-    """All ranks create one together and call it after the same steps: `step`, `read`, then `send` if it is `due`."""
+    """Exchanges the reports of all ranks. All ranks create one together and call it after the same steps: `step`, `read`, then
+    `send` if it is `due`."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self.meter: InterfaceCounters | None = None
-        """Set on the rank that reads its node's interface counters."""
+        """Reader of the node's interface counters; None on ranks that do not report the node's traffic."""
         self._steps: list[tuple[float, float]] = []
         self._held: list[Report] = []
         self._every, self._left = 1, 1
@@ -74,23 +76,23 @@ class Reports:
         self._cost_s = 0.0
 
     def step(self, seconds: float, waited_s: float) -> None:
-        """Records a step: its time, and this rank's wait for communication in it."""
+        """Records a step: its seconds, and this rank's wait for communication in that step."""
         self._steps.append((seconds, waited_s))
         self._left -= 1
 
     def reset(self) -> None:
-        """Discards observations that do not apply to the next steps."""
+        """Drops the observations so far, which do not apply to the next steps."""
         self._steps.clear()
         if self.meter is not None:
             self.meter.look()
 
     @property
     def due(self) -> bool:
-        """Whether the next row must be sent now."""
+        """True: the next report must be sent now."""
         return self._left <= 0 and bool(self._steps)
 
     def read(self) -> list[Report]:
-        """Rows of an earlier step that have not been returned yet; may be empty."""
+        """Returns the reports of all ranks that were sent after an earlier step, once; an empty list if there are none."""
         begin = time.perf_counter()
         if self._rows.under_way:
             self._held = self._read()
@@ -102,7 +104,8 @@ class Reports:
         self, request: int = 0, slow_s: float = float("inf"), error: GradientError | None = None,
         own_time: WorkerTime = WorkerTime(),
     ) -> list[Report]:
-        """Sends this rank's row. Returns all rows if all ranks wait for them, as after steps longer than `slow_s`."""
+        """Sends this rank's report. Returns the reports of all ranks if all ranks wait for them, as after steps longer than
+        `slow_s`; otherwise an empty list."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Plan search for a running job: finds the best plan at measured prices and prices the active plan.
+"""Plan search for a running job: finds the best plan from measured costs, and predicts the active plan's step time.
 
 Pure and without torch; planning_process.py runs it in a child process.
 """
@@ -23,36 +23,36 @@ from commlayer.planner.search import PlanSearch
 from commlayer.records import Plan, with_updates
 
 NEARLY = 0.03
-"""A predicted step counts as equal to the measured one up to this relative excess."""
+"""A predicted step time counts as equal to the measured one if it is longer by at most this fraction."""
 ROUNDS = 6
-"""Bisection steps."""
+"""Number of bisection steps for the rate of the links."""
 FASTER = 2.0
-"""Upper limit of any node's assumed rate, as a multiple of the fastest measured one."""
+"""Upper limit of the rate that is assumed for any node, as a multiple of the fastest measured one."""
 FINE = ("identity", "fp16", "bf16", "int8", "int4")
-"""Codec families that a young job is limited to."""
+"""Codec families to which a young job is limited."""
 NOTHING_ELSE = 2.0
-"""A young job uses all codecs only if the best plan of the FINE ones takes this many times as long to a loss."""
+"""A young job uses all codecs only if the best plan with FINE codecs takes this many times as long to reach a loss."""
 SOONER = 0.8
 """Local steps that the script has not allowed are suggested if they reduce the time to a loss to this fraction."""
 
 
 class SearchOrder(NamedTuple):
-    """Input of a search."""
+    """Input of a plan search."""
 
     current: Plan
     """The active plan, as workers run it."""
     known: Plan | None
-    """The planner's form of the active plan, if the planner made it."""
+    """The planner's form of the active plan, if the planner made that plan; otherwise None."""
     server_nodes: tuple[int, ...]
-    """The node of each server."""
+    """The node number of each server."""
     inputs: PlanInputs
-    """With profile prices that exclude contention for processors."""
+    """The planner's inputs, with costs that do not include contention for the CPU."""
     measured_s: float
-    """Step time under the active plan."""
+    """Measured step time under the active plan, in seconds."""
     contention: float = 0.0
-    """Slowdown of work on processors relative to work measured alone; 0 if it must be fitted to the measured step."""
+    """Slowdown of work on the CPU relative to work measured alone; 0: the search fits it to the measured step time."""
     apart: bool = False
-    """Whether optimizer states have diverged between ranks."""
+    """True: optimizer states have diverged between ranks."""
     suggests: bool = False
     young: bool = False
     """See plan_limits.PlanLimits."""
@@ -64,7 +64,7 @@ class SearchResult(NamedTuple):
 
 
 def search(order: SearchOrder) -> SearchResult:
-    """Finds the best plan, and prices the active plan."""
+    """Finds the best plan, and predicts the active plan's step time from the same costs."""
     job, cluster, (alone, policy) = order.inputs.job, order.inputs.cluster, order.inputs.complete
     as_planned = order.known or on_hosts(order.current, order.server_nodes)
     # Recorded steps wait for their results, even if the active plan overlaps them with the next forward pass.
@@ -98,8 +98,8 @@ def search(order: SearchOrder) -> SearchResult:
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """The cluster with links raised to the lowest uniform rate that explains the measured step, since short probes read too
-    low. Unchanged if the rates already explain it, or if no rate does."""
+    """Returns the cluster with links raised to the lowest common rate that explains the measured step time, because short
+    probes measure too low rates. Returns it unchanged if the rates already explain that time, or if no rate does."""
 
     def sending(least_bps: float) -> Cluster:
         return structs.replace(cluster, nodes=tuple(
@@ -116,15 +116,15 @@ def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: fl
 
 
 def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
-    """Numbers the plan's servers as the planner does: one per node that has any. `server_nodes` maps each server to its node.
-    """
+    """Returns the plan with servers numbered as the planner does: one per node that has servers. `server_nodes`: the node
+    number of each server."""
     hosts = sorted(set(server_nodes[: plan.servers]))
     buckets = tuple(structs.replace(b, server=hosts.index(server_nodes[b.server]) if hosts else 0) for b in plan.buckets)
     return structs.replace(plan, buckets=buckets, servers=len(hosts), hosts=tuple(hosts))
 
 
 def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
-    """The reverse of on_hosts: maps the planner's hosts to the running servers."""
+    """Returns the plan with the planner's servers, one per node, mapped to the running ones. The reverse of on_hosts."""
     if not plan.servers:
         return plan
     hosts = plan.hosts or tuple(sorted(set(server_nodes))[: plan.servers])
@@ -134,27 +134,29 @@ def on_servers(plan: Plan, server_nodes: Sequence[int]) -> Plan:
 
 
 def step_s(plan: Plan, made_from: PlanInputs) -> float:
-    """Seconds per step; steps that share an exchange share its cost."""
+    """Returns the predicted seconds per step; local steps share the cost of their exchange."""
     timeline = planner.simulate(plan, made_from.job, made_from.cluster, made_from.profile, made_from.policy, spans=False)
     return timeline.step_s / plan.local_steps
 
 
 class Best(NamedTuple):
-    """The plan that reaches a loss first. If it gives up averaged gradients: the reason, and how to keep them."""
+    """The plan that is predicted to reach a loss first. If it gives up averaged gradients, `leaves` is the reason."""
 
     plan: Plan
     leaves: str = ""
     local: Plan | None = None
-    """The local-step plan to try if averaged gradients turn out slower than predicted, with its `leaves` below."""
+    """The local-step plan to try if averaged gradients turn out slower than predicted; None if there is none. `for_local` is
+    the reason to log then."""
     for_local: str = ""
     hint: str = ""
-    """See Candidate."""
+    """Text about the benefit of local steps that the script has not allowed: see Candidate.hint."""
 
 
 def best_plan(
     made_from: PlanInputs, current: Plan, *, apart: bool = False, suggests: bool = False, young: bool = False,
 ) -> Best:
-    """Considers only codecs with a convergence factor below MOST_STEPS, and for a young job the FINE ones if there are any."""
+    """Returns the best plan whose codecs have a convergence factor below MOST_STEPS; for a young job, one with FINE codecs if
+    it is fast enough."""
     profile, policy = made_from.complete
     recipe = Recipe(policy.optimizer, workers=made_from.cluster.ranks, numel=made_from.job.numel)
     allowed = _narrowed(made_from, lambda codec: 1.0 + excess(profile.learning, codec, recipe).high < MOST_STEPS)
@@ -174,7 +176,7 @@ def best_plan(
 
 
 def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs:
-    """Restricts the policy to these codecs; unchanged if none of them is allowed."""
+    """Returns the inputs with the policy restricted to codecs for which `keeps` returns True; unchanged if there is none."""
     profile, policy = made_from.complete
     codecs = policy.codecs or tuple(dict.fromkeys(cost.codec for cost in profile.codecs))
     fit = tuple(codec for codec in codecs if keeps(codec))
@@ -182,17 +184,18 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
 
 
 def _computing_s(made_from: PlanInputs) -> float:
-    """Computing time of a step on the slowest node."""
+    """Returns the computing seconds of a step on the slowest node."""
     timing = made_from.job.timed
     return (timing.forward_s + timing.backward_s) / min(node.speed for node in made_from.cluster.nodes if node.ranks)
 
 
 def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
-    """Chooses between averaged gradients and local steps; local steps must win clearly, because they change the optimizer
-    states.
+    """Chooses between averaged gradients and local steps. Local steps must be clearly faster, because they change the
+    optimizer states.
 
-    `apart`: states have diverged, so there is no return to averaged gradients, and such plans are priced as they would run.
-    `suggests`: if the policy requires averaged gradients, reports how much faster local steps would be.
+    `apart`: True: states have diverged, so there is no return to averaged gradients, and plans with averaged gradients are
+    predicted as they would run. `suggests`: True: if the policy requires averaged gradients, reports how much faster local
+    steps would be.
     """
     job, cluster, (profile, policy) = made_from.job, made_from.cluster, made_from.complete
     searched = PlanSearch(job, cluster, profile, policy)
@@ -242,23 +245,24 @@ def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     speeds = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
             for plan in (plain, other)]
-    return (f"nothing on averaged gradients keeps up with these links ({speeds[0]} at best): switches to {_how(other)} "
-            f"({speeds[1]}); sync='step' keeps to averaged gradients")
+    return (f"these links are too slow for averaged gradients ({speeds[0]} at best): switching to {_how(other)} "
+            f"({speeds[1]}); sync='step' would keep averaged gradients")
 
 
 def exact(plan: Plan) -> bool:
-    """Whether each step uses the average of all workers' gradients for that step, apart from coding errors."""
+    """Returns whether each step uses the average of all workers' gradients of that step, apart from compression errors."""
     return not plan.steps_locally and not any(b.stale for b in plan.buckets)
 
 
 def _in_updates(plan: Plan, made_from: PlanInputs) -> Plan:
-    """The plan as it runs when optimizer states differ, with its step time."""
+    """Returns the plan as it runs when optimizer states differ between ranks, with its predicted step time."""
     converted = structs.replace(with_updates(plan), steps=0.0, steps_high=0.0)
     return structs.replace(converted, step_s=step_s(converted, made_from))
 
 
 def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
-    """The uncompressed plan at the same prices. None if it is active, or if workers cannot reach each other."""
+    """Returns the plan without compression, predicted from the same costs. None if it is active, or if workers cannot reach
+    each other."""
     inputs = best.basis.inputs
     if not inputs.cluster.reachable:
         return None
@@ -275,13 +279,14 @@ def uncompressed(best: Candidate, *, apart: bool = False) -> Candidate | None:
 
 
 def _with_ratios(plan: Plan, before: Plan) -> Plan:
-    """Keeps the compression-ratio settings of the job."""
+    """Returns the plan with the compression-ratio settings of the job."""
     return structs.replace(plan, ratio_over=before.ratio_over, warmup=before.warmup)
 
 
 def price_of(plan: Plan, inputs: PlanInputs) -> Price:
-    """Seconds of communication, and the fraction of computing that overlaps it: exact without computing, and with the job's own
-    times. All nodes count as computing for equally long, as balanced ones do."""
+    """Returns the predicted seconds of communication, and the fraction of computing that overlaps it. The prediction is exact
+    for steps without computing, and for the job's own computing time. All nodes count as computing equally long, as balanced
+    ones do."""
     timing = inputs.job.timed
     cluster = structs.replace(inputs.cluster, nodes=tuple(structs.replace(node, speed=1.0) for node in inputs.cluster.nodes))
 
@@ -300,15 +305,15 @@ def price_of(plan: Plan, inputs: PlanInputs) -> Price:
 # rest is attributed to the network, whose rates have been measured.
 
 MOST_FACTOR = 8.0
-"""Largest slowdown; anything beyond is attributed to the network."""
+"""Largest slowdown of CPU work that is assumed; anything beyond is attributed to the network."""
 FIT_ROUNDS = 6
-"""Bisection steps; the last leaves an error of at most a tenth."""
+"""Number of bisection steps for the slowdown. After the last one the error is at most a tenth."""
 
 
 def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
-    """Slowdown of CPU work relative to work measured alone; 1 if a slowdown cannot explain the measured step.
+    """Returns the slowdown of CPU work relative to work measured alone; 1 if a slowdown cannot explain the measured step time.
 
-    `step_s(f)`: step time under the active plan if CPU work were f times as slow.
+    `step_s(f)`: predicted step time under the active plan if CPU work were f times as slow.
     """
     low, high = 1.0, MOST_FACTOR
     if step_s(low) >= measured_s or step_s(high) < measured_s:
@@ -320,6 +325,7 @@ def factor(measured_s: float, step_s: Callable[[float], float]) -> float:
 
 
 def dearer(profile: Profile, by: float) -> Profile:
-    """The profile with codecs, servers and buckets slowed down by this factor. Collectives were measured under load already."""
+    """Returns the profile with the costs of codecs, servers and buckets multiplied by this factor. Collectives were already
+    measured under load."""
     codecs = tuple(structs.replace(c, encode=c.encode * by, decode=c.decode * by) for c in profile.codecs)
     return structs.replace(profile, codecs=codecs, server=profile.server * by, bucket_s=profile.bucket_s * by)

@@ -1,4 +1,4 @@
-"""Makes the controller of a job that starts, or whose members have changed."""
+"""Creates the controller of a job that starts, or whose members have changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from commlayer.engine.observers import Observer, ObserverOrder, Observers
 
 
 def controller_of(connection: DistributedJob, config: Config) -> TuningController | None:
-    """The controller of a job of several nodes whose plan was left to commlayer, or whose codecs are guarded; otherwise None.
-    """
+    """Returns the controller of a job of several nodes whose plan commlayer chooses, or whose codecs a quality guard checks;
+    otherwise None."""
     worker, groups = connection.worker, connection.groups
     plans = connection.terms.auto and groups.world > groups.ranks_per_node and bool(worker.plan.servers)
     guard = guard_of(connection, config)
@@ -34,7 +34,7 @@ def observe(observers: Observers, controller: TuningController) -> None:
 
 
 def reporting(connection: DistributedJob, observers: Observers) -> TuningController:
-    """The job's controller; one that only exchanges rows if there is none. Collective."""
+    """Returns the job's controller; if there is none, creates one that only exchanges reports. Collective."""
     for controller in observers.at(ObserverOrder.CONTROLLER):
         assert isinstance(controller, TuningController)
         return controller

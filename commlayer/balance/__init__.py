@@ -1,6 +1,7 @@
 """Work shares of unequal machines: batches, balancers, time models and the settings tuner.
 
-Each name loads its module on first use. A training script therefore imports no solver, and a planner no sampler. """
+Each name loads its module on first use. A training script therefore imports no solver, and a planner no sampler.
+"""
 
 from __future__ import annotations
 

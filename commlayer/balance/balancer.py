@@ -2,7 +2,8 @@
 
 Pure: no clock, no threads, no network. Each worker has a linear time model T(B), which follows the worker's measurements. In
 each step the balancer computes the best shares, and announces them if they gain enough. It gives every worker a share, since
-the others would wait for a worker without one as well."""
+the others would wait for a worker without one as well.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 An epoch has positions 0 to length - 1; a permutation maps them to samples. A position is left, open (assigned, but it may be
 taken back) or done, and each becomes done once. Positions are assigned from the front, so positions that were taken back are
-assigned next."""
+assigned next.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ class EpochProgress:
         takes back that worker's positions.
 
         Call this only for the steps already trained, not for those drawn in advance: only the former are the same on all
-        workers."""
+        workers.
+        """
         if not self.is_exhausted():
             return False
         for worker, first in self._schedule.pull(self.step).items():

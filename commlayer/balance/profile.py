@@ -1,7 +1,8 @@
 """The profiling phase: which batches fit into a worker's memory, and how long they take.
 
 Batches are powers of two until memory runs out, as in LBB. Bisection then refines the limit. Headroom is left for memory that
-training needs beyond a profile run (codec buffers, fragmentation). """
+training needs beyond a profile run (codec buffers, fragmentation).
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ class Sampler:
         """`batch` samples per step over all workers, split by `shares` (None: evenly over `world`).
 
         `least`: smallest batch that the model can take, 2 with BatchNorm. `cap`: most samples that this worker computes at once
-        (0: no limit); a larger share is split into micro-batches. Rank and world default to torchrun's. """
+        (0: no limit); a larger share is split into micro-batches. Rank and world default to torchrun's.
+        """
         self.length = data if isinstance(data, int) else len(data)
         self.batch, self.seed, self._shuffle = batch, seed, shuffle
         launch = read_launch() if rank is None or (world is None and shares is None) else None
@@ -134,7 +135,8 @@ class Sampler:
         """Sets the shares from `step` on. Every worker must call it before any worker draws that step.
 
         `lost`: maps a vanished worker to the first step that was averaged without that worker. Its samples from that step on
-        are assigned again. """
+        are assigned again.
+        """
         named = checked_shares(shares, self.batch, self.least)
         if step < self.drawn:
             raise InvalidInput("E-SAMPLER-ARGUMENT",
@@ -267,7 +269,8 @@ class Sampler:
         """Returns the current or next epoch. At a site that has joined a running job, returns the other workers' epoch.
 
         Use it as `for epoch in range(sampler.epoch_of(session), epochs)`. `follow` yields no batches for epochs that the other
-        workers have finished."""
+        workers have finished.
+        """
         given = self._received_state(session)
         return self.epoch + self._trained.is_finished() if given is None else joining_epoch(given)
 

@@ -102,7 +102,8 @@ class SharesSchedule:
         """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive them late still
         agree.
 
-        `amends`: True: if the newest announcement is for the same step, it is extended. """
+        `amends`: True: if the newest announcement is for the same step, it is extended.
+        """
         step = announcement.step
         if step < self.newest_step or (step == self.newest_step and not amends):
             raise InvalidInput("E-SHARES-ARGUMENT",

@@ -1,6 +1,7 @@
 """Searches for fast settings within the loss budget, by short proxy runs.
 
-The first trial is dense; all other trials are compared with it."""
+The first trial is dense; all other trials are compared with it.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +246,8 @@ def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[
 
     scipy's search runs again with the known values, up to the first settings that have none. So a resumed search continues
     like an uninterrupted one, and equal settings are tried once. The search begins in the middle; after it has converged, it
-    begins again at random places."""
+    begins again at random places.
+    """
     import numpy as np
     from scipy.optimize import minimize
 
@@ -346,7 +348,8 @@ def loss_model(trials: Sequence[TuningTrial]) -> LossModel:
     """Returns each codec's loss penalties, relative to dense training on the same batch, or to the first trial if that batch
     has no dense run.
 
-    Trials with local steps or staleness count only if a dense trial with the same settings exists."""
+    Trials with local steps or staleness count only if a dense trial with the same settings exists.
+    """
     good = [t for t in trials if not t.error]
     dense = {_besides(t): t for t in reversed(good) if t.settings["codec"] == DENSE}
     points = []

@@ -3,7 +3,8 @@
 A child's standard input is a pipe that closes when the parent process ends; the child then ends too. The child also polls the
 parent's process id, since forked DataLoader workers keep that pipe open. (PR_SET_PDEATHSIG would fire when the *thread* that
 called attach() ends.) The pipe first carries the job's secret. The parent announces an orderly end on the pipe, so the child
-can tell that from a crash of the parent. """
+can tell that from a crash of the parent.
+"""
 
 from __future__ import annotations
 

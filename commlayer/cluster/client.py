@@ -157,7 +157,8 @@ class CoordinatorChannel:
                 lost_s: float = math.inf) -> R:
         """Repeats an idempotent call until the coordinator answers. `timeout_s`: timeout of each call.
 
-        Raises the last error after `deadline`, or when the coordinator has refused connections for `lost_s` seconds."""
+        Raises the last error after `deadline`, or when the coordinator has refused connections for `lost_s` seconds.
+        """
         backoff, lost_since = Backoff(deadline, self._closed), math.inf
         while True:
             try:
@@ -175,7 +176,8 @@ class CoordinatorChannel:
 
         Raises Refused with the coordinator's reason; DeadlineExceeded if the coordinator does not answer for `answer_s`, or if
         other processes have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait` is called with each new
-        line that says which processes are missing."""
+        line that says which processes are missing.
+        """
         begin = answered = time.monotonic()
         missing = logged = ""
         ended = ended or threading.Event()

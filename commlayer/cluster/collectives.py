@@ -1,6 +1,7 @@
 """Collectives of torch.distributed with deadlines and named errors.
 
-All ranks of a group must call the group's collectives in the same order; the caller ensures this. """
+All ranks of a group must call the group's collectives in the same order; the caller ensures this.
+"""
 
 from __future__ import annotations
 

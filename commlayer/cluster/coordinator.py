@@ -71,7 +71,8 @@ class Coordinator:
         `journal`: records this job; a job that it already contains is resumed. `job_token`: the secret, if this process
         generated it; "" otherwise. `embedded`: True: a training process started this coordinator. All its members are in one
         cluster, so a silent process counts as dead at once. An embedded coordinator serves only one job; any other coordinator
-        is replaced for the next job if its job failed."""
+        is replaced for the next job if its job failed.
+        """
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
                                f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")

@@ -177,7 +177,8 @@ class SumServer:
         `limit_s`. None if no sum waits.
 
         Members are blamed only if at least as many have contributed as are missing, because a small group of contributors may
-        itself delay the others elsewhere. Dropped members are not listed, since `dropped` reports them."""
+        itself delay the others elsewhere. Dropped members are not listed, since `dropped` reports them.
+        """
         stalls, now = self._stalls, time.monotonic()
         if not stalls:
             return None

@@ -43,7 +43,8 @@ class Uplink:
     """A worker's membership in the job and its connections to the servers.
 
     The coordinator reports a failure only once, possibly before `subscribe` or while the worker changes its epoch. So the
-    failure is passed to every subscriber. """
+    failure is passed to every subscriber.
+    """
 
     def __init__(self, config: Config, address: str, request: messages.Join) -> None:
         """Registers with the coordinator at `address` and waits for all processes to join. `dial` connects to servers."""

@@ -116,7 +116,7 @@ def test_a_plan_under_which_a_loss_comes_later_is_rolled_back(
     rank.step(30.0)  # warms up
     rank.step(takes_s, times=TRIED - 1)
     assert rank.lead.trial is not None, "too few to judge"
-    assert ("back to that" in texts(rank.step(takes_s))) is back
+    assert ("rolling back" in texts(rank.step(takes_s))) is back
     assert rank.request() == (TuningRequest.SWITCH if back else TuningRequest.NOTHING)
     if back:
         assert rank.switch().runnable == START

@@ -21,12 +21,13 @@ from commlayer.planner.model import ZERO, CodecCost, Line
 from commlayer.records import Spec
 
 CODEC_NUMEL = (1 << 12, 1 << 16, 1 << 20)
-"""Elements: from 16 KiB, where calls cost more than bytes, to 4 MiB, which exceeds the cache of one core."""
+"""Numbers of elements for which codecs are measured: from 16 KiB, where calls cost more than bytes, to 4 MiB, more than the
+cache of one core."""
 REPEATS = 5
 
 
 def measure_codecs(codecs: Sequence[str], sizes: Sequence[int] = CODEC_NUMEL, repeats: int = REPEATS) -> tuple[CodecCost, ...]:
-    """Costs of each codec on the CPU, as in plans: with error feedback if it is biased."""
+    """Measures the costs of each codec on the CPU, in the form that plans use: with error feedback if the codec is biased."""
     return tuple(_cost(text, sizes, repeats) for text in codecs)
 
 
@@ -41,7 +42,8 @@ def _cost(text: str, sizes: Sequence[int], repeats: int) -> CodecCost:
 
 
 def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float, float]:
-    """Seconds to encode, seconds to add to a sum, bytes, and bytes that an all-reduce sums; each for all rounds together."""
+    """Returns seconds to compress, seconds to add to a sum, bytes of a payload, and bytes that an all-reduce sums; each for
+    all rounds together."""
     spec = Spec((numel,))
     state, server = codec.init(spec), codec.init_server(spec)
     out, result = (memoryview(bytearray(codec.bound(spec))) for _ in range(2))
@@ -74,7 +76,7 @@ def _times(codec: Codec, numel: int, repeats: int) -> tuple[float, float, float,
 
 
 def fit(sizes: Sequence[float], values: Sequence[float]) -> Line:
-    """Fits the line of least relative error; neither floor nor slope is below 0."""
+    """Returns the line of least relative error through the values. Neither its value at 0 (floor) nor its slope is negative."""
     x, y = np.asarray(sizes, float), np.maximum(np.asarray(values, float), 1e-12)
     weighted = np.stack([1.0 / y, x / y], axis=1)
     floor, slope = np.linalg.lstsq(weighted, np.ones_like(y), rcond=None)[0]
@@ -95,21 +97,23 @@ FIRST_NBYTES, LAST_NBYTES, GROWTH = 1 << 10, 16 << 20, 16
 COLLECTIVE_REPEATS = 3
 FLOAT_NBYTES = 4
 LEAST_BYTE_S = 1e-12
-"""Lower bound of the time per byte, whatever a noisy fit gives."""
+"""Lower limit of the seconds per byte, whatever a noisy fit gives."""
 NO_COLLECTIVES = Line(0.0)
 
 Collective = Callable[[torch.Tensor], PendingCollective]
 
 
 class CollectiveCosts(NamedTuple):
-    """Seconds per message (the floor) and per byte through a member's link (the slope); zeros if there is no such level."""
+    """Costs of collectives: seconds per message (the floor) and seconds per byte on a member's link (the slope). Zeros for a
+    level that the cluster does not have."""
 
     inside: Line
     across: Line
 
 
 def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
-    """Within about `budget_s`, times a reduce inside all nodes at once, and an all-reduce over ranks that reach each other."""
+    """Measures, in about `budget_s`, a reduce inside all nodes at once, and an all-reduce over ranks that can reach each
+    other."""
     nodes, ranks = groups.world // groups.ranks_per_node, groups.ranks_per_node
     inside = across = NO_COLLECTIVES
     if ranks > 1:
@@ -120,7 +124,8 @@ def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
 
 
 def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:
-    """Divides the fitted line by the sequential messages and the passes of the collective."""
+    """Returns the line of seconds by bytes, divided by the collective's number of sequential messages and of passes over the
+    data."""
     times_s = _timed(groups, run, budget_s)
     move = moves(name, members)
     line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))
@@ -128,7 +133,8 @@ def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: fl
 
 
 def _timed(groups: Groups, run: Collective, budget_s: float) -> dict[float, float]:
-    """Seconds by bytes, of the slowest rank. Times at least one size; more sizes and repetitions while time remains."""
+    """Returns the slowest rank's seconds by number of bytes. Measures at least one size; more sizes and repetitions while time
+    remains."""
     times_s: dict[float, float] = {}
     left_s, nbytes = budget_s, FIRST_NBYTES
     while True:

@@ -16,33 +16,35 @@ from commlayer.transport.protocol import SERVER_BASE, peer_name
 
 PINGS = 4
 ALIKE = 1.1
-"""Two pings within this factor are sufficient: threads of busy machines answer late, and rarely twice alike."""
+"""Two round trips that differ by at most this factor end the measurement: threads of busy machines answer late, and rarely
+twice alike."""
 FIRST_NBYTES = 32 << 10
-"""Initial bytes in flight per direction; a quarter of a second on a 1 Mb/s link."""
+"""Initial bytes in flight per direction. A link of 1 Mb/s needs a quarter of a second for them."""
 CHUNKS = 8
 """Chunks in flight per server. More would cost more CPU time than the transfer on fast links."""
 LEAST_NBYTES, MOST_NBYTES = 4 << 10, 1 << 20
-"""Size of a chunk. Smaller ones would cost more CPU time than a link of a few Mb/s."""
+"""Smallest and largest size of a chunk. Smaller chunks would cost more CPU time than the transfer over a link of a few Mb/s."""
 LEAST_ROUND_TRIP_S = 0.02
-"""Minimum of the recent interval: threads of busy machines do not answer sooner, however near the servers are."""
+"""Lower limit of the round trip that sets how many bytes are in flight: threads of busy machines do not answer sooner."""
 RECENT = 3
-"""Round trips that count as recent: with full queues a chunk takes as long."""
+"""Chunks that arrived within this many round trips set how many bytes are in flight. With full queues a chunk takes that
+long."""
 STRETCH = 0.6
-"""Fraction of the time over which a rate is taken."""
+"""The rate is taken over intervals of this fraction of the measurement's time."""
 HEADROOM = 1.5
-"""Nodes may send at this multiple of the measured rate. A short probe may read too low, and a pace below the link's rate would
-confirm the error; a pace that is too high costs a few lost segments."""
+"""Nodes may send at this multiple of the measured rate. A short probe may measure too low a rate, which a limit below the
+link's rate would confirm. Too high a limit costs a few lost segments."""
 NEARLY_ALL = 0.9
-"""Quantile of the interval rates. Slower intervals contain opening windows or late threads; the fastest may contain data
-queued before a late thread."""
+"""Quantile of the interval rates that counts as the link's rate. In slower intervals TCP windows opened or threads were late;
+the fastest may contain data that was queued before a late thread."""
 
 
 UP, DOWN = 0, 1
-"""Directions: to servers, and from them."""
+"""Directions of a measurement: to servers, and from servers."""
 
 
 class ChunkArrival(NamedTuple):
-    """A completed chunk."""
+    """A chunk that has been transferred, and when."""
 
     server: int
     way: int
@@ -51,7 +53,7 @@ class ChunkArrival(NamedTuple):
 
 
 def round_trip(network: RequestNetwork, server: int, patience_s: float) -> float:
-    """The shortest round trip in seconds, without other traffic of the probe."""
+    """Returns the shortest round trip to a server in seconds, without other traffic of the probe."""
     times_s = [_ping(network, server, patience_s)]
     while len(times_s) < PINGS:
         times_s.append(_ping(network, server, patience_s))
@@ -65,7 +67,7 @@ def rate(
     network: RequestNetwork, way: int, servers: Sequence[int], round_trip_s: float, budget_s: float, patience_s: float,
     *, expected_bps: float = 0.0,
 ) -> float:
-    """Bits per second in one direction (UP or DOWN). Takes about `budget_s`, plus the time of chunks in flight."""
+    """Measures the rate in one direction (UP or DOWN) in bit/s. Takes about `budget_s`, plus the time of chunks in flight."""
     # The expected amount may be in flight from the start.
     first_nbytes = max(FIRST_NBYTES, int(expected_bps / 8 * round_trip_s))
     return _Way(way, servers, round_trip_s, first_nbytes).run(network, budget_s, patience_s)
@@ -79,7 +81,7 @@ def _ping(network: RequestNetwork, server: int, patience_s: float) -> float:
 
 
 class _Way:
-    """One direction: bytes in flight per server, and completed chunks."""
+    """A measurement in one direction: bytes in flight per server, and transferred chunks."""
 
     def __init__(self, way: int, servers: Sequence[int], round_trip_s: float, first_nbytes: int) -> None:
         self._way, self._first_nbytes = way, first_nbytes
@@ -87,7 +89,7 @@ class _Way:
         self._to = dict.fromkeys(servers, 0)
         self._seen: list[ChunkArrival] = []
         self._recent = 0
-        """Index of the first recent arrival."""
+        """Index of the first chunk in `_seen` that arrived within the last RECENT round trips."""
         self._recent_nbytes = 0
 
     def run(self, network: RequestNetwork, budget_s: float, patience_s: float) -> float:
@@ -101,7 +103,8 @@ class _Way:
             self._arrived(network.next(patience_s))
 
     def _fill(self, network: RequestNetwork, now: float) -> None:
-        """Keeps twice the recently completed bytes in flight, which grows faster than TCP windows."""
+        """Requests chunks until twice the bytes that arrived within the last RECENT round trips are in flight. That grows
+        faster than TCP windows."""
         while self._recent < len(self._seen) and self._seen[self._recent].at_s < now - self._recent_s:
             self._recent_nbytes -= self._seen[self._recent].nbytes
             self._recent += 1
@@ -120,7 +123,8 @@ class _Way:
         self._recent_nbytes += arrival.nbytes
 
     def _rate_bps(self, stretch_s: float) -> float:
-        """The NEARLY_ALL quantile over intervals of this length; a single interval if the transfer was shorter."""
+        """Returns the NEARLY_ALL quantile of the rates over intervals of `stretch_s`; the rate of the only interval if the
+        transfer was shorter."""
         seen, end, nbytes = self._seen, 0, 0
         rates: list[float] = []
         for first in range(len(seen)):
@@ -145,7 +149,7 @@ class RequestNetwork:
         self._arrived: queue.SimpleQueue[tuple[ChunkArrival, Exception | None]] = queue.SimpleQueue()
 
     def ask(self, server: int, way: int, nbytes: int) -> None:
-        """Sends this many bytes to the server (UP), or requests them from it (DOWN)."""
+        """Sends this many bytes to the server (UP), or requests this many from it (DOWN)."""
 
         def done(error: Exception | None) -> None:
             self._arrived.put((ChunkArrival(server, way, nbytes, time.perf_counter()), error))
@@ -154,7 +158,7 @@ class RequestNetwork:
         self._ask(server, *((1, nbytes) if way == DOWN else (nbytes, 1)), done)
 
     def next(self, patience_s: float) -> ChunkArrival:
-        """Waits for the next completed chunk, or raises its error."""
+        """Waits for the next transferred chunk and returns it, or raises the error of its transfer."""
         try:
             arrival, error = self._arrived.get(timeout=patience_s)
         except queue.Empty:

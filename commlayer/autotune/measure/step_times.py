@@ -28,11 +28,11 @@ from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5
 DRAWS = 8
-"""Batches whose gradients are compared."""
+"""Number of batches whose gradients are compared."""
 
 
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
-    """The model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
+    """Returns the model's Job with its Timing: medians of a few steps of loss_of() and backward()."""
     job = job_of(model)
     watch, activations = _Watch(model, len(job.tensors)), dict[int, int]()
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -57,9 +57,9 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
 
 
 def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """The gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch.
+    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch.
 
-    It compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
+    Compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
@@ -77,7 +77,8 @@ def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
 
 
 class _Watch:
-    """Hooks that record times. Each synchronizes a GPU, so that its work counts for the right tensor."""
+    """Module and tensor hooks that record times. Each hook synchronizes a GPU, so the GPU's work counts for the right
+    tensor."""
 
     def __init__(self, model: nn.Module, tensors: int) -> None:
         parameters = [p for _, p in parameters_of(model)]
@@ -121,7 +122,8 @@ class _Watch:
         loss: object = loss_of()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise InvalidInput("E-USER-CODE",
-                               f"the loss is {_said(loss)}, needed is one number with a gradient: return what backward() is of")
+                               f"the loss is {_said(loss)}, allowed: a tensor of one element with a gradient, "
+                               "the one that backward() is called on")
         self._forward.append(self._now())
         self._begin = time.perf_counter()
         loss.backward()
@@ -153,10 +155,10 @@ def _median(steps: list[dict[int, float]], tensor: int, otherwise: float) -> flo
 
 
 def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, int]) -> Timing:
-    """Medians over the steps. `places`: the tensors' known order in the forward pass.
+    """Returns a Timing with medians over the recorded steps. `places`: the tensors' known order in the forward pass.
 
     Hooks see when gradients become final and when a step ends, but not where the forward pass ends. The time before the first
-    gradient counts as forward pass, and tensors are assumed to be needed at equal intervals in it. Communication is not
+    gradient counts as forward pass, and tensors are assumed to be needed at equal intervals in that pass. Communication is not
     included: training waits for it only between the last gradient and the step's end.
     """
     if not steps:
@@ -177,11 +179,11 @@ def timing_of(steps: Sequence[RecordedStep], tensors: int, places: Mapping[int, 
 _STATUS, _RESET, _MACHINE = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/meminfo")
 _LIMIT, _TAKEN = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
 RESET_PEAK = "5"
-"""Resets the peak: see proc(5)."""
+"""Written to /proc/self/clear_refs, this resets the peak memory: see proc(5)."""
 
 
 def room_nbytes() -> float:
-    """Memory that the machine, or the container's limit, leaves to all processes."""
+    """Returns the bytes of memory that are free for all processes, by the machine or by the container's limit."""
     room = _field(_MACHINE, "MemAvailable")
     with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         room = min(room, float(_LIMIT.read_text()) - float(_TAKEN.read_text()))
@@ -199,13 +201,13 @@ class Peak:
             _RESET.write_text(RESET_PEAK)
 
     def end(self, samples: int) -> None:
-        """Records the peak of a batch that ran since `begin`."""
+        """Records the peak memory of a batch that ran since `begin`."""
         peak = _field(_STATUS, "VmHWM")
         if peak < math.inf:
             self._peaks[samples] = max(peak, self._peaks.get(samples, 0.0))
 
     def more_nbytes(self, samples: int) -> float:
-        """Predicted memory of a batch beyond the process's present use; 0 until two smaller batches are known."""
+        """Predicts the bytes that a batch needs beyond the process's present use; 0 until two smaller batches are known."""
         known = sorted(self._peaks.items())[-2:]
         if len(known) < 2 or samples <= known[-1][0]:
             return 0.0
@@ -214,7 +216,7 @@ class Peak:
 
 
 def _field(file: Path, name: str) -> float:
-    """Bytes; infinite if the system does not report it."""
+    """Returns the bytes in field `name` of a /proc file; infinite if the system does not report it."""
     with contextlib.suppress(OSError):
         for line in file.read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -225,18 +227,19 @@ def _field(file: Path, name: str) -> float:
 # ---- trial runs of batches of any size, without a lasting effect on the model
 
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
-"""Returns the loss of a batch, as the training loop computes it."""
+"""Function that returns the loss of a batch, as the training loop computes it."""
 BatchOf = Callable[[int], Any]
-"""Returns a batch of this many samples."""
+"""Function that returns a batch of this many samples."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""Parts of the plain RuntimeErrors of torch's allocators and libraries."""
+"""Parts of the messages of RuntimeErrors with which torch's allocators and libraries report a lack of memory."""
 KEPT_COPIES = 3
-"""Copies of the parameters that optimizer (two moments) and codecs (a residual) allocate in the first step and keep."""
+"""Copies of the parameters that training allocates in the first step and keeps: two moments of the optimizer and a codec's
+residual."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model that one rank can run alone. Raises InvalidInput if there is none."""
+    """Returns the model that one rank can run alone. Raises InvalidInput if there is none."""
     module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     if any(isinstance(one, nn.SyncBatchNorm) for one in module.modules()):
         raise InvalidInput("E-USER-CODE",
@@ -247,7 +250,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def batches_of(source: Any) -> BatchOf:
-    """Collates the first samples of a DataLoader's dataset, or calls a function of the size."""
+    """Returns a function that collates the first samples of a DataLoader's dataset, or `source` itself if it is a function."""
     if not hasattr(source, "collate_fn"):
         if callable(source):
             return source  # type: ignore[no-any-return]
@@ -269,14 +272,14 @@ def batches_of(source: Any) -> BatchOf:
 
 
 class BatchTrial:
-    """Forward and backward pass of a batch. Raises MemoryError at the memory limit."""
+    """Runs forward and backward pass of a batch. Raises MemoryError at the memory limit."""
 
     def __init__(
         self, model: nn.Module, loss_of: LossOf, batch_of: BatchOf, *, measure: Callable[[int], float] | None = None,
         sharing: int = 1,
     ) -> None:
-        """`measure` returns the seconds of a batch that was run, instead of the clock. `sharing`: processes on this machine
-        that profile at the same time."""
+        """`measure`: returns the seconds of a batch that was run; None: the clock measures them. `sharing`: number of
+        processes on this machine that profile at the same time."""
         self._measure = measure
         self._model, self._loss_of, self._batch_of = bare(model), loss_of, batch_of
         self._parameters = list(self._model.parameters())
@@ -331,8 +334,8 @@ class BatchTrial:
         return time.perf_counter()
 
     def _reserve(self) -> list[torch.Tensor]:
-        """Allocates what training will allocate, so that memory ends at the same size. MemoryError if that alone does not fit.
-        """
+        """Allocates the memory that training will allocate, so batches fail at the same size as in training. Raises
+        MemoryError if that memory does not fit."""
         try:
             return [torch.empty_like(p) for p in self._parameters if p.requires_grad for _ in range(KEPT_COPIES)]
         except RuntimeError as error:
@@ -342,7 +345,8 @@ class BatchTrial:
 
     @contextlib.contextmanager
     def untouched(self, *, begun: bool) -> Iterator[None]:
-        """Restores gradients, buffers (BatchNorm's statistics) and random state. `begun`: training has allocated its memory."""
+        """Context manager that restores gradients, buffers (BatchNorm's statistics) and random state. `begun`: True: training
+        has allocated its memory."""
         gradients = [parameter.grad for parameter in self._parameters]
         buffers = [(module, name, buffer, buffer.detach().clone())
                    for module in self._model.modules() for name, buffer in module._buffers.items() if buffer is not None]
@@ -368,5 +372,5 @@ class BatchTrial:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether the error reports a lack of memory."""
+    """Returns whether the error reports a lack of memory."""
     return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or any(word in str(error) for word in NO_MEMORY)

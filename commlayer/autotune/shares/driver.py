@@ -1,6 +1,7 @@
-"""LoadBalancer: balances a job while it trains, from measured times to shares to the sampler.
+"""Load balancing of a running job: LoadBalancer measures compute times, decides on shares of the batch and sets them in the
+sampler.
 
-Times travel in the report rows of the job's controller (autotune/controller.py). The decisions are in shares/policy.py.
+Ranks exchange times in the reports of the job's controller (autotune/controller.py). shares/policy.py makes the decisions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 Mode = Literal["makespan", "lbb"]
-"""Which algorithm decides: the default, or LBB as published for comparison."""
+"""Name of the balancing algorithm: the default ("makespan"), or LBB as published, for comparison."""
 
 
 class LoadBalancer:
@@ -63,35 +64,36 @@ class LoadBalancer:
         self._lookahead, self._mode = lookahead, mode
         self._opening: InitialShares | None = None
         self._state: SharesState | None = None
-        """None until the first step is over."""
+        """State of the balancing; None until the first step is over."""
         self._samples: dict[int, int] = {}
-        """Samples by session step, until the step's time is known."""
+        """Maps a session's step to its number of samples, until the step's time is known."""
         self._times: list[tuple[int, float]] = []
-        """Samples and compute seconds of steps since the last row."""
+        """Samples and compute seconds of each step since the last report."""
         self._step = -1
-        """The sampler's last step."""
+        """Number of the sampler's last step; -1 before the first."""
         self._inbox: deque[tuple[list[WorkerTime], float]] = deque()
-        """Rows that have been received, and the longest step time of any rank."""
+        """Received reports: the times of all ranks, with the longest step time of any rank."""
         self._ahead = 0
         """Number of batches that the loader draws in advance."""
         self.events: list[Event] = []
-        """Decisions, their outcomes, and other observations; the same on all ranks."""
+        """Decisions, their outcomes and other observations, in order. Equal on all ranks."""
         if session is not None:  # None in training with a single process
             session.inspect.connection.terms.balanced = True
 
     @property
     def shares(self) -> dict[int, int]:
-        """The newest shares, possibly for a later step."""
+        """The newest shares by rank. They may be announced for a later step."""
         return self.sampler.announced[1]
 
     def profile(
         self, model: nn.Module, loss_of: LossOf, batches: Any, *, limit_s: float = LIMIT_S,
     ) -> list[WorkerProfile]:
-        """Measures batches in powers of two up to the memory limit, on all ranks at once, and sets the first shares and caps.
+        """Measures batches in powers of two up to the memory limit, on all ranks at once. Sets the first shares and caps.
 
-        Collective; allowed before the first step that is followed. `loss_of(model, batch)` returns a batch's loss for the given
-        model (DDP's inner one). `batches` is the loader, or a function of the number of samples. Ends after `limit_s` and one
-        more batch. Model, optimizer, gradients and random state are restored. Returns the profile of each rank.
+        Collective; call this before the first step of `follow`. `loss_of(model, batch)` returns a batch's loss for the given
+        model (DDP's inner one). `batches`: the loader, or a function that returns a batch of N samples. Measuring ends after
+        `limit_s` seconds and one more batch. Model, optimizer, gradients and random state are restored. Returns the profile of
+        each rank.
 
         >>> controller.profile(model, lambda model, batch: loss(model(batch[0]), batch[1]), loader)   # doctest: +SKIP
         """
@@ -114,7 +116,7 @@ class LoadBalancer:
         return profiles
 
     def follow(self, loader: Iterable[Any], *, weigh: Callable[[Any], float] | None = None) -> Iterator[Any]:
-        """Like `sampler.follow`, with balancing. Collective."""
+        """Yields batches like `sampler.follow`, and balances the load meanwhile. Collective."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             yield from self.sampler.follow(loader, self.session, weigh=weigh)
             return
@@ -162,19 +164,19 @@ class LoadBalancer:
                 listener.shares_moved(part)
 
     def _row(self) -> WorkerTime:
-        """This rank's part of the next report row."""
+        """Returns this rank's times for the next report."""
         assert self._state is not None
         times, self._times = self._times, []
         price = self.session.inspect.connection.terms.price or (0.0, 0.0)
         return WorkerTime(self._step, *latest(times), self._ahead, *price, policy.checksum(self._state))
 
     def _receive(self, rows: list[WorkerTime], step_s: float) -> None:
-        """Rows of all ranks, which are decided on after the step. `step_s`: the longest step time of any rank."""
-        if rows[0].step >= 0:  # a row from before the balancing has no times
+        """Stores the times of all ranks, which are processed after the step. `step_s`: the longest step time of any rank."""
+        if rows[0].step >= 0:  # reports from before the balancing have no times
             self._inbox.append((rows, step_s))
 
     def _decide(self, to_come: int) -> None:
-        """Decides on received rows. `to_come` is the next step to train."""
+        """Decides on shares from the received times. `to_come`: number of the next step to train."""
         while self._inbox and self._state is not None:
             with self._explained():
                 self._state, decision, events = policy.decide(self._state, *self._inbox.popleft(), to_come)
@@ -190,7 +192,7 @@ class LoadBalancer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds the lost peer to an error of the row exchange, which the session knows."""
+        """Context manager that adds the lost peer, which the session knows, to an error of the exchange."""
         try:
             yield
         except CommError as error:
@@ -199,7 +201,7 @@ class LoadBalancer:
     # ---- at the start
 
     def _begin(self, step: int) -> SharesState:
-        """All ranks exchange their initial data. `step` is the one that has ended."""
+        """Exchanges the initial data of all ranks and returns the first state. `step`: number of the step that has ended."""
         sampler, connection = self.sampler, self._job
         if connection.elastic:
             raise InvalidInput("E-SHARES-ARGUMENT",
@@ -219,8 +221,8 @@ class LoadBalancer:
 
 
 def _check_plan(session: Session | None) -> None:
-    """Refuses plans with local steps or overlapped updates. The measured time runs from one averaging to the end of the next
-    backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
+    """Raises InvalidInput for plans with local steps or overlapped updates. The measured time runs from one averaging to the
+    end of the next backward pass; such plans have no averaging in most steps, or it overlaps the next step."""
     plan = None if session is None else session.inspect.plan
     if plan is None or (plan.local_steps == 1 and plan.overlap != "round"):
         return
@@ -233,6 +235,6 @@ def _check_plan(session: Session | None) -> None:
 
 
 def _lookahead(loader: Iterable[Any]) -> int:
-    """Batches that a DataLoader's workers have requested beyond the present one."""
+    """Returns the number of batches that a DataLoader's workers have requested beyond the present one."""
     workers = int(getattr(loader, "num_workers", 0))
     return workers * int(getattr(loader, "prefetch_factor", None) or 2)

@@ -1,7 +1,8 @@
-"""Decisions of load balancing, as pure functions of (state, rows): which shares follow from the times of all ranks.
+"""Decisions of load balancing, as pure functions of (state, rows): which shares of the batch follow from the compute times of
+all ranks.
 
-All ranks feed the same rows to the same balancer and reach the same decision, so there is no coordinator. `now` is the next
-step to train: a decision applies to a step that no loader has drawn yet.
+All ranks give the same rows (one per rank, with its times) to equal balancers, so they reach the same decision without a
+coordinator. `now` is the next step to train: a decision applies to a step that no loader has drawn yet.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def begin(
     rows: Sequence[RankStart], shares: Mapping[int, int], from_step: int, *, policy: SharePolicy,
     opening: InitialShares | None = None, lbb: bool = False,
 ) -> SharesState:
-    """The initial state. `shares` are the newest, announced for `from_step`; `opening` is the result of profiling.
+    """Returns the initial state. `shares`: the newest shares, announced for `from_step`; `opening`: the result of profiling.
 
     Raises InvalidInput if the ranks' samplers do not match.
     """
@@ -57,8 +58,8 @@ def begin(
 def decide(
     state: SharesState, rows: Sequence[WorkerTime], step_s: float, now: int,
 ) -> tuple[SharesState, Decision | None, list[Event]]:
-    """Decides on the rows of all ranks: new shares, and events for the user. Raises CommError if a rank's shares differ from
-    rank 0's. `step_s`: the longest step time of any rank."""
+    """Decides on new shares from the times of all ranks; also returns events for the user. Raises CommError if a rank's shares
+    differ from rank 0's. `step_s`: the longest step time of any rank."""
     step = int(rows[0].step)
     mismatched = [str(rank) for rank, row in enumerate(rows) if row.shares != rows[0].shares]
     if mismatched:
@@ -80,15 +81,15 @@ def decide(
 
 
 def step_begins(state: SharesState, step: int) -> tuple[SharesState, list[float]]:
-    """Called before a step is trained: announced decisions up to this step take effect. Returns the fractions by which they
-    change a step's computing."""
+    """Applies decisions that were announced for this step or an earlier one. Call it before a step is trained. Returns, for
+    each decision, the fraction by which it changes a step's computing."""
     effective = list(itertools.takewhile(lambda decision: decision.from_step <= step, state.announced))
     parts = [abs(d.gain_s) / d.before_s if d.before_s < math.inf else 1.0 for d in effective]
     return state._replace(announced=state.announced[len(effective) :]), parts
 
 
 def checksum(state: SharesState) -> float:
-    """Checksum of the newest shares, so that ranks detect a difference."""
+    """Returns a checksum of the newest shares, by which ranks detect a difference."""
     decision: Decision = state.balancer.latest
     return float(zlib.crc32(repr((decision.from_step, decision.by_worker)).encode()))
 
@@ -96,7 +97,7 @@ def checksum(state: SharesState) -> float:
 def _published(
     joined: Sequence[Joined], total: int, first: Decision, policy: SharePolicy, opening: InitialShares | None,
 ) -> LbbBalancer:
-    """LBB as published, from the cubic models of profiles if there are any."""
+    """Returns a balancer that decides as LBB does, from the cubic time models of profiles if there are any."""
     from commlayer.balance.lbb import LbbBalancer
 
     if opening is not None:
@@ -110,57 +111,59 @@ def _published(
 # ---- state and actions of load balancing: plain values that are the same on all ranks
 
 class RankStart(NamedTuple):
-    """One rank's row before its first measured time. Numbers only, because rows are exchanged as tensors."""
+    """What each rank sends before its first measured time. Numbers only, because ranks exchange them as tensors."""
 
     rank: float
-    """The rank that its sampler is for."""
+    """The rank that the sender's sampler is for."""
     batch: float
     cap: float
-    """Most samples that fit in memory at once; 0 for no limit."""
+    """Maximum number of samples that fit in memory at once; 0: no limit."""
     least: float
-    """The smallest batch that its model can take."""
+    """The smallest batch that the sender's model can take."""
     step: float
     """The step that has ended."""
     last_worker: float
-    """The highest worker number that its sampler has a share for."""
+    """The highest worker number that the sender's sampler has a share for."""
     known: float
-    """Whether its speed is known; if not, the next two numbers are meaningless."""
+    """1: the rank's speed is known. 0: the next two numbers are meaningless."""
     slope_s: float
     intercept_s: float
 
 
 class WorkerTime(NamedTuple):
-    """One rank's part of a report row. Numbers only, because rows are exchanged as tensors."""
+    """One rank's times in its report. Numbers only, because ranks exchange them as tensors."""
 
     step: float = -1.0
-    """The sampler's last step, the same on all ranks; -1 if no shares are balanced."""
+    """Number of the sampler's last step, equal on all ranks; -1 if the load is not balanced."""
     computed: float = 0.0
-    """Samples of the measured step; 0 if none was measured."""
+    """Number of samples of the measured step; 0 if no step was measured."""
     compute_s: float = 0.0
     before_s: float = 0.0
-    """Time of another step with as many samples, the latest since the previous row; 0 if there is none. Two outliers count as
-    a jump, so one row suffices to detect it if several steps share a row."""
+    """Seconds of the latest earlier step, since the previous report, with as many samples; 0 if there is none. Two outliers
+    count as a jump, so one report suffices to detect a jump if several steps share a report."""
     lookahead: float = 0.0
-    """Batches, and so at most steps, that its loader draws in advance."""
+    """Number of batches that the rank's loader draws in advance; it draws at most as many steps."""
     comm_s: float = 0.0
     overlap: float = 0.0
-    """Rank 0's price of communication under the active plan, and the fraction of computing that overlaps it; 0 if unknown."""
+    """`comm_s` and `overlap`: rank 0's predicted communication of the active plan, and the fraction of computing that
+    overlaps it; 0 if unknown."""
     shares: float = 0.0
-    """Checksum of the rank's shares."""
+    """Checksum of the rank's newest shares."""
 
 
 class SharesState(NamedTuple):
-    """The complete state. Ranks that start equal and receive the same rows have the same state at every step."""
+    """The complete state of load balancing. Ranks that start equal and receive the same rows have the same state at every
+    step."""
 
     balancer: Balancer
-    """Immutable here: decisions are made on a copy."""
+    """The balancer. It is never changed: decisions are made on a copy."""
     policy: SharePolicy
     announced: tuple[Decision, ...] = ()
-    """Decisions for steps that have not begun."""
+    """Decisions for steps that have not begun yet."""
 
 
 def latest(times: Sequence[tuple[int, float]]) -> tuple[int, float, float]:
-    """Samples and seconds of the last step, and seconds of the latest earlier step with as many samples (0 if none)."""
+    """Returns samples and seconds of the last step, and seconds of the latest earlier step with as many samples (0 if none)."""
     if not times:
         return 0, 0.0, 0.0
     samples = times[-1][0]

@@ -25,7 +25,7 @@ from commlayer.session import Session
 from commlayer.transport.protocol import peer_name
 
 SLACK_S = 60.0
-"""Extra time for the other ranks: a batch that had begun, and startup."""
+"""Seconds to wait longer for the other ranks, for a batch that had begun and for startup."""
 FINISHED, BROKE_OFF = 1.0, 0.0
 
 
@@ -33,7 +33,8 @@ def together(
     session: Session, sampler: Sampler, policy: SharePolicy, model: nn.Module, loss_of: LossOf,
     batches: Any, *, limit_s: float, measure: Callable[[int], float] | None = None, shares_of: SharesOf | None = None,
 ) -> tuple[list[WorkerProfile], InitialShares]:
-    """Returns every rank's profile and the opening; sets the sampler's cap and shares. `shares_of` computes the shares."""
+    """Profiles all ranks. Returns every rank's profile and the first decision, and sets the sampler's cap and shares.
+    `shares_of` computes the shares."""
     if not limit_s > 0:
         raise InvalidInput("E-SHARES-ARGUMENT", f"limit_s: got {limit_s}, allowed: more than 0 seconds")
     trial = BatchTrial(model, loss_of, batches_of(batches), measure=measure, sharing=read_launch().local_world)
@@ -68,7 +69,8 @@ def _members(session: Session) -> Members:
 def _exchanged(
     rows: Rows, run: Callable[[], WorkerProfile], session: Session, sampler: Sampler,
 ) -> tuple[list[WorkerProfile], int]:
-    """All profiles, and the first step that is free on all ranks. A rank whose model raised an error reports that first."""
+    """Exchanges the profiles. Returns all of them, and the first step for which every rank may announce shares. A rank whose
+    model raised an error reports the error first."""
     rungs = ladder(sampler.batch)
     try:
         mine = run()
@@ -89,12 +91,14 @@ def _exchanged(
                                f"the sampler of rank {rank} is for rank {number:.0f} with batch {batch:.0f}, allowed: its own "
                                f"rank and the batch of this one, {sampler.batch}")
         if not finished:
-            raise CommError("its profile broke off, the error is in its own output", peer=peer_name(rank), code="E-OTHER-RANK")
+            raise CommError("profiling failed on that rank: see the error in its output", peer=peer_name(rank),
+                            code="E-OTHER-RANK")
         points = tuple((rung, time_s) for rung, time_s in zip(rungs, seconds, strict=True) if time_s)
         profiles.append(WorkerProfile(points, int(cap), bool(ended)))
     return profiles, max(int(row[3]) for row in rows_read)
 
 
 def _free(sampler: Sampler) -> int:
-    """The first step for which shares may be announced: not drawn yet, and after all announcements of a restored sampler."""
+    """Returns the first step for which shares may be announced: not drawn yet, and after all announcements of a restored
+    sampler."""
     return max(sampler.drawn, sampler.announced[0] + 1)
