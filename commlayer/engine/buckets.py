@@ -285,7 +285,7 @@ def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
             its.values.copy_(saved)
 
 
-# ---- a bucket: its place in the plan, memory, ledger, and the record of its current exchange
+# ---- a bucket: its position in the plan, memory, ledger, and the record of its current exchange
 
 TINY = 1e-30
 """Smallest total weight by which values are divided. A total weight of 0 ends the step with an error elsewhere."""
@@ -476,7 +476,7 @@ class WorkerBucket:
         discarded."""
         self.ledger.discarded = self.ledger.all_slices & ~slices
         if slices and self.ledger.sent is not None:
-            # Not 1 if the total weight was not as assumed. Other ranks of an encoder's node keep their assumption.
+            # The share is not 1 if the total weight differs from the assumed one, which is the same on all ranks of a node.
             weight = self.exchange.weight if self.served else float(self.memory.tail_y[-1])
             self.ledger.applied(slices, self.exchange.total / max(weight, TINY))
 

@@ -417,7 +417,7 @@ class Mark(Record, frozen=True):
     step: int
     """Number of training steps, as Session.step counts them."""
     round: int
-    """Number that the next exchange has in messages between workers and servers."""
+    """Number of the next exchange, which messages between workers and servers contain."""
     world: int
     servers: int
     plan: str

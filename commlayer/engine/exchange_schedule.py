@@ -292,7 +292,8 @@ class UpdateNorms:
 
     def _failed(self) -> BaseException | None:
         gone = self._connection.members.pending(0.0)
-        return self._connection.worker.error or (CommError("members left during an exchange of rows") if gone else None)
+        left = CommError("members left while ranks exchanged norms of weight changes") if gone else None
+        return self._connection.worker.error or left
 
     def agree(self, starts: Sequence[torch.Tensor]) -> None:
         """Makes `starts`, the weights from which the next outer step begins, equal on all ranks after members have changed.

@@ -470,7 +470,7 @@ def defer_state(optimizer: Optimizer, wait: Callable[[], None]) -> None:
 
 
 def undefer_state(optimizer: Any) -> None:
-    """Makes the optimizer's state readable without waiting again. Called when no update is pending."""
+    """Ends `defer_state`: use of the optimizer's state no longer waits. Called when no update is pending."""
     _waiting_method.pop(optimizer, None)
     if isinstance(optimizer, _DeferredState):
         optimizer.__class__ = type(optimizer).__mro__[2]

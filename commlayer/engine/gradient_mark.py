@@ -26,7 +26,8 @@ _KEEPS = {_aten.detach_.default}
 
 
 class GradientMark(torch.Tensor):
-    """The placeholder of one parameter. `zeroed`: True if the script has set it to zeros since `fresh()`. `final`: see `of`."""
+    """The placeholder in one parameter's `.grad` for a pending average. `zeroed`: True if the script has set it to zeros since
+    `fresh()`. `final`: see `of`."""
 
     owner: str
     zeroed: bool
@@ -93,7 +94,7 @@ def _final(value: Any) -> Any:
 
 
 class Marks:
-    """The placeholders of all parameters, by parameter number."""
+    """The placeholders for pending averages in the `.grad` of all parameters, by parameter number."""
 
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], final: Callable[[int, GradientMark], torch.Tensor] | None,

@@ -352,7 +352,7 @@ class StepGuard:
         if p.dtype != self._dtypes[own[0]]:
             before, now = (str(dtype).removeprefix("torch.") for dtype in (self._dtypes[own[0]], p.dtype))
             error = InvalidInput("E-MODEL-CHANGED",
-                                 f"parameter {name} had dtype {before} when the model was attached, and has {now} now, so "
+                                 f"parameter {name} had dtype {before} when the model was attached, but has {now} now, so "
                                  "its gradient is not averaged; call session.close(), then attach again")
         else:
             more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""

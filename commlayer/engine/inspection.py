@@ -113,7 +113,7 @@ class Inspection:
         """Writes a trace of the next steps, predicted and measured, on rank 0. All ranks call it together.
 
         Perfetto (ui.perfetto.dev) displays it; `commlayer trace FILE` compares predicted and measured times of each operation.
-        The setting `trace` writes one automatically.
+        With the setting `trace`, a trace is written automatically.
         """
         self._inspected.complete()
         trace(self.connection, self.observers, Path(path), steps)

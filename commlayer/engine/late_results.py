@@ -83,7 +83,7 @@ class LateResult:
         self.weight = bucket.exchange.weight
         self._slices |= slices
 
-    # ---- its use
+    # ---- use of the kept result
 
     @property
     def full(self) -> bool:

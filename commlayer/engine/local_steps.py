@@ -153,7 +153,7 @@ class _Sent(NamedTuple):
     """Maps a parameter's number to its weight change, and a buffer's number to its values. Each has the shape of its tensor,
     but only the elements in `ranges` are valid. The means are written into the same memory."""
     ends: dict[int, list[torch.Tensor]]
-    """Maps a tensor number to the values of each range when the exchange began. Empty without overlap."""
+    """Maps a tensor number to the values that each of its ranges had when the exchange began. Empty without overlap."""
     held: bool = False
     """True: this rank withholds its part until all ranks wait for it, so that new members can join in this exchange."""
 
@@ -260,8 +260,9 @@ class OuterSteps:
     # ---- called by all ranks together, each after an optimizer step
 
     def exchange(self, worker: Worker, buffers: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Exchanges one fragment and merges the result; with overlap, it merges the previous exchange. All ranks call it. The
-        merged elements are then the same on all ranks, apart from steps that were made after the exchange began."""
+        """Exchanges one fragment. Without overlap it merges the result of this exchange, with overlap that of the previous one.
+        All ranks call it. The merged elements are then the same on all ranks, apart from steps that were made after the
+        exchange began."""
         if self._idle and self._schedule.overlap:
             self._begin(worker, buffers)  # the other ranks began this exchange after their last one
         if self._sent is not None:
@@ -500,8 +501,8 @@ def _parts(x: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> list[torch.Ten
 
 # ---- norm-matched averaging: scales a mean of changes to the root mean square norm of the changes it averages
 #
-# Adam divides each worker's gradient by that gradient's own size, noise included. Suppose noise dominates. Then the mean of W
-# workers' updates has 1 / sqrt(W) of the norm of Adam's update from the mean gradient. Its direction is right.
+# Adam divides each worker's gradient by the gradient's own size, which includes noise. If noise dominates, the mean of W
+# workers' updates has the right direction, but only 1 / sqrt(W) of the norm of Adam's update from the mean gradient.
 
 BITS = 16
 """Bits of precision of an element relative to the largest element. If the largest one is 10,000 times a typical one, rounding

@@ -87,7 +87,7 @@ class Observers:
 
 # ---- checks whether a requested plan still performs as predicted, and reports it if not, but never changes the plan
 
-REMEDY = 'it is kept, since it was asked for: make it again from what `commlayer profile` measures here, or leave plan out'
+REMEDY = 'the requested plan stays in use: create a new one from new measurements of `commlayer profile`, or leave plan out'
 
 
 class StaleState(Record, frozen=True):

@@ -232,7 +232,7 @@ class PlanTerms:
     learning: str = ""
     """Path of the table of convergence factors; empty: the built-in table."""
     max_loss: float = 0.0
-    """The loss budget; 0: none."""
+    """Allowed increase of the loss by compression, relative to uncompressed training; 0: no limit."""
     suggested: bool = False
     """True: the log has already suggested local steps. Used only on rank 0."""
     balanced: bool = False
@@ -246,8 +246,8 @@ class PlanTerms:
     computation. None if unknown. Used only on rank 0."""
 
     def forbidden_modes(self) -> dict[str, str]:
-        """Maps each sync mode to the reason why a planner cannot choose it, or to "". Reasons can differ between ranks, so
-        ranks exchange them."""
+        """Maps each sync mode to the reason why a planner cannot choose it; to "" if it can. Reasons can differ between ranks,
+        so ranks exchange them."""
         return {mode: requested_otherwise(self.requested, mode) or self.forbids(mode) or self.useless(mode) for mode in MODES}
 
     def allowed_modes(self) -> set[str]:

@@ -388,9 +388,9 @@ def _receive(
                             "if the script calls flush() more often than exchanges are due", time.monotonic() - begin)
                 continue
             if AWAY in ready:
-                raise CommError("members were lost while the job was saving, changing its plan or "
-                                "being drained, and no worker can join then: run the same command "
-                                "again", code="E-JOIN-MISSED")
+                raise CommError("members were lost while the job wrote a checkpoint, changed its "
+                                "plan or flushed local steps, and no worker can join at such a time: "
+                                "run the same command again", code="E-JOIN-MISSED")
             if not dialled:  # servers know this worker now
                 link.dial(time.monotonic() + config.join_deadline_s)
                 dialled = True
@@ -408,7 +408,7 @@ def _check_givers(view: View, mine: int, link: Uplink) -> None:
     if mine not in ids:
         raise PeerLost("the job continued without this home", peer=f"coordinator {link.address}", code="E-JOIN-MISSED")
     if ids[0] == mine:
-        raise CommError("the job ended before this home joined: no worker with its weights is left",
+        raise CommError("the job ended before this home joined: no worker is left that has the job's weights",
                         code="E-JOIN-MISSED")
 
 

@@ -180,8 +180,8 @@ def _enter(
     if replica is None or not config.min_workers:
         raise InvalidInput("E-JOIN-ATTACH",
                            "attach() cannot join a running job in this way: call attach(model, optimizer) in a home "
-                           "(commlayer join), with a server that was started with --min-workers. Not supported is a "
-                           "communication hook that the script registers")
+                           "(commlayer join), with a server that was started with --min-workers. A communication "
+                           "hook that the script registers is not supported")
     own = met.launch.joins
 
     def check(plan: Plan, workers: int) -> None:
@@ -268,9 +268,9 @@ def _start_embedded(plan: Plan, groups: Groups, servers: list[EmbeddedServer], c
 
 _LOG = logging.getLogger("commlayer")
 PR_SET_PDEATHSIG = 1
-AHEAD = ("this home joins a running job, whose workers take part in no collective of its script before the end of its first "
-         "step: move the call after a step (a communication hook that a script registers itself makes such calls: join with "
-         "attach())")
+AHEAD = ("this home joins a running job, and the other workers take part in collectives of its script only after its first "
+         "step: move this call after the first step (a communication hook that the script registers makes such calls, too: use "
+         "attach() instead)")
 OWN = (None, "", "env://")
 """Values of init_process_group's argument init_method with which a script leaves the rendezvous to the launcher."""
 

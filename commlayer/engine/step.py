@@ -294,8 +294,8 @@ class Units:
         self.total, self.weight_known = total, False
 
     def receive(self, total: float) -> None:
-        """Stores the total weight of this step, which a server has sent. Ranks of a node that share buckets ignore it, because
-        all of them must assume the same value."""
+        """Stores the total weight of this step, which a server has sent. Ranks of a node that share buckets ignore this value,
+        because all of them must assume the same one."""
         if not self._shared:
             self.regroup(total)
 
@@ -426,7 +426,7 @@ class RootCause:
             # The reported peer might have lost the same peer first, and have left because of that.
             return self.error if error.peer in ("", ANY_PEER) else root_cause((self.error, error))
         if error.peer == ANY_PEER and link.embedded and not link.coordinated:
-            silent = f"the coordinator {link.address} that it hosts no longer answers"
+            silent = f"the coordinator {link.address} that it hosts does not respond"
             return PeerLost(f"{silent} ({error.what})", peer=peer_name(0), step=error.step, bucket=error.bucket)
         return link.with_address(error)
 

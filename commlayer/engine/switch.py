@@ -20,7 +20,8 @@ from commlayer.records import Member, Plan, plan_of, with_updates
 
 
 class _Told(Exception):
-    """Error that all ranks raise when a switch failed with `error` after some servers might have received the new plan."""
+    """Error that all ranks raise after a failed switch, if some servers might have received the new plan. `error`: why the
+    switch failed."""
 
     def __init__(self, error: CommError, plan: Plan) -> None:
         super().__init__(error)
@@ -188,7 +189,7 @@ def _updates_still(plan: Plan, *, by_itself: bool) -> tuple[Plan, str]:
     plan that the script requested does not allow that."""
     late = any(b.stale for b in plan.buckets)
     if (late or plan.overlap) and not by_itself:
-        what = "results that are a step late" if late else f"overlap={plan.overlap!r}"
+        what = "averages that are applied one step late" if late else f"overlap={plan.overlap!r}"
         raise InvalidInput("E-PLAN-SWITCH",
                            f"plan: it has {what}, which is not possible after local steps, because they left the ranks' "
                            f"optimizers in different states: make the plan without {'staleness' if late else 'overlap'}")

@@ -46,7 +46,7 @@ class UnevenInputs:
         self.inside = False
         """True: this rank is inside session.join(), where ranks can be at different positions in their scripts."""
         self._sent = False
-        """True: this rank has sent its row for the current step."""
+        """True: this rank has sent to the others, for the current step, whether it has a batch."""
         self._active: list[bool] = []
         """One flag for each rank. True: the rank had a batch in the last step whose rows were read."""
         self._last: list[bool] = []

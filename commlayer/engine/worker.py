@@ -50,8 +50,8 @@ from commlayer.transport.protocol import Transport
 # A finished peer has sent its gradients for every exchange that it counted. So only workers in a later exchange wait in vain.
 # Without this check, ranks with unequal numbers of backward passes would wait for each other until the deadline.
 
-UNEQUAL = ("ranks have made unequal numbers of backward passes (a loader that is a batch shorter, a pass that raised, an "
-           "optimizer such as LBFGS that goes by its rank's own loss): give all the same number")
+UNEQUAL = ("ranks have made unequal numbers of backward passes, because a data loader is shorter, a pass raised an exception, "
+           "or LBFGS uses each rank's own loss: make the same number on all ranks")
 
 
 class FinishedPeers:
@@ -461,7 +461,7 @@ class Worker:
         return self.now.deadline_s + self._listener.patience()
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that it waits for the workers `missing` in one bucket and step."""
+        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
         self._paths.stalled(bucket, step, missing)
 
     def missing(self) -> tuple[str, ...]:

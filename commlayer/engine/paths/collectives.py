@@ -167,8 +167,8 @@ def _compiled(
 LENGTH_NBYTES = 16
 """Number of bytes before each payload in its slot, which contain the payload's length. They also align the payload."""
 FOREVER_S = 1e9
-"""Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
-these waits."""
+"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
+because the training thread then sets an error."""
 
 Error = Callable[[], BaseException | None]
 

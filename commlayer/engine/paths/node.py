@@ -160,8 +160,8 @@ class NodeReduce(Path[ServedBucket]):
                                in_order=True)
 
     def _reduced(self, node_sum: NodeSum, issued: float, bucket: EncodedBucket) -> float:
-        """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane. Returns the start
-        time."""
+        """Waits for the sum inside the node, and reads its weight and used slices. Runs on the encode lane. Returns the
+        time.perf_counter() at which it began to read."""
         node_sum.reduced(time.monotonic() + FOREVER_S, self._step.failed)
         self._step.recorder.add("node.reduce", bucket.id, issued)
         begin = time.perf_counter()

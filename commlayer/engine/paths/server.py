@@ -61,8 +61,8 @@ AGAIN = 1 << 30
 """Number added to the position of a bucket that is encoded again, so that the bucket follows all buckets that have not been
 encoded yet."""
 FOREVER_S = 86400.0
-"""Limit in seconds for waits that another thread ends: when the training thread's deadline passes, it sets an error that ends
-these waits."""
+"""Seconds that stand for no limit, in waits on a lane. Such a wait ends early when the training thread's deadline passes,
+because the training thread then sets an error."""
 
 Fill = Callable[[EncodedBucket], float]
 """Function that fills a bucket's send buffer on the encode lane, and sets weight and used slices. It returns the
@@ -212,7 +212,7 @@ class ServerExchange:
         run.done(run.bucket)
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that it waits for the workers `missing`, for one bucket and step."""
+        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
         self._stalled[bucket] = step, missing
 
     def overdue(self, bucket: WorkerBucket) -> DeadlineExceeded:

@@ -39,7 +39,7 @@ class PathTable(NamedTuple):
         return [path for paths in self.fragments for path in paths]
 
     def stalled(self, bucket: int, step: int, missing: tuple[int, ...]) -> None:
-        """Stores a server's report that it waits for the workers `missing` in one bucket and step."""
+        """Stores a server's report that the server waits for the workers `missing`, for one bucket and step."""
         if self.exchange is not None:
             self.exchange.stalled(bucket, step, missing)
 
