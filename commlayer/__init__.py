@@ -1,4 +1,4 @@
-"""commlayer: gradient compression and communication scheduling for PyTorch. Public names only; each loads when first used."""
+"""commlayer: gradient compression and communication scheduling for PyTorch. Public names, each imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m commlayer` is the command `commlayer`."""
+"""Lets `python -m commlayer` run the command `commlayer`."""
 
 from commlayer.cli.main import run
 

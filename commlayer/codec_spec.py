@@ -21,7 +21,7 @@ VALUE_BITS: Mapping[str, int] = {"int8": 8, "fp16": 16, "fp32": 32, "bf16": 16, 
 LEVEL_BITS: Mapping[int, int] = {1: 2, 3: 3, 7: 4, 15: 5, 127: 8}
 """Bits per value, including the sign, for each allowed number of levels of the codec qsgd."""
 DRAWN_VALUES = ("fp32", "fp16", "bf16")
-"""Value types of the codec randomk: values without a scale, which can be summed as they are."""
+"""Value types of the codec randomk: types without a scale, whose values can be summed without decoding."""
 NORMS = ("max", "l2")
 RUNS = (8, 16, 32, 64)
 MOST_RANK = 256
@@ -50,7 +50,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
     """All arguments as pairs of name and value, in order, with defaults filled in."""
 
     def __str__(self) -> str:
-        """The shortest text of the codec: arguments with default values are left out, except the ratio."""
+        """The shortest text of the codec, without arguments that have default values, except the ratio."""
         rules = RULES[self.family]
         arguments = [f"{name}={value if isinstance(value, CodecSpec) else repr(value)}" for name, value in self.arguments
                 if name == "ratio" or value != rules[name].default]
@@ -72,8 +72,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
 
     @property
     def bare(self) -> CodecSpec:
-        """The codec without outer error feedback. Plans add error feedback where it is needed, and profiled costs include
-        it."""
+        """The codec without outer error feedback. (Plans add error feedback where needed, and profiled costs include it.)"""
         return self.inner if self.family == FEEDBACK and self.inner is not None else self
 
     @property
@@ -88,7 +87,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
 
     @property
     def needs_shape(self) -> bool:
-        """Whether the codec needs the shape of its bucket: for a bucket without a shape it sends all elements uncompressed."""
+        """True: the codec needs the shape of its bucket. Without a shape it sends all elements uncompressed."""
         return self.core.family == "powersgd" and self.core.get("shapes") is None
 
     def with_core(self, make: Callable[[CodecSpec], CodecSpec]) -> CodecSpec:
@@ -114,7 +113,7 @@ class CodecSpec(msgspec.Struct, frozen=True):
             yield from self.inner.layers()
 
     def without_ratio(self) -> CodecSpec:
-        """The codec with its ratio set to None. The results are equal for codecs that differ only in the ratio."""
+        """The codec with its ratio set to None. Codecs that differ only in the ratio give equal results."""
         return CodecSpec(self.family, tuple(
             (name, value.without_ratio() if isinstance(value, CodecSpec) else None if name == "ratio" else value)
             for name, value in self.arguments
@@ -139,7 +138,7 @@ class _Rule(NamedTuple):
 
 _NEEDED = object()
 _parsing = threading.Lock()
-"""Lock around ast.parse. In CPython 3.11 it fails with SystemError if two threads are in it and garbage is collected."""
+"""Lock around ast.parse, which in CPython 3.11 can raise SystemError when two threads call it during garbage collection."""
 
 
 def _whole(value: object, least: int = 1) -> bool:
@@ -177,7 +176,7 @@ def _shapes(value: object) -> bool:
 
 _FLAG = _Rule(False, lambda v: isinstance(v, bool), "True or False")
 _INNER = _Rule(_NEEDED, lambda v: isinstance(v, CodecSpec), "a codec")
-_BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 up to, and not, 1")
+_BETA = _Rule(0.9, lambda v: _number(v) and 0 <= v < 1, "a number from 0 to below 1")
 _VALUES = _one_of("int8", tuple(VALUE_BITS))
 
 RULES: Mapping[str, Mapping[str, _Rule]] = {
@@ -186,7 +185,7 @@ RULES: Mapping[str, Mapping[str, _Rule]] = {
     "bf16": {},
     "int8": {"block": _block(1024, 1)},
     "int4": {"block": _block(64, 8)},
-    "qsgd": {"block": _block(512, 8), "levels": _one_of(7, tuple(LEVEL_BITS), ", which fill whole bits"),
+    "qsgd": {"block": _block(512, 8), "levels": _one_of(7, tuple(LEVEL_BITS), ""),
              "norm": _one_of("max", NORMS)},
     "onebit": {"block": _block(512, 8)},
     "topk": {"ratio": _ratio(0.01), "values": _VALUES, "exact": _FLAG},
@@ -219,8 +218,7 @@ def parse_spec(text: str) -> CodecSpec:
 
 
 def split_two_way(text: str) -> tuple[CodecSpec, CodecSpec | None]:
-    """Splits "two_way(up, down)" into upload and download codec. Any other codec is the upload codec, with None for the
-    download.
+    """Splits "two_way(up, down)" into upload and download codec. For any other codec, returns that codec and None.
 
     >>> [str(way) for way in split_two_way("two_way(topk(0.01), down=int8())")]
     ['topk(ratio=0.01)', 'int8()']
@@ -233,7 +231,7 @@ def split_two_way(text: str) -> tuple[CodecSpec, CodecSpec | None]:
 
 
 def spec_error(text: str) -> str:
-    """The reason why `text` is not a valid codec; "" if it is valid."""
+    """The reason why `text` is not a valid codec; "" if `text` is valid."""
     try:
         split_two_way(text)
     except ValueError as error:

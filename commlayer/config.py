@@ -22,12 +22,12 @@ DAY_S = 86400.0
 MOST_LOSS = 1.0
 """Upper limit of the setting `max_loss`: loss increase relative to the loss of dense training."""
 
-# `description` is the allowed values: error messages and `describe` quote it.
+# `description` lists the allowed values for error messages and `describe`.
 Text = Annotated[str, msgspec.Meta(description="text")]
 Secret = Annotated[str, msgspec.Meta(pattern=r"^([!-~]{8,})?$", description="8 or more visible characters, no spaces")]
 Flag = Annotated[bool, msgspec.Meta(description="true or false")]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DAY_S, description="a number of seconds above 0, at most 86400")]
-Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (not at all) to 86400")]
+Window = Annotated[float, msgspec.Meta(ge=0, le=DAY_S, description="a number of seconds from 0 (disabled) to 86400")]
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 16, description="a whole number from 0 to 65536")]
 Node = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 to 65536, -1: by host name")]
 Weight = Annotated[float, msgspec.Meta(gt=0, le=1e12, description="a number above 0")]
@@ -40,10 +40,10 @@ CutBytes = Annotated[int, msgspec.Meta(ge=4096, le=MAX_BUCKET_NBYTES,
                                        description=f"a number of bytes from 4096 to {MAX_BUCKET_NBYTES}")]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=16, description="a whole number from 0 to 16")]
 Budget = Annotated[float, msgspec.Meta(ge=0, le=MOST_LOSS,
-                                       description="a part of the loss from 0 (no limit) to 1; 0.005 is 0.5 %")]
+                                       description="a fraction of the loss from 0 (no limit) to 1; 0.005 is 0.5 %")]
 DriftMode = Annotated[Literal["resync", "end", "warn"], msgspec.Meta(description='"resync", "end" or "warn"')]
-Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536; -1: as often as "
-                                      "costs 0.1 % of the time")]
+Spacing = Annotated[int, msgspec.Meta(ge=-1, le=1 << 16, description="a whole number from 0 (never) to 65536; -1: automatic, "
+                                      "which costs at most 0.1 % of the time")]
 GuardMode = Annotated[Literal["auto", "off", "warn", "act"], msgspec.Meta(description='"auto", "off", "warn" or "act"')]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535, description="a port number from 0 to 65535, 0 for any free one")]
 
@@ -76,7 +76,7 @@ class Config(Record, frozen=True):
     """Transport protocol of gradient data. gRPC is for networks that pass only HTTP/2. With "auto" a worker uses gRPC where TCP
     fails, and a server accepts both."""
     insecure: Flag = False
-    """Whether unencrypted traffic to other machines is allowed."""
+    """True: unencrypted traffic to other machines is allowed."""
     token: Secret = ""
     """The job's secret; peers without it are refused. The processes of one torchrun job agree on a secret by themselves."""
     token_file: Text = ""
@@ -84,30 +84,30 @@ class Config(Record, frozen=True):
     keys: Text = ""
     """Path of this node's key folder, made by `commlayer keys`. With keys all connections use mutual TLS. Empty: no TLS."""
     servers: Servers = "one"
-    """Number of summation servers that a job starts: one in all, or one on each node. A plan's number of servers overrides it.
-    """
+    """Number of summation servers that a job starts: "one" in total, or one on "each" node. A plan's number of servers
+    overrides this setting."""
     node: Node = -1
-    """Number of the machine that a server in this process shares. -1: the machine with the same host name, else a machine of
-    its own. Workers under torchrun derive theirs from torchrun's variables."""
+    """Number of the machine that runs a server in this process. -1: the machine with the same host name, else a separate
+    machine. Workers under torchrun derive the number from torchrun's variables."""
     home: Text = ""
     """The coordinator's name for this site, set by `commlayer join`. Ranks of a site reach other sites only through the
     coordinator. Empty: not started by `commlayer join`."""
     batch: Weight = 1.0
     """The planned batch size per worker. `session.weight(n)` is divided by it, so n = batch has weight 1."""
     ranks_per_node: Count = 0
-    """Number of ranks that form a node. 0: ranks that share a machine and a torchrun agent form a node."""
+    """Number of ranks per node. 0: ranks that share a machine and a torchrun agent form a node."""
     deadline_s: Seconds = 600.0
-    """How long to wait for a peer that is alive but slow. After that the job ends; with `min_workers` it continues without the
+    """Seconds to wait for a peer that is alive but slow. After that the job fails; with `min_workers` it continues without the
     peer."""
     join_deadline_s: Seconds = 60.0
-    """How long ranks wait for one another at the start of a job."""
+    """Seconds that ranks wait for each other at the start of a job."""
     heartbeat_s: Seconds = 1.0
     """Seconds between two heartbeats that a process sends to the coordinator."""
     dead_after_s: Seconds = 10.0
     """Seconds without a heartbeat after which a process counts as dead, unless its connection can still be restored
     (`reconnect_s`). At least two heartbeat intervals."""
     reconnect_s: Window = 60.0
-    """How long a worker tries to restore a broken connection before its peer counts as lost; at most deadline_s."""
+    """Seconds for which a worker tries to restore a broken connection before its peer counts as lost; at most deadline_s."""
     min_workers: Count = 0
     """Smallest number of workers with which training continues after others are lost; 0: every worker is required. For jobs of
     sites, set where `commlayer serve` runs."""
@@ -115,37 +115,36 @@ class Config(Record, frozen=True):
     """Folder of a summation server's journal, from which a restarted server resumes. Empty: no journal, and a killed server
     ends the job."""
     journal_required: Flag = False
-    """Whether a server refuses to run without disk space for its journal. If false, it logs a warning and runs without a
-    journal."""
+    """True: a server refuses to run without disk space for its journal. False: it logs a warning and runs without a journal."""
     fuse_nbytes: Bytes = 1 << 20
     """Size in bytes up to which small tensors are grouped into one bucket."""
     cut_nbytes: CutBytes = 4 << 20
     """Size in bytes of the buckets into which larger tensors are split."""
     ratio_over: RatioOver = "bucket"
-    """What the ratio of a sparse codec refers to: the elements of each bucket, or those of the complete plan with one threshold
-    for all buckets. With "bucket" the plan can still choose the second."""
+    """What the ratio of a sparse codec refers to. "bucket": the elements of each bucket, unless the plan sets "plan". "plan":
+    the elements of all buckets, selected with one threshold."""
     warmup: Count = 0
     """Number of steps during which the ratios of sparse codecs decrease from 25 %. 0: the plan decides."""
     backend: Backend = "auto"
     """Implementation of codecs on CPUs: "native" is compiled C++, "fallback" is numpy. "auto" uses the native one if it was
     compiled."""
     codec_threads: Threads = 0
-    """Number of threads that encode or decode one large bucket together. 0: this machine's cores divided by its ranks, at most
-    4."""
+    """Number of threads that encode or decode one large bucket together. 0: the cores of this machine divided by its ranks, at
+    most 4."""
     trace: Text = ""
-    """Path of a trace of a few steps after the plan is chosen, predicted and measured. Empty: no trace."""
+    """Path of a trace file with predicted and measured times of a few steps after the plan is chosen. Empty: no trace."""
     max_loss: Budget = 0.0
-    """Loss budget: allowed increase of the loss, relative to the loss of dense training. It limits an automatic plan and the
-    quality guard. 0: no limit."""
+    """Loss budget: allowed increase of the loss, relative to the loss of dense training. Automatic plans and the quality guard
+    keep to this budget. 0: no limit."""
     guard: GuardMode = "auto"
-    """What the quality guard does when the loss budget is exceeded. "auto": it changes automatic plans and warns about others,
-    if there is a budget. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
+    """What the quality guard does when the loss budget is exceeded. "auto": with a budget, it changes automatic plans and warns
+    about other plans. "warn" and "act" apply to any plan, with a budget of 5 % if none is set."""
     drift: DriftMode = "resync"
     """What happens when parameters differ between ranks. "resync" copies parameters and optimizer state from rank 0, "end" ends
     the job, "warn" logs a warning."""
     drift_steps: Spacing = -1
-    """Number of steps in which every parameter is compared between ranks once. 0: never. -1: as often as costs at most 0.1 % of
-    the time."""
+    """Number of steps within which every parameter is compared between ranks once. 0: never. -1: chosen so that comparisons
+    take at most 0.1 % of the time."""
     loss: Text = ""
     """Path of a loss model written by `commlayer tune`: the loss penalty of each codec, for an automatic plan. Empty: none."""
     learning: Text = ""
@@ -164,10 +163,10 @@ GROUPS = {
                "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",
                "drift_steps", "shape"),
 }
-"""Settings by subject; few users need those of the last group."""
+"""Names of settings by subject; few users need those of the last group."""
 ALIKE = ("servers", "batch", "ranks_per_node", "max_loss", "guard", "drift", "drift_steps",
          "min_workers")
-"""Names of settings that must be equal on all ranks: they decide what ranks do together, or what a sum means."""
+"""Names of settings that must be equal on all ranks, because they determine what ranks do together."""
 ALIKE_SET = ("join", "trace", "loss", "learning")
 """Names of settings that must be set on all ranks or on none; their values can differ between ranks."""
 
@@ -290,7 +289,7 @@ def launcher_says(name: str) -> str:
 
 
 def has_proxy() -> bool:
-    """Whether environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
+    """True: environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))
 
 
@@ -302,14 +301,14 @@ def use_interface(name: str) -> None:
 
 
 def alike(config: Config) -> dict[str, str]:
-    """The settings that must agree on all ranks, as name and text to compare. See ALIKE and ALIKE_SET."""
+    """Maps the names of settings that must agree on all ranks to the texts that ranks compare. See ALIKE and ALIKE_SET."""
     values = {name: str(getattr(config, name)) for name in ALIKE}
     return values | {name: "set" if getattr(config, name) else "not set" for name in ALIKE_SET}
 
 
 NOTICE_HEARTBEATS = 3
-"""Number of heartbeat intervals that servers keep running after an error, so that the other workers learn from the coordinator
-which worker left or died."""
+"""Number of heartbeat intervals that servers keep running after an error, so other workers learn from the coordinator which
+worker left or died."""
 
 
 def reconnect_window_s(config: Config) -> float:
@@ -327,20 +326,20 @@ def verdict_s(config: Config) -> float:
 
 
 def judged_s(config: Config) -> float:
-    """Extra seconds that a worker waits after its own deadline if it can continue without others. By then the coordinator has
-    decided whether silent peers are dead, and this worker knows it."""
+    """Additional seconds that a worker waits after its own deadline if it can continue without others. Within this time the
+    coordinator decides whether silent peers are dead and sends the decision."""
     return reconnect_window_s(config) + verdict_s(config)
 
 
 def unheard_s(config: Config) -> float:
-    """Seconds without a TCP acknowledgement after which a data connection counts as broken. The time is short if the connection
-    can be restored: a false alarm about a slow receiver then costs little."""
+    """Seconds without a TCP acknowledgement after which a data connection counts as broken. If connections can be restored, the
+    time is short, since a wrong decision about a slow receiver costs little."""
     window_s = reconnect_window_s(config)
     return min(config.deadline_s, max(LEAST_UNHEARD_S, window_s / 4)) if window_s else config.deadline_s
 
 
 def codec_threads(config: Config, launch: Launch) -> int:
-    """Number of threads that can encode one bucket together, so that the ranks of a node use at most its cores."""
+    """Number of threads that encode one bucket together. All ranks of a node together use at most the node's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return config.codec_threads or max(1, min(MOST_CODEC_THREADS, cores // max(launch.local_world, 1)))
 
@@ -380,7 +379,7 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
     """Fills in the token from token_file, or else from the key folder if no other secret is set. The path `keys` becomes
     absolute."""
     if config.keys:
-        # Make the path absolute: the process may change its directory later.
+        # The process may change its working directory later.
         config = msgspec.structs.replace(config, keys=str(Path(config.keys).expanduser().absolute()))
     if not config.token_file:
         if not config.keys or config.token:
@@ -394,7 +393,7 @@ def _with_token(config: Config, source: Callable[[str], str]) -> Config:
     return msgspec.structs.replace(config, token=_secret_in(Path(config.token_file), where), token_file="")
 
 
-KEYS_REMEDY = "; `commlayer keys add NAME` makes a folder of keys for each node, to be copied there"
+KEYS_REMEDY = "; `commlayer keys add NAME` creates a folder of keys to copy to the node"
 
 
 def _secret_in(path: Path, where: str, remedy: str = "") -> str:
@@ -417,7 +416,8 @@ def _secret_in(path: Path, where: str, remedy: str = "") -> str:
 
 def quiet_grpc() -> None:
     """Sets gRPC's environment variables; call it before importing grpc. gRPC's fork handlers hang forked children (DataLoader
-    workers) that exit while a channel is open. Its own log lines about a refused handshake hide commlayer's explanation."""
+    workers) that exit while a channel is open. gRPC's own log lines about a refused handshake would hide commlayer's
+    explanation."""
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -439,7 +439,7 @@ def join_host(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine's loopback. Names are never resolved: any name except "localhost" counts as remote."""
+    """True: the host is this machine's loopback. Names are never resolved: any name except "localhost" counts as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -451,7 +451,7 @@ def check_plain_text(name: str, host: str, config: Config) -> None:
     if not is_loopback(host) and not config.insecure and not config.keys:
         raise RecordError("E-PLAIN-TEXT",
                           f"{name}: {host} is another machine and traffic is not encrypted: set keys ({PREFIX}KEYS) to a "
-                          "folder that `commlayer keys init` and `commlayer keys add NAME` make, or set insecure "
+                          "folder that `commlayer keys init` and `commlayer keys add NAME` create, or set insecure "
                           f"(insecure=True, --insecure, {PREFIX}INSECURE=1) if you trust the complete network between the "
                           "machines")
 
@@ -474,7 +474,7 @@ def _check_plain_text(config: Config) -> None:
 PREFIX = "COMMLAYER_"
 Types = Mapping[str, Any]
 """Type of each setting by its name; the type's description names the allowed values."""
-REMOVED = {"quarantine": "leave it out: servers no longer judge contributions by their size"}
+REMOVED = {"quarantine": "remove it: servers no longer judge contributions by their size"}
 """Settings that earlier versions had, with what to do instead."""
 
 
@@ -482,7 +482,7 @@ class Setting(NamedTuple):
     value: Any
     source: str
     text: bool
-    """Whether the value is text from the environment, to be converted. Values from other sources must have the right type."""
+    """True: the value is text from the environment, to be converted. False: the value must have the right type."""
 
 
 def from_argument(argument: Mapping[str, Any], types: Types) -> dict[str, Setting]:

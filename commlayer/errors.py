@@ -17,21 +17,21 @@ CODES: dict[str, tuple[str, str]] = {
                "Read the peer's log. If training had begun, restart from the last checkpoint."),
     "E-PEER-LOST": ("A peer is gone: its connection ended, its heartbeats stopped, or it left the job.",
                     "Look at the log of the peer that the message names."),
-    "E-PEER-ENDED": ("A peer closed its connection in order while others still waited for it.",
+    "E-PEER-ENDED": ("A peer closed its connection normally while others still waited for its messages.",
                      "Look at the log of the peer that the message names."),
     "E-DEADLINE": ("A peer did not answer in time. It may still run.",
                    "Look at the peer that the message names, and at its link."),
-    "E-STEP-ABANDONED": ("A worker abandoned a step, so no rank applied it.", "None: the next step goes on."),
+    "E-STEP-ABANDONED": ("A worker abandoned a step, so no rank applied it.", "None: training continues with the next step."),
     "E-REFUSED": ("The other side refused a request.", "The message says why."),
-    "E-FRAME": ("Received bytes break the wire format. The connection is closed and nothing was written.",
+    "E-FRAME": ("Received bytes violate the wire format. The connection is closed and nothing was written.",
                 "Install the same commlayer on all machines."),
     "E-CHECKSUM": ("Received bytes differ from those that were sent.", "Check the network hardware between the machines."),
-    "E-PAYLOAD": ("A received codec payload breaks the codec's format.", "Install the same commlayer on all machines."),
+    "E-PAYLOAD": ("A received codec payload violates the codec's format.", "Install the same commlayer on all machines."),
     "E-ADDRESS": ("An address cannot be used: its form is wrong, its name has no address, its port is taken, or another "
                   "program answers there.", "Correct HOST:PORT."),
-    "E-TRANSPORT-USE": ("A transport was called in a way that it does not allow.",
-                        "Wait for the call under way, or send a smaller body."),
-    "E-PROCESS-GROUP": ("The process group cannot be used.", "Give the group that the message asks for."),
+    "E-TRANSPORT-USE": ("A transport was called in a way that is not allowed.",
+                        "Wait until the current call ends, or send a smaller body."),
+    "E-PROCESS-GROUP": ("The process group cannot be used.", "Pass the process group that the message describes."),
     "E-COLLECTIVE": ("Ranks called different collectives, or one that is not supported between homes.",
                      "Call the same supported collectives on all ranks."),
     "E-RANKS-DIFFER": ("Ranks were given different models, optimizers or settings.", "Give all ranks the same."),
@@ -41,23 +41,25 @@ CODES: dict[str, tuple[str, str]] = {
     "E-CERTIFICATE-REVOKED": ("A certificate was revoked.", "Make another one with `commlayer keys add NAME`."),
     "E-CERTIFICATE-DATE": ("A certificate has expired, or is not valid yet.",
                            "Correct the clock, or renew the certificate with `commlayer keys add NAME --again`."),
-    "E-CERTIFICATE-CA": ("A certificate is of another CA than the job's.", "Copy the folder of keys from the job's CA."),
-    "E-CERTIFICATE-USE": ("A certificate that was made with --dials-only cannot serve.", "Serve with another node's keys."),
-    "E-WORKERS": ("A machine brings or expects another number of workers than the job has.",
-                  "Start the coordinator and all machines for the same number."),
+    "E-CERTIFICATE-CA": ("A certificate was issued by another CA than the job's.",
+                         "Copy the folder of keys from the job's CA."),
+    "E-CERTIFICATE-USE": ("A node whose certificate was made with --dials-only cannot be a server.",
+                          "Run the server with another node's keys."),
+    "E-WORKERS": ("A machine starts or expects a different number of workers than the job has.",
+                  "Start the coordinator and all machines with the same number."),
     "E-RANK": ("A rank or worker number is taken already, or is outside of the job.", "Give each process its own rank."),
-    "E-JOB-FULL": ("The job has all its workers.", "Wait until one of them is gone."),
-    "E-JOB-CLOSED": ("A running job accepts no new members, or the job is ending.", "The message names which."),
+    "E-JOB-FULL": ("The job has all its workers.", "Wait until a worker has left."),
+    "E-JOB-CLOSED": ("A running job accepts no new members, or the job is ending.", "The message says which."),
     "E-RENDEZVOUS-ENDED": ("A home left before the job began, or the coordinator was restarted.", "Start all homes again."),
-    "E-QUOTA": ("Homes keep too many bytes at the coordinator.", "Leave less in torch's store."),
+    "E-QUOTA": ("Homes store too many bytes at the coordinator.", "Store less in torch's store."),
     "E-REPLICAS": ("Weights, optimizer states or settings differ between ranks.",
-                   "Set them alike on all ranks, or continue from a checkpoint."),
+                   "Make them equal on all ranks, or continue from a checkpoint."),
     "E-UNEQUAL-PASSES": ("A rank ended after fewer backward passes than the others.",
                          "Give all ranks the same number of batches."),
     "E-STEPS-DIFFER": ("Workers are at different steps, or did not apply the same averages.",
-                       "Step, skip and clear gradients alike on all workers; load the same checkpoint."),
+                       "Step, skip and clear gradients in the same way on all workers; load the same checkpoint."),
     "E-NOT-FINITE": ("Gradients or weights were not finite several times in a row.",
-                     "Look at the data and the learning rate; continue from a checkpoint."),
+                     "Check the data and the learning rate; continue from a checkpoint."),
     # ---- settings and files
     "E-SETTING": ("A setting is unknown, has a wrong value, or does not fit another one.",
                   "The message names the setting, its source and what is allowed."),
@@ -69,7 +71,8 @@ CODES: dict[str, tuple[str, str]] = {
                              "Start with torchrun, or set all of them."),
     "E-KEYS": ("A certificate, key or folder of keys cannot be used.", "`commlayer keys` makes, renews and lists them."),
     "E-FILE": ("A file cannot be written.", "The message names the path and the cause."),
-    "E-RECORD": ("A file or message has a field that breaks its type.", "The message names the field and what is allowed."),
+    "E-RECORD": ("A file or message has a field of the wrong type or with a forbidden value.",
+                 "The message names the field and what is allowed."),
     "E-JOURNAL": ("The server's journal cannot be read or written.", "The message names the folder and the cause."),
     "E-JOURNAL-IN-USE": ("Another process uses the journal's folder.", "Give each server its own folder."),
     "E-SERVER-STATE": ("A server's saved codec state cannot be read.", "Load an earlier save."),
@@ -84,18 +87,18 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- attaching a model
     "E-MODEL-UNSUPPORTED": ("The model has a parameter or a wrapper that commlayer does not support.",
                             "The message names it and the remedy."),
-    "E-ATTACHED-TWICE": ("The model is attached already, so its gradients would be averaged twice.",
+    "E-ATTACHED-TWICE": ("The model is already attached, so its gradients would be averaged twice.",
                          "Attach a model once, or close the other session first."),
     "E-MODEL-CHANGED": ("The model or its optimizer changed after attach().", "Attach again after the change."),
-    "E-JOIN-ATTACH": ("This way of attaching cannot join a running job.",
+    "E-JOIN-ATTACH": ("A session attached in this way cannot join a running job.",
                       "Use attach(model, optimizer) under `commlayer join`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",
                      "The message names which part of the state."),
     "E-JOIN-MISSED": ("A home could not join the job before its members or its plan changed.", "Start the home again."),
-    "E-DDP-HOOK": ("A HookState is used with more than one module.", "Make one HookState per module."),
+    "E-DDP-HOOK": ("A HookState is used with more than one module.", "Create one HookState per module."),
     "E-DDP-UNSUPPORTED": ("attach() does not support this use of DistributedDataParallel.",
                           "The message names what to change."),
-    "E-HOOKS-TAKEN": ("A gradient hook of commlayer was replaced.", "Do not remove its hooks."),
+    "E-HOOKS-TAKEN": ("A gradient hook of commlayer was replaced.", "Do not remove commlayer's hooks."),
     "E-SESSION-CLOSED": ("The session is closed.", "Attach again."),
     # ---- gradients and steps
     "E-GRADIENT-LOCAL": ("An optimizer is about to apply a gradient that was not averaged.",
@@ -108,74 +111,74 @@ CODES: dict[str, tuple[str, str]] = {
     "E-STEP-IN-BACKWARD": ("An optimizer steps inside the backward pass.", "Step after backward()."),
     "E-COMPILED": ("Backward runs under compiled autograd, which has no gradient hooks.",
                    "Compile the model, not the backward pass."),
-    "E-WEIGHT": ("The weight of a step is not usable.", "Give a finite number from 0, and the sum over all workers as total."),
+    "E-WEIGHT": ("The weight of a step is invalid.", "Give a finite number from 0, and the sum over all workers as total."),
     "E-CLIP": ("clip_grad_norm cannot clip these gradients.", "The message names another place to clip."),
     "E-UNEVEN-INPUTS": ("session.join() does not work in this job, or a call is not allowed inside it.",
                         "The message lists what is allowed."),
     # ---- sync modes
     "E-SYNC-MODE": ("The argument `sync` is none of the sync modes, or does not fit the plan.",
                     "The message lists what is allowed."),
-    "E-SYNC-EVERY": ("`every` is no whole number of steps.", "Give 1 or more."),
+    "E-SYNC-EVERY": ("`every` is not a whole number of steps.", "Give 1 or more."),
     "E-SYNC-FRAGMENTS": ("`fragments` does not divide `every`, or the plan has fewer buckets.",
                          "Give a smaller divisor of `every`."),
     "E-SYNC-FORWARD": ("sync=\"forward\" does not work with this model or optimizer.", "Use sync=\"step\"."),
     "E-SYNC-OPTIMIZER": ("Local steps do not work with this optimizer.", "The message names one that works."),
-    "E-SYNC-PLAN": ("The plan has another sync mode than the argument `sync`.", "Leave sync out, or give another plan."),
+    "E-SYNC-PLAN": ("The plan has another sync mode than the argument `sync`.", "Omit `sync`, or use another plan."),
     # ---- plans
-    "E-PLAN-NAME": ("`plan` is neither a Plan nor a plan file, or was given beside `compression`.",
+    "E-PLAN-NAME": ("`plan` is neither a Plan nor a plan file, or was given together with `compression`.",
                     "Give a Plan, a file or a codec."),
     "E-PLAN-FILE": ("A plan file cannot be read, or belongs to another model.", "`commlayer plan create` writes one."),
     "E-PLAN-INPUT": ("A model, cluster or policy for planning is wrong.", "The message names the field and what is allowed."),
-    "E-PLAN-REFUSED": ("The plan does not fit this job or its servers.", "Make a plan for this job."),
-    "E-PLANNER-ENDED": ("The process that plans has ended.", "None: another one starts with the next search."),
-    "E-PLAN-SWITCH": ("The job cannot switch to this plan now.", "Switch between two steps, on all ranks at the same one."),
-    "E-PLAN-PATH": ("A bucket's path is not possible.", "The message names which operations are allowed."),
+    "E-PLAN-REFUSED": ("The plan does not fit this job or its servers.", "Create a plan for this job."),
+    "E-PLANNER-ENDED": ("The planner's process has ended.", "None: the next search starts another process."),
+    "E-PLAN-SWITCH": ("The job cannot switch to this plan now.", "Switch between two steps, at the same step on all ranks."),
+    "E-PLAN-PATH": ("A bucket's path is invalid.", "The message names which operations are allowed."),
     "E-PLAN-BY-NODE": ("The codecs of one bucket on different nodes cannot be summed together.",
                        "Let only their ratios differ."),
-    "E-PLAN-CODEC-COST": ("A codec has no measured or tabulated cost.", "Measure it with `commlayer profile`."),
-    "E-PLAN-QUESTION": ("A question about a plan cannot be answered.", "The message lists the possible questions."),
-    "E-GPU-NAME": ("A GPU is in no table.", "Use a name from the message, or measure with `commlayer profile`."),
-    "E-LINK-NAME": ("A link's name or rate is wrong.", "Use a form from the message."),
+    "E-PLAN-CODEC-COST": ("A codec has no measured or built-in cost.", "Measure it with `commlayer profile`."),
+    "E-PLAN-QUESTION": ("An argument of explain, diff or whatif does not fit the plan.", "The message lists what is allowed."),
+    "E-GPU-NAME": ("A GPU is unknown.", "Use a name from the message, or measure with `commlayer profile`."),
+    "E-LINK-NAME": ("A link's name or rate is wrong.", "Use a name from the message."),
     "E-MODEL-NAME": ("A built-in model's name or batch is wrong.", "Use a name from the message."),
-    "E-LEARNING-TABLE": ("A table of learning measurements cannot be used.",
+    "E-LEARNING-TABLE": ("A table of measured convergence factors cannot be used.",
                          "`python -m bench.own_learning TASK FILE` writes one."),
     "E-LOSS-MODEL": ("A loss model cannot be read, or lacks a codec.", "`commlayer tune` writes one."),
-    "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, with other members.", "None: the worker repeats it."),
+    "E-EPOCH-ENDED": ("A request belongs to an earlier epoch, with other members.", "None: the worker repeats the request."),
     # ---- codecs
     "E-CODEC-NAME": ("A codec's name or the form of its arguments is wrong.", "Use a name from docs/reference/codecs.md."),
     "E-CODEC-ARGUMENT": ("A codec's argument is wrong, or codecs do not nest this way.", "The message lists what is allowed."),
-    "E-CODEC-INPUT": ("A codec was given memory of another size, type or place.",
+    "E-CODEC-INPUT": ("A codec was given memory of the wrong size, type or device.",
                       "Give contiguous float32 of the bucket's size."),
     "E-CODEC-STATE": ("Saved codec state does not fit.", "Load it under the plan that it was saved with."),
     "E-CODEC-BACKEND": ("A codec backend is not available.", "Use one that the message names."),
     "E-GPU-CODE": ("GPU code cannot be loaded.", "Install the extra gpu12 or gpu13."),
     # ---- samplers, shares and tuning
     "E-SAMPLER-ARGUMENT": ("A sampler was given a wrong argument.", "The message lists what is allowed."),
-    "E-SAMPLER-FOLLOW": ("A loader cannot follow the sampler.", "The message names which loader can."),
+    "E-SAMPLER-FOLLOW": ("A data loader cannot follow a sampler that changes its batches.",
+                         "The message names a loader that can."),
     "E-SAMPLER-RANKS": ("The samplers of the ranks differ where they must be equal.",
                         "Give each rank its own sampler, with the same batch."),
-    "E-SAMPLER-STATE": ("A sampler's saved state does not fit.", "Make the sampler with the arguments that it was saved with."),
+    "E-SAMPLER-STATE": ("A sampler's saved state does not fit.", "Create the sampler with the arguments of the saved one."),
     "E-SHARES-ARGUMENT": ("Batch shares are not possible.", "The message lists what is allowed."),
-    "E-TIME-MODEL": ("Step times do not make a model.", "Drop the measurement that the message names."),
+    "E-TIME-MODEL": ("The measured step times do not fit the time model.", "Remove the measurement that the message names."),
     "E-TUNE-ARGUMENT": ("A tuning range is wrong.", "Give a range above 0."),
-    "E-TUNE-BASELINE": ("Correct the task; its message is included.", "Mend the task; its message is included."),
-    "E-TUNE-STORE": ("A store of trials belongs to another search.", "Give another --store, or delete it."),
+    "E-TUNE-BASELINE": ("The uncompressed baseline trial of a search failed.", "Correct the task; its message is included."),
+    "E-TUNE-STORE": ("A store of trials belongs to another search.", "Give another --store, or delete the store."),
     # ---- optimizers
     "E-OPTIM-ARGUMENT": ("An optimizer's argument is wrong.", "The message lists what is allowed."),
     "E-OPTIM-GRADIENT": ("A sparse gradient has wrong positions.", "The message names the parameter."),
     "E-OPTIM-STATE": ("A saved optimizer state does not fit.", "The message names which part of it."),
-    "E-OPTIM-PARAMETER": ("An optimizer does not support a parameter.", "Give it to another optimizer."),
+    "E-OPTIM-PARAMETER": ("An optimizer does not support a parameter.", "Use another optimizer for that parameter."),
 }
 """Meaning and remedy of each error code. docs/generate.py writes docs/reference/errors.md from this table."""
 
 _CODE = re.compile(rf" ?\[({'|'.join(CODES)})\]")
 GENERIC = ("", "E-RECORD")
-"""Unspecific codes. An error that quotes another error with one of these codes keeps its own code."""
+"""Unspecific codes. If a text quotes an error with one of these codes, the new error keeps its own code."""
 
 
 class Coded(Exception):
-    """An error with a code. If the text quotes another coded error, this error gets the quoted error's code, which is more
-    specific."""
+    """An error with a code. If the text quotes another coded error, the new error takes that code, which is more specific."""
 
     def __init__(self, code: str, text: str) -> None:
         inner = code_of(text)
@@ -188,7 +191,8 @@ class Coded(Exception):
 
 
 class InvalidInput(Coded, ValueError):
-    """An argument, file or setting is wrong. The one-line message names the mistake, the allowed values and the remedy."""
+    """Raised if an argument, file or setting is wrong. The one-line message names the mistake, the allowed values and the
+    remedy."""
 
 
 class RecordError(InvalidInput):
@@ -239,14 +243,14 @@ class PeerLost(CommError):
 
 
 class Unsaid(PeerLost):
-    """The process that opened the connection closed it before it sent anything."""
+    """Raised if the process that opened the connection closed it before it sent a message."""
 
-    def __init__(self, what: str = "the connection was closed before anything was sent", *, peer: str = "") -> None:
+    def __init__(self, what: str = "the connection was closed before any message was sent", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
 
 
 class PeerEnded(PeerLost):
-    """The peer closed its connection in order: everything that it had sent has arrived."""
+    """The peer closed its connection normally: everything that the peer had sent has arrived."""
 
     default_code = "E-PEER-ENDED"
 
@@ -264,7 +268,7 @@ class DeadlineExceeded(CommError):
 
 
 class CorruptFrame(CommError):
-    """Received bytes violate the wire format. The receiver closes the connection, and nothing was written."""
+    """Received bytes violate the wire format. The receiver closes the connection and discards the bytes."""
 
     default_code = "E-FRAME"
 
@@ -288,12 +292,12 @@ class Refused(CommError):
 
 
 class NotYet(Refused):
-    """The other side refused the request only for now: a later attempt might succeed."""
+    """The other side refused the request temporarily: a later attempt might succeed."""
 
 
 def line_of(error: Exception) -> str:
-    """The line that a command prints for an error that the user can correct. For an OSError without a file name it is only the
-    system's description."""
+    """The line that a command prints for an error that the user can correct. For an OSError without a file name, the line is
+    only the system's description."""
     return error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else str(error)
 
 
@@ -314,7 +318,7 @@ def one_line(text: object) -> str:
 
 
 def short_line(text: object, most: int) -> str:
-    r"""Escapes text from a peer as one_line() does, and shortens it to `most` characters. A code at the end stays.
+    r"""Escapes text from a peer as one_line() does, and shortens it to `most` characters. An error code at the end is kept.
 
     >>> short_line("not\nmore than this", 12)
     'not\\nmore...'

@@ -1,4 +1,4 @@
-"""Writes files atomically, and replaces the text between two marks of a page."""
+"""Writes files atomically, and replaces the text between two marks of a documentation page."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from commlayer.errors import InvalidInput
 def write_whole(contents: Mapping[Path, bytes], *, durable: bool = False, mode: int = 0o666) -> None:
     """Writes all files or none, each by replacing its old version. Raises OSError, which names the file that cannot be written.
 
-    `durable`: the files survive a power failure once this returns. `mode`: access rights from the first byte on, restricted by
-    the umask.
+    `durable`: True flushes the files to disk before the function returns. `mode`: access rights from the first byte on,
+    restricted by the umask.
     """
-    # The process id separates two processes that write the same file: the last one wins.
+    # The process id in the name separates two processes that write the same file; the last one wins.
     parts = {path: path.with_name(f"{path.name}.{os.getpid()}.part") for path in contents}
     path = next(iter(parts))
     try:
         for path, part in parts.items():
             with contextlib.suppress(FileNotFoundError):
-                part.unlink()  # left by an earlier process with this id, perhaps with another mode
+                part.unlink()  # left by an earlier process with the same id, perhaps with another mode
             with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
                 file.write(contents[path])
             if durable:

@@ -15,7 +15,7 @@ from commlayer.planner.tables import DEFAULT_CODECS, profile_from_tables
 
 DENSE = "identity()"
 BUDGET = 0.05
-"""Default loss budget where one is needed: loss increase relative to dense training."""
+"""Default loss budget of the quality guard: loss increase relative to dense training."""
 
 
 def penalty(model: LossModel, codec: str) -> float:
@@ -26,8 +26,8 @@ def penalty(model: LossModel, codec: str) -> float:
 
 
 def names(model: LossModel | None, max_loss: float) -> list[str]:
-    """Codecs that a profile should include: the default ones, and each measured codec at its smallest ratio within the budget.
-    """
+    """Codecs that a profile should include: the default ones, and each measured codec at its smallest ratio within the
+    budget."""
     if model is None:
         return list(DEFAULT_CODECS)
     candidates = dict.fromkeys(DEFAULT_CODECS)
@@ -64,7 +64,7 @@ def tables(cluster: Cluster, model: LossModel, max_loss: float) -> Profile:
 
 
 def first_codec(model: LossModel, max_loss: float, codecs: Sequence[str], sparse: str, ratio: float) -> str:
-    """Codec of a job's first steps, before there is a plan: the first of `codecs` within the loss budget. If none is, `sparse`
+    """Codec of a job's first steps, before a plan exists: the first of `codecs` within the loss budget. If none is, `sparse`
     with its smallest ratio within the budget (at least `ratio`), or else no compression."""
     for codec in codecs:
         if penalty(model, codec) <= max_loss:
@@ -89,7 +89,7 @@ def _known(codecs: list[str]) -> list[str]:
 
 
 def _up(ratio: float) -> float:
-    """Rounds a ratio up to two digits, so that the loss budget is still kept.
+    """Rounds a ratio up to two digits; rounding up keeps the loss within its budget.
 
     >>> _up(0.02341), _up(1.0), _up(0.01)
     (0.024, 1.0, 0.01)

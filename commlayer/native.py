@@ -1,4 +1,4 @@
-"""Loads the native core, or logs that the slower fallback is used instead."""
+"""Loads the native core; without it, logs that the slower fallback is used."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
     """The inputs from which the planner made a plan, stored next to the plan file."""
 
     loss: LossModel | None = None
-    """Loss penalties of codecs, measured on the user's task. None: convergence factors decide instead."""
+    """Loss penalties of codecs, measured on the user's task. None: convergence factors determine the loss."""
 
     learning: tuple[LearningRow, ...] = ()
-    """Convergence factors measured on the user's task. Empty: those of the profile, or else the built-in table's."""
+    """Convergence factors measured on the user's task. Empty: those of the profile, else the built-in table's."""
 
     def costs(self, others: Sequence[Node] = ()) -> tuple[Profile | None, Policy | None]:
-        """Profile and policy to plan with; None where the planner's defaults apply. `others`: machines that a sweep adds to the
+        """Profile and policy for planning; None where the planner's defaults apply. `others`: machines that a sweep adds to the
         cluster."""
         policy, cluster = self.policy or Policy(), structs.replace(self.cluster, nodes=(*self.cluster.nodes, *others))
         if self.loss is None:
@@ -42,7 +42,7 @@ class PlanFileInputs(model.PlanInputs, frozen=True):
         return loss_budget.priced(self._learnt(profile), policy, self.loss)
 
     def _learnt(self, profile: Profile) -> Profile:
-        """Adds convergence factors to the profile: the user's own, else those of the profile, else the built-in table's."""
+        """Adds convergence factors to the profile: the user's own, else the profile's, else the built-in table's."""
         return structs.replace(profile, learning=self.learning or profile.learning or learning_rows())
 
 
@@ -70,8 +70,8 @@ def plan_in(path: Path) -> Plan:
 
 
 def misread(data: bytes) -> list[str]:
-    """Reasons why `data` is not a plan of this version, one line for each bad bucket and one for the rest; empty if it is a
-    plan."""
+    """Reasons why `data` is not a plan of this version, one line for each bad bucket and one for the other fields; empty if
+    `data` is a plan."""
     try:
         records.decode(data, Plan, "plan")
     except RecordError as error:
@@ -89,8 +89,8 @@ def _misread(data: bytes) -> Iterator[str]:
         yield f"expected a JSON object with job and buckets, got `{type(content).__name__}`"
         return
     if content.get("schema", SCHEMA) != SCHEMA:
-        # First: fields of another schema are unknown here.
-        yield f"plan has schema {content['schema']}, this commlayer reads {SCHEMA}: make the plan again"
+        # Checked first, because fields of another schema are unknown here.
+        yield f"plan has schema {content['schema']}, this version reads schema {SCHEMA}: create the plan again"
         return
     buckets = content.get("buckets")
     bucket_list = buckets if isinstance(buckets, list) else []
@@ -127,14 +127,14 @@ def basis_of(plan: Any) -> Basis | None:
         return None
     basis = Basis(plan_in(Path(plan)), inputs_of(Path(plan)))
     if basis.plan.job != basis.inputs.job.digest():
-        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; make both files "
-                                          "again with `commlayer plan create`")
+        raise InvalidInput("E-PLAN-FILE", f"{sidecar(Path(plan))} belongs to another model than {plan}; create "
+                                          "both files again with `commlayer plan create`")
     return basis
 
 
 def server_nodes_of(plan: Plan, basis: Basis | None, nodes: int) -> tuple[int, ...]:
-    """The plan's server hosts, as numbers of the training nodes that start the servers. Empty if a host does not train, or the
-    plan names none."""
+    """The plan's server hosts, as numbers of the training nodes that start the servers. Empty if a host does not train, or if
+    the plan lists no hosts."""
     trained = [i for i, node in enumerate(basis.inputs.cluster.nodes) if node.ranks] if basis else [*range(nodes)]
     if len(plan.hosts) != plan.servers or not {*plan.hosts} <= {*trained[:nodes]}:
         return ()

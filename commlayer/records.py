@@ -16,13 +16,13 @@ SCHEMA = 4
 """Version of the format of plan files and control messages. A reader refuses other versions."""
 
 MAX_TENSORS_PER_BUCKET = 64
-"""Limit for the slices of a bucket: its `used` mask is one 64-bit word of the frame header."""
+"""Limit for the slices of a bucket: the frame header has one 64-bit word for the bucket's `used` mask."""
 
 MAX_FRAME_NBYTES = 256 << 20
 """Limit for the body of one frame: a payload, or a server's saved state of a bucket."""
 
 MAX_BUCKET_NBYTES = 128 << 20
-"""Limit for a bucket's elements as float32. Half of a frame's body, since a payload can be larger than its input."""
+"""Limit in bytes for a bucket's elements as float32: half of a frame's body, since a payload can be larger than its input."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spec(Record, frozen=True):
-    """Shape and dtype of the data that a codec encodes. Codecs process float32; `dtype` is that of the parameter."""
+    """Shape and dtype of the data that a codec encodes. Codecs process float32; `dtype` is the parameter's type."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -50,8 +50,8 @@ class TensorInfo(Record, frozen=True):
     shape: tuple[int, ...]
     dtype: str = "float32"
     buffer: bool = False
-    """Whether this is a module's buffer, such as running statistics. Buffers are averaged without a loss scale, and never share
-    a bucket with gradients."""
+    """True: a module's buffer, such as running statistics. Buffers are averaged without a loss scale and in separate
+    buckets."""
 
     @property
     def numel(self) -> int:
@@ -71,16 +71,17 @@ class Timing(Record, frozen=True):
     update_s: float = 0.0
     """Seconds of the optimizer's step."""
     device: str = ""
-    """Name of the measured device, as in the planner's tables. Empty: the reference device of the nodes' speeds."""
+    """Name of the measured device, as in the planner's tables. Empty: the times are for a V100, the reference of node
+    speeds."""
     filled: tuple[float, ...] = ()
     """Average fraction of nonzero elements of each gradient, as sent and received. Empty: all elements are nonzero."""
     half: bool = False
-    """Whether the step computes in bf16 or the GPU's fastest precision; the nodes' speeds then refer to that precision."""
+    """True: the step computes in bf16 or the GPU's fastest precision; node speeds then refer to that precision."""
     activation_nbytes: float = 0.0
     """Bytes of activations that a step keeps for its backward pass; 0: unknown."""
     noise_scale: float = 0.0
-    """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than it profit
-    from more workers, larger ones do not. 0: unknown."""
+    """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than the noise
+    scale profit from more workers, larger ones do not. 0: unknown."""
 
     def scaled(self, factor: float) -> Timing:
         """Returns a copy with all times multiplied by `factor` and the device unknown."""
@@ -92,7 +93,7 @@ class Timing(Record, frozen=True):
 
 
 class Job(Record, frozen=True):
-    """A model's tensors and its batch. Two workers can train one job only if their Jobs have equal digests."""
+    """A model's tensors and batch size. Two workers can train one job only if their Jobs have equal digests."""
 
     tensors: tuple[TensorInfo, ...]
     batch: int | None = None
@@ -109,7 +110,7 @@ class Job(Record, frozen=True):
         """The step times. Raises InvalidInput for a job without them."""
         if self.timing is None:
             raise InvalidInput("E-PLAN-INPUT", f"job {self.name!r} has no timing, but planning needs step times: measure it "
-                                               "with `commlayer profile FILE.py:FUNCTION`, or take a built-in model")
+                                               "with `commlayer profile FILE.py:FUNCTION`, or use a built-in model")
         return self.timing
 
     def digest(self) -> str:
@@ -129,20 +130,20 @@ class Slice(Record, frozen=True):
 
 
 class Why(Record, frozen=True):
-    """The planner's prediction for one bucket, and the alternative that came second. Only people read it."""
+    """The planner's prediction for one bucket, and the alternative that came second. For readers only: no code uses the
+    record."""
 
     seconds: float
-    """Seconds from the bucket's gradients being ready to its average having arrived, in the simulated step."""
+    """Seconds from the bucket's gradients being ready to the arrival of the average, in the simulated step."""
     nbytes: int
     """Bytes that one node sends and receives for the bucket in a step."""
     reason: str
     runner_up: str = ""
     runner_up_s: float = 0.0
-    """Seconds that a step takes longer with the alternative. Negative: its steps are shorter, but training needs more of them.
-    """
+    """Seconds by which the alternative lengthens a step. Negative: steps are shorter, but training needs more of them."""
     runner_up_later: float = 0.0
-    """Extra training time until a given loss with the alternative, as a pessimistic fraction; 0 if the planner did not compare
-    convergence."""
+    """Relative increase of the training time to a given loss with the alternative, by the cautious estimate; 0: the planner
+    ignored convergence."""
 
 
 def over_server(path: str) -> bool:
@@ -168,17 +169,17 @@ class Bucket(Record, frozen=True):
     owner: int = 0
     """Local rank that encodes and sends this bucket on each node; used only with path "service"."""
     shape: tuple[int, ...] = ()
-    """Shape that the codec sees; empty: a vector. A bucket of one whole tensor can keep that tensor's shape, which low-rank
+    """Shape that the codec sees; empty: a vector. A bucket of one complete tensor can keep the tensor's shape, which low-rank
     codecs need."""
     down: str = ""
     """Codec of the download from the server; empty: the same as for the upload."""
     by_node: tuple[str, ...] = ()
-    """Upload codec of each node, if nodes differ (a slow link uses a smaller ratio); empty: `codec` on all. All belong to one
-    family, so that the server can decode them."""
+    """Upload codec of each node, if nodes differ (a slow link uses a smaller ratio); empty: all nodes use `codec`. All codecs
+    must belong to one family, since one server decodes them."""
     coder: str = ""
     """"gpu": the bucket is encoded on the GPU. Empty: on the CPU."""
     stale: bool = False
-    """Whether the average of a step is applied one step late."""
+    """True: the average of a step is applied one step late."""
     why: Why | None = None
 
     @property
@@ -195,8 +196,8 @@ class Bucket(Record, frozen=True):
 
 
 class Plan(Record, frozen=True):
-    """All decisions for a job's communication. `buckets` are in the order in which they become ready; collectives run in this
-    order."""
+    """All decisions for a job's communication. `buckets` are in the order in which they become ready, which is also the order
+    of collectives."""
 
     job: str
     """Digest of the Job that the plan was made for."""
@@ -212,7 +213,7 @@ class Plan(Record, frozen=True):
     """What runs during an exchange: "" nothing, "round" the next local steps (or the next step), "forward" the next forward
     pass."""
     fragments: int = 1
-    """Number of parts into which the model's weight changes are split; the parts are exchanged one after the other."""
+    """Number of fragments into which the model's weight changes are split; fragments are exchanged one after the other."""
     step_s: float = 0.0
     """Predicted seconds per step; 0: no prediction."""
     steps: float = 0.0
@@ -225,28 +226,28 @@ class Plan(Record, frozen=True):
     one."""
     ratio_over: Literal["bucket", "plan"] = "bucket"
     """What a sparse codec's ratio refers to. "bucket": the elements of each bucket. "plan": all server buckets together, with
-    one threshold, so that buckets with larger gradients send more."""
+    one threshold, so buckets with larger gradients send more."""
     warmup: int = 0
-    """Steps from the start of the job during which sparse codecs over servers decrease their ratios from 25 %; 0: none."""
+    """Number of first steps of the job during which sparse codecs over servers decrease their ratios from 25 %; 0: none."""
     schema: int = SCHEMA
 
     @property
     def steps_locally(self) -> bool:
-        """Whether each rank applies its own gradients, and exchanges send weight changes instead of gradients."""
+        """True: each rank applies its own gradients, and exchanges send weight changes instead of gradients."""
         return self.local_steps > 1 or self.codes == "updates"
 
 
 def plan_of(plan: Plan, places: Sequence[int], new: int = 0) -> Plan:
     """The plan after a change of members: for the workers at the indices `places` of the old membership, plus `new` further
-    ones. Predictions are dropped: they were for the old membership."""
+    ones. Removes the predictions, which were for the old membership."""
     buckets = tuple(replace(b, by_node=(*(b.by_node[place] for place in places), *[b.codec] * new)) if b.by_node else b
                     for b in plan.buckets)
     return replace(plan, buckets=buckets, step_s=0.0, steps=0.0, steps_high=0.0)
 
 
 def with_updates(plan: Plan) -> Plan:
-    """The plan with weight changes exchanged in every step and no late results. (Late results of gradients would make ranks
-    diverge.)"""
+    """The plan with weight changes exchanged in every step and no bucket applied one step late. (Gradients applied late would
+    make ranks diverge.)"""
     buckets = tuple(replace(b, stale=False) if b.stale else b for b in plan.buckets)
     return replace(plan, codes="updates", overlap="", buckets=buckets)
 
@@ -259,21 +260,22 @@ class Member(Record, frozen=True):
     name: str
     pid: int = 0
     certificate: str = ""
-    """Certificate that the worker registered with; empty: the job has no keys. Servers accept only this certificate for its
-    rank."""
+    """Certificate with which the worker registered; empty: the job has no keys. Servers accept only this certificate for the
+    worker's rank."""
 
 
 class ServerInfo(Record, frozen=True):
     id: int
     address: str
     node: int = 0
-    """Node number of the members that share a machine with the server."""
+    """Node number of the members on the server's machine."""
     colocated: bool = False
-    """Whether the server runs in the coordinator's process."""
+    """True: the server runs in the coordinator's process."""
     streams: str = ""
-    """Address for gRPC streams: the coordinator's own address if the server runs in its process. Empty: no gRPC."""
+    """Address for gRPC streams: the coordinator's own address if the server runs in its process. Empty: the server accepts no
+    gRPC streams."""
     restartable: bool = False
-    """Whether the server has a journal, so that it can be restarted after a crash."""
+    """True: the server has a journal, so it can be restarted after a crash."""
 
 
 class View(Record, frozen=True):
@@ -286,12 +288,12 @@ class View(Record, frozen=True):
     """Digest of the encoded plan; empty until rank 0 has sent one."""
     from_step: int = 0
     gradients: int = -1
-    """Number of gradients among the job's tensors; the tensors after them are buffers, which servers average too. -1: all are
+    """Number of gradients among the job's tensors; the following tensors are buffers, which servers average too. -1: all are
     gradients."""
 
 
 def encode(record: Record) -> bytes:
-    """Encodes a record as JSON with sorted keys: equal records give equal bytes on every machine."""
+    """Encodes a record as JSON with sorted keys, so equal records give equal bytes on every machine."""
     return msgspec.json.encode(record, order="deterministic")
 
 

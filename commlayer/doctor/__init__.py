@@ -1,1 +1,1 @@
-"""`commlayer doctor`: finds what would prevent a run on this machine. Gathers facts, then judges them; changes nothing."""
+"""`commlayer doctor`: finds problems on this machine that would prevent a run, without changing the machine."""

@@ -1,4 +1,4 @@
-"""The table of checks for given settings, with the deadline of each."""
+"""Lists the checks for given settings, with the deadline of each check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from commlayer.errors import CommError
 
 QUICK_S, NAMES_S, SERVER_S, LINK_S = 5.0, 8.0, 17.0, 2.0
 ALONE_S = 30.0
-"""Every check of one machine ends by then. The link check runs last, in the time that the slowest other check leaves."""
+"""Seconds within which every check of one machine ends. The link check runs last, in the time that the slowest other check
+leaves."""
 BUSY = "the machine is overloaded: check its load"
 SLOW_NAMES = "a name service does not answer: check /etc/resolv.conf, or use addresses"
 SLOW_DISK = "the disk does not answer: check network file systems"
@@ -25,7 +26,7 @@ Run = Callable[[], Iterable[Finding]]
 
 
 class Doctor:
-    """The checks of these settings. `nodes` and `links` are results of the comparison of nodes."""
+    """Runs the checks for the given settings. `nodes` and `links`: results of the comparison of nodes."""
 
     def __init__(self, config: Config, plan: Path | None = None) -> None:
         self.config, self.plan, self.launch = config, plan, read_launch()
@@ -61,7 +62,8 @@ class Doctor:
         return [Check(*row[1:]) for row in rows if row[0]]
 
     def link_check(self) -> list[Check]:
-        """The check of the link, to run after the others, since they would slow each other. None without a usable server."""
+        """The check of the link to the server, which runs after the other checks, since they would disturb each other. Empty
+        without a usable server."""
         check = Check("link", lambda: self.server.link(LINK_S), ALONE_S - SERVER_S, SLOW_LINK)
         return [] if self.server.status is None else [check]
 

@@ -29,18 +29,21 @@ from commlayer.transport import framing
 from commlayer.transport.key_folder import KEY, TOKEN, Keys
 
 TESTED_TORCH, LEAST_TORCH = "2.13", (2, 6)
-"""`TESTED_TORCH` is the version that constraints.txt pins."""
+"""Version of torch in constraints.txt, with which commlayer is tested, and the oldest supported one."""
 TESTED_PYTHON = "3.11"
 GIB, MIB = 1 << 30, 1 << 20
 FEW_FILES, TOO_FEW_FILES = 1024, 256
-"""A server has two sockets per worker. A training process has some dozens, in addition to those of its data."""
+"""Limits of open files below which a check warns, and fails. A server has two sockets per worker. A training process needs some
+dozens of files in addition to those of its data."""
 SMALL_SHARED = 512 * MIB
-"""Containers start with 64 MiB, which is too small for a few batches or for one channel of NCCL."""
+"""Bytes of shared memory below which a check warns. Containers start with 64 MiB, too little for a few batches or one NCCL
+channel."""
 JOURNAL_NBYTES = 24
 """Journal bytes per parameter of a server: two slots, each with the residual, the partial sum and the last result."""
 SMALL_DISK, NO_DISK = 2 * GIB, 64 * MIB
 SOON_S = 30 * 86400.0
-"""A run may take weeks, and after its certificate expires a node cannot connect again."""
+"""Seconds of remaining validity below which a check warns: a run may take weeks, and after its certificate expires a node
+cannot reconnect."""
 CA_KEY = "ca.key"
 
 
@@ -49,7 +52,7 @@ def own_version() -> str:
 
 
 def check_versions(python: str, isa: str) -> Iterator[Finding]:
-    """`isa`: the instruction set of the native core; empty without a core."""
+    """Checks versions. `isa`: the instruction set of the native core; empty if the core is not installed."""
     yield judge("version", f"{own_version()}, Python {python}",
                 f"tested with Python {TESTED_PYTHON} only: use it if anything fails",
                 doubtful=python.rpartition(".")[0] != TESTED_PYTHON)
@@ -58,17 +61,17 @@ def check_versions(python: str, isa: str) -> Iterator[Finding]:
 
 
 def check_processor(cores: int, limit: float) -> Finding:
-    """`limit`: cores that the control group allows."""
+    """Checks the number of CPU cores. `limit`: number of cores that the control group allows."""
     line = f"{cores} core{'s' if cores != 1 else ''}"
     if limit < cores:
-        return warn("cpu", f"{line}, but its control group allows the time of {limit:g}", "raise the container's limit (docker "
-                    "run --cpus, or limits.cpu), or codecs are throttled in bursts", cores=cores)
-    return judge("cpu", line, "give it 2 or more cores: training, codecs and sockets share this one", doubtful=cores < 2,
+        return warn("cpu", f"{line}, but the control group allows only {limit:g} cores' time", "raise the container's limit "
+                    "(docker run --cpus, or limits.cpu), or codecs are throttled in bursts", cores=cores)
+    return judge("cpu", line, "provide 2 or more cores: training, codecs and sockets share this one", doubtful=cores < 2,
                  cores=cores)
 
 
 def core_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that the control group allows; infinite for no limit."""
+    """Number of cores that the control group allows; infinite without a limit."""
     try:
         most, period = (cgroup / "cpu.max").read_text().split()
         return int(most) / int(period)
@@ -77,7 +80,7 @@ def core_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def check_file_limits(soft: float, hard: float) -> Finding:
-    """`soft`, `hard`: the limits of open files; -1 for none."""
+    """Checks the limits of open files. `soft`, `hard`: the process limits; -1 for no limit."""
     soft, hard = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     remedy = ("ulimit -n 4096" if hard >= FEW_FILES else
               "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=4096")
@@ -86,7 +89,7 @@ def check_file_limits(soft: float, hard: float) -> Finding:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """DataLoader workers pass batches through it, and NCCL its traffic inside a machine."""
+    """Checks shared memory: DataLoader workers pass batches in it, and NCCL uses it inside a machine."""
     free = free_space(path) if path.exists() else "no such folder"
     seen = f"{path}: {free}" if isinstance(free, str) else f"{path}: {size(free)} free"
     return judge("shm", seen, "docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm: DataLoader workers and NCCL use "
@@ -94,7 +97,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
 
 
 def check_folder(what: str, path: Path, free: int | str) -> Finding:
-    """`free`: bytes, or why the folder cannot be written."""
+    """Checks the disk space of a folder. `free`: free bytes, or the reason why the folder cannot be written."""
     if isinstance(free, str):
         return fail("disk", f"{what} {path}: {free}", "choose a folder that this user can write to")
     return judge("disk", f"{what} {path}: {size(free)} free", "free space, or choose another folder", failed=free < NO_DISK,
@@ -102,7 +105,8 @@ def check_folder(what: str, path: Path, free: int | str) -> Finding:
 
 
 def free_space(path: Path) -> int | str:
-    """Free bytes in the folder, or in the existing parent in which it would be made; or why it cannot be written."""
+    """Free bytes in the folder, or in the existing parent in which the folder would be created; or the reason why it cannot be
+    written."""
     place = path.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -110,7 +114,7 @@ def free_space(path: Path) -> int | str:
         if not place.is_dir():
             return "it is a file"
         if not os.access(place, os.W_OK | os.X_OK):
-            return "it may not be written to"
+            return "no permission to write"
         disk = os.statvfs(place)
     except OSError as error:
         return error.strerror or str(error)
@@ -118,13 +122,13 @@ def free_space(path: Path) -> int | str:
 
 
 def check_journal(path: Path, free: int | str, *, present: bool, required: bool) -> Iterator[Finding]:
-    """`present`: it holds the journal of an earlier job. `required`: a server without space for its journal refuses to
-    serve."""
+    """Checks the journal folder. `present`: True if it contains the journal of an earlier job. `required`: True if a server
+    without space for its journal refuses to run."""
     if isinstance(free, str):
         yield fail("journal", f"{path}: {free}", "choose a folder that this user can write to")
         return
     if present:
-        yield warn("journal", f"{path} holds the journal of an earlier job, which `commlayer serve` resumes",
+        yield warn("journal", f"{path} contains the journal of an earlier job, which `commlayer serve` resumes",
                    f"to start another job, delete it: rm -r {path}")
     yield judge("journal", f"{path}: {size(free)} free, enough for about {free / JOURNAL_NBYTES / 1e6:.0f} M parameters",
                 "free space: without it a server refuses to serve a larger model, unless journal_required is false" if required
@@ -137,7 +141,7 @@ def own_journal(path: Path, *, required: bool) -> Iterator[Finding]:
 
 
 def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]:
-    """`now_s`: seconds since 1970. `serves`: whether other nodes connect to this one."""
+    """Checks the key folder. `now_s`: seconds since 1970. `serves`: True if other nodes connect to this one."""
     from cryptography import x509
 
     try:
@@ -148,12 +152,12 @@ def check_keys(folder: Path, now_s: float, *, serves: bool) -> Iterator[Finding]
     name, revoked = mine.own.name, mine.revoked()
     again = f"commlayer keys add {name} --again"
     if mine.own.serial in revoked:
-        yield fail("keys", f"the certificate of {name} is revoked", f"make a new one: {again}")
+        yield fail("keys", f"the certificate of {name} is revoked", f"create a new one: {again}")
         return
     certificates = [x509.load_pem_x509_certificate(data) for data in (mine.certificate, mine.ca)]
     ends = [one.not_valid_after_utc.timestamp() - now_s for one in certificates]
     yield judge("keys", f"{name} in {folder}, valid for {min(ends) / 86400:.0f} days; list {mine.list_number}, {len(revoked)} "
-                "revoked", again if ends[0] <= ends[1] else "make a new CA: commlayer keys init --dir",
+                "revoked", again if ends[0] <= ends[1] else "create a new CA: commlayer keys init --dir",
                 doubtful=min(ends) < SOON_S)
     if readable := [file for file in (KEY, TOKEN, CA_KEY) if _is_open(folder / file)]:
         yield warn("keys", f"other users of this machine can read {', '.join(readable)}",
@@ -171,12 +175,12 @@ def _is_open(path: Path) -> bool:
 
 
 def check_settings(config: Config) -> Iterator[Finding]:
-    """Checks security settings of a node that connects to others or accepts connections."""
+    """Checks the security settings of a node that connects to other machines or accepts connections."""
     hosts = (config.bind, config.advertise, host_port(config.join)[0] if config.join else "")
     if all(is_loopback(host) for host in hosts if host):
         return
     if config.insecure and not config.keys:
-        yield warn("secure", "plain text: anyone on the path can read and change it",
+        yield warn("secure", "traffic is unencrypted: anyone on the path can read and change it",
                    "commlayer keys init, then COMMLAYER_KEYS on every machine (docs/how-to/keys.md)")
     elif config.join and not config.token:
         yield fail("secure", "no secret, but joining a job needs one", "set COMMLAYER_KEYS or COMMLAYER_TOKEN_FILE")
@@ -184,7 +188,7 @@ def check_settings(config: Config) -> Iterator[Finding]:
 
 @functools.cache
 def own_plan(path: Path | None) -> Plan | str:
-    """The plan, or why it cannot be used."""
+    """The plan in the file, or the reason why it cannot be used."""
     if path is None:
         return "no plan"
     try:
@@ -195,19 +199,19 @@ def own_plan(path: Path | None) -> Plan | str:
 
 
 def own_digest(path: Path | None) -> str:
-    """Empty without a usable plan."""
+    """Digest of the plan in the file; empty if there is no usable plan."""
     plan = own_plan(path)
     return "" if isinstance(plan, str) else records.digest(plan)
 
 
 def check_plan(path: Path, plan: Plan | str) -> Finding:
     if isinstance(plan, str):
-        return of_error("plan", plan, "make it again: commlayer plan create --out FILE")
+        return of_error("plan", plan, "create it again: commlayer plan create --out FILE")
     return ok("plan", f"{path}: hash {records.digest(plan)}, {len(plan.buckets)} buckets, {plan.servers} servers")
 
 
 class Torch(Record, frozen=True):
-    """Facts from a separate process that loads torch. `driver`: whether the system has NVIDIA's driver."""
+    """Facts about torch from a separate process that loads it. `driver`: True if the system has NVIDIA's driver."""
 
     torch: str = ""
     cuda: str = ""
@@ -246,7 +250,7 @@ def check_torch(f: Torch) -> Iterator[Finding]:
 
 
 CHILD_S = 15.0
-"""Limit of a process that loads torch and queries its GPUs: a broken driver may hang the process."""
+"""Seconds for a process that loads torch and queries its GPUs, since a broken driver can hang this process."""
 TORCH_FACTS = """
 import importlib.metadata, json
 facts = {}
@@ -269,7 +273,8 @@ print(json.dumps(facts))
 
 
 def own_torch(limit_s: float = CHILD_S, program: str = TORCH_FACTS) -> Torch:
-    """Facts from a separate process. After `limit_s` the process is ended and an error is returned."""
+    """Loads torch in a separate process and returns its facts. After `limit_s` the process is ended and the facts contain an
+    error."""
     driver = Path("/proc/driver/nvidia/version").exists()
     try:
         process = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=limit_s,

@@ -1,6 +1,6 @@
 """Checks a machine's network: interfaces, names and ports.
 
-Name lookups use the system's resolver and may take as long as it does: call them on a thread that may be abandoned.
+Name lookups use the system's resolver and have no time limit: call them on a thread that can be abandoned.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from commlayer.transport import own_address
 CONNECT_S = 3.0
 NO_LINK = "check cable, Wi-Fi or VPN, and `ip route`"
 INSIDE = ("docker", "br-", "veth", "virbr")
-"""Interfaces that lead to containers and virtual machines of this machine."""
+"""Prefixes of interface names that lead to containers and virtual machines of this machine."""
 
 
 class Interface(Record, frozen=True):
-    """One address of one interface."""
+    """One address of one network interface."""
 
     name: str
     address: str
 
 
 class Addresses(Record, frozen=True):
-    """This machine's addresses, the one towards the host `towards` (empty: the default route), and the addresses of its own
-    name."""
+    """This machine's addresses. `chosen`: the address from which packets to the host `towards` are sent (empty: to the default
+    route). `resolves`: addresses of the host name."""
 
     interfaces: tuple[Interface, ...]
     towards: str
@@ -44,23 +44,24 @@ class Addresses(Record, frozen=True):
 
     @property
     def outside(self) -> list[Interface]:
-        """Interfaces that lead outside, the chosen one first."""
+        """Interfaces that lead to other machines, the one with the chosen address first."""
         leading = (one for one in self.interfaces if not is_loopback(one.address) and not one.name.startswith(INSIDE))
         return sorted(leading, key=lambda one: one.address != self.chosen)
 
 
 def check_addresses(f: Addresses, bind: str, interface: str, *, alone: bool) -> Iterator[Finding]:
-    """`alone`: the job seems to be on this machine only. `interface`: GLOO_SOCKET_IFNAME."""
+    """Checks the machine's addresses. `alone`: True if the job seems to run on this machine only. `interface`: the value of
+    GLOO_SOCKET_IFNAME."""
     yield _route(f, alone)
     names = sorted({one.name for one in f.interfaces})
     if interface and interface not in names:
-        yield fail("address", f"GLOO_SOCKET_IFNAME={interface}, no interface with an address has that name",
-                   f"unset it, or name one of {', '.join(names)}")
+        yield fail("address", f"GLOO_SOCKET_IFNAME={interface}: no interface with an address has this name",
+                   f"unset it, or set it to one of {', '.join(names)}")
     elif not interface and not alone:
         yield _own_name(f)
     if is_address(bind) and not is_loopback(bind) and bind not in {"0.0.0.0", "::", *(one.address for one in f.interfaces)}:
-        yield fail("address", f"bind names {bind}, which is no address of this machine",
-                   f"bind one of {_listed(f.outside)}, and advertise the other where a router translates it")
+        yield fail("address", f"bind is {bind}, which is not an address of this machine",
+                   f"set bind to one of {_listed(f.outside)}; if a router translates addresses, set advertise to {bind}")
 
 
 def _route(f: Addresses, alone: bool) -> Finding:
@@ -68,7 +69,7 @@ def _route(f: Addresses, alone: bool) -> Finding:
     also = f"; also {_listed(others)}" if others else ""
     if not f.chosen:
         return (fail("address", f"no route to {f.towards}", NO_LINK) if f.towards else
-                warn("address", "no default route: other networks cannot be reached", NO_LINK))
+                warn("address", "no default route: this machine cannot reach other networks", NO_LINK))
     if not is_loopback(f.chosen):
         name = next((f" of {one.name}" for one in f.interfaces if one.address == f.chosen), "")
         return ok("address", f"{f.chosen}{name}, {f'towards {f.towards}' if f.towards else 'on the default route'}{also}",
@@ -76,13 +77,13 @@ def _route(f: Addresses, alone: bool) -> Finding:
     if alone:
         return ok("address", f"{f.chosen}: this job stays on this machine")
     if f.towards and is_loopback(f.towards):
-        return fail("address", f"ranks would meet at {f.towards}, which on each machine is that machine itself",
-                    f"use an address that all can reach, such as {_listed(others) or 'that of a network interface'}")
+        return fail("address", f"the rendezvous address {f.towards} means a different machine on each node (loopback)",
+                    f"use an address that all machines can reach, such as {_listed(others) or 'that of a network interface'}")
     return ok("address", f"{f.towards} is this machine{also}")
 
 
 def _own_name(f: Addresses) -> Finding:
-    """Checks the host name: Gloo uses it where a script creates its process group itself."""
+    """Checks the host name, which Gloo uses if a script creates its process group itself."""
     interface = f.outside[0].name if f.outside else "INTERFACE"
     remedy = f"export GLOO_SOCKET_IFNAME={interface}, or give {f.host} its address in /etc/hosts"
     if not f.resolves:
@@ -94,17 +95,17 @@ def _own_name(f: Addresses) -> Finding:
 
 
 def check_name(role: str, name: str, addresses: Sequence[str] | str) -> Iterator[Finding]:
-    """`role`: the name's role in the job. `addresses`: the result of its lookup, or the error."""
+    """Checks the lookup of a name. `role`: the name's role in the job. `addresses`: result of the lookup, or its error."""
     if isinstance(addresses, str):
         yield fail("dns", f"{role} {name} does not resolve: {addresses}", "check the spelling, or use the address")
     elif not is_address(name):
         line = f"{role} {name} is {', '.join(addresses[:3])}"
-        yield (warn("dns", f"{line}: loopback, right only if it is this machine", "correct its line in /etc/hosts")
+        yield (warn("dns", f"{line}: loopback, which is right only for this machine", "correct the name's line in /etc/hosts")
                if name != "localhost" and all(map(is_loopback, addresses)) else ok("dns", line))
 
 
 def check_port(what: str, host: str, number: int, error: OSError | None) -> Finding:
-    """`error`: why the port cannot be listened on."""
+    """Checks a port. `error`: the reason why this process cannot listen on the port."""
     address = join_host(host, number)
     if error is None:
         return ok("port", f"{what} {address} is free" if number else f"{host} can be listened on")
@@ -116,13 +117,13 @@ def check_port(what: str, host: str, number: int, error: OSError | None) -> Find
 
 
 def check_reachable(what: str, address: str, problem: str) -> Finding:
-    """`problem`: that of `dial`."""
+    """Checks an address. `problem`: the result of `dial`."""
     return of_error("port", f"{what} {address} {problem}") if problem else ok("port", f"{what} {address} answers")
 
 
 def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = lambda _: None) -> str:
-    """Dials an address; returns the problem and its remedy, or "". `greet` sends a valid first message, so that the listener
-    does not log a stranger."""
+    """Connects to an address and returns the problem with its remedy; "" if there is none. `greet` sends a valid first message,
+    so the listener does not log an unknown connection."""
     try:
         with socket.create_connection((host, number), limit_s) as sock:
             greet(sock)
@@ -132,11 +133,11 @@ def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[so
 
 
 def connect_problem(error: OSError) -> str:
-    """The problem with its remedy."""
+    """Describes why a connection failed, with the remedy."""
     if isinstance(error, TimeoutError):
-        return "does not answer; open that port in its firewall and router, and check the address"
+        return "does not answer; open the port in the firewall and router of that machine, and check the address"
     if isinstance(error, ConnectionRefusedError):
-        return "refuses connections, since nothing listens there; start it there, or check the port and its address"
+        return "refuses connections, since no process listens on the port; start the process, or check address and port"
     if isinstance(error, socket.gaierror):
         return f"does not resolve: {error.strerror}; check the spelling, or use the address"
     if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
@@ -145,7 +146,7 @@ def connect_problem(error: OSError) -> str:
 
 
 def listen_error(host: str, number: int) -> OSError | None:
-    """Binds the port for a moment, without SO_REUSEPORT, as a server would."""
+    """Listens on the port for a moment, without SO_REUSEPORT, as a server would. Returns the error, or None."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -170,7 +171,7 @@ def is_address(text: str) -> bool:
 
 
 def own_interfaces() -> tuple[Interface, ...]:
-    """One entry per address: the first IPv4 address of each interface, and IPv6 addresses of global scope."""
+    """This machine's addresses: the first IPv4 address of each interface, and IPv6 addresses of global scope."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -186,14 +187,15 @@ def own_interfaces() -> tuple[Interface, ...]:
 
 
 def own_addresses(towards: str) -> Addresses:
-    """`towards`: the host, such as the master, for which this machine's address is chosen."""
+    """Collects this machine's addresses. `towards`: the host for which the machine's own address is chosen, such as
+    MASTER_ADDR."""
     host, resolves = socket.gethostname(), resolve(socket.gethostname())
     chosen = own_address.address_to(towards) if towards else own_address.default_address()
     return Addresses(own_interfaces(), towards, chosen, host, () if isinstance(resolves, str) else resolves)
 
 
 def address_towards(host: str) -> str:
-    """This machine's address as the other nodes of `host`'s job see it, also if this machine is `host`."""
+    """The address under which other nodes of the job reach this machine. `host`: MASTER_ADDR, which may be this machine."""
     f = own_addresses(host)
     if not is_loopback(f.chosen or "localhost") or is_loopback(host):
         return f.chosen
@@ -202,7 +204,7 @@ def address_towards(host: str) -> str:
 
 
 def resolve(name: str) -> tuple[str, ...] | str:
-    """The addresses of a name, or the error."""
+    """The addresses of a name, or the lookup's error."""
     try:
         return tuple(dict.fromkeys(str(row[4][0]) for row in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
     except (OSError, UnicodeError) as error:

@@ -1,8 +1,8 @@
 """Compares nodes that run the doctor at the same time: versions, plans, and the links between them.
 
-Nodes exchange facts through the launcher's store. Then each sends zeros for a second to one other node after the other, while
-it counts what arrives from a third: both directions of every node are busy, as in training. Payloads carry nothing, so they
-are neither encrypted nor authenticated.
+Nodes exchange facts through the launcher's store. Then each node sends zeros to every other node for a second, one after the
+other, while it counts the bytes that it receives from a third. Both directions of every link are busy, as in training. The
+zeros are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from commlayer.errors import CommError
 from commlayer.records import Record
 
 UNEVEN = 4.0
-"""A link this many times slower than the median alone sets the pace of collectives."""
+"""A warning is given for a link this many times slower than the median, because such a link alone limits collectives."""
 SEND_S, SETTLE_S, PATIENCE_S = 1.0, 0.3, 8.0
-"""How long a node sends, how much of that is not counted, and how long it waits for progress."""
+"""Seconds for which a node sends, the first seconds that are not counted, and seconds without progress after which it gives
+up."""
 CHUNK_NBYTES = 128 << 10
 HOST_WIDTH = 14
 
 
 class NodeFacts(Record, frozen=True):
-    """A node's description of itself. `plan`: the hash of its plan file, empty for none."""
+    """Facts about one node. `plan`: digest of its plan file, empty without one."""
 
     host: str
     address: str
@@ -49,16 +50,16 @@ class NodeFacts(Record, frozen=True):
 
 
 Link = float | str
-"""Bits per second, or why nothing arrived."""
+"""Rate of a link in bit/s, or the reason why no bytes arrived."""
 
 
 def limit_s(nodes: int, join_deadline_s: float) -> float:
-    """The limit for the whole comparison, from a node's start."""
+    """Seconds for the complete comparison, from a node's start."""
     return join_deadline_s + PATIENCE_S + 2 * SEND_S * (nodes - 1) + 15.0
 
 
 def check_alike(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Checks what must be equal on all ranks of a job: otherwise the job does not start."""
+    """Checks versions and plans, which must be equal on all ranks: otherwise the job does not start."""
     rows = [
         ([node.version for node in nodes], "install the same version of commlayer on all machines"),
         ([f"torch {node.torch.partition('+')[0]}" for node in nodes], "install the same version of torch on all machines"),
@@ -79,13 +80,13 @@ def _names(nodes: Sequence[NodeFacts], numbers: Sequence[int]) -> str:
 
 
 def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> Iterator[Finding]:
-    """`links[a][b]`: from node a to node b."""
+    """Checks the measured links. `links[a][b]`: link from node a to node b."""
     good = []
     for a, row in enumerate(links):
         for b, link in enumerate(row):
             if isinstance(link, str):
                 yield fail("nodes", f"from {_names(nodes, [a])} {nodes[b].address} of {_names(nodes, [b])} {link}",
-                           "open ports between them, or have both join one server: commlayer serve, commlayer join")
+                           "open ports between them, or let both join one server: commlayer serve, commlayer join")
             elif a != b:
                 good.append((link, a, b))
     if good:
@@ -93,11 +94,11 @@ def check_links(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> 
         line = f"slowest link: {rate_text(slowest_bps)} from {_names(nodes, [a])} to {_names(nodes, [b])}"
         uneven = slowest_bps * UNEVEN < median_bps
         yield judge("nodes", f"{line}, the median {rate_text(median_bps)}" if uneven else line,
-                    "mend that link, or plan for it: commlayer plan create", doubtful=uneven)
+                    "repair that link, or plan for it: commlayer plan create", doubtful=uneven)
 
 
 def table(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> list[str]:
-    """Rates in Mb/s from the node of each row to the node of each column."""
+    """Formats a table of rates in Mb/s: from the node of each row to the node of each column."""
     def cell(link: Link) -> str:
         return "-" if isinstance(link, str) else f"{link / 1e6:.0f}" if link >= 1e8 else f"{link / 1e6:.3g}"
 
@@ -109,14 +110,15 @@ def table(nodes: Sequence[NodeFacts], links: Sequence[Sequence[Link]]) -> list[s
 
 
 def own_facts(plan: str) -> NodeFacts:
-    """`plan`: the hash of the local plan file."""
+    """Collects this node's facts. `plan`: digest of the local plan file."""
     import torch
 
     return NodeFacts(socket.gethostname(), "", own_version(), platform.python_version(), str(torch.__version__), plan)
 
 
 def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> tuple[list[NodeFacts], list[list[Link]]]:
-    """Runs the comparison. All ranks call it together and return the same result. `host`: the address to listen on."""
+    """Runs the comparison. All ranks must call this function together, and all get the same result. `host`: the address to
+    listen on."""
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 
@@ -135,7 +137,7 @@ def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> 
         try:
             return [msgspec.json.decode(row, type=kind or Any) for row in rows]
         except msgspec.DecodeError:
-            raise CommError("a node sent an unknown description; install the same version of commlayer on all machines",
+            raise CommError("a node sent facts in an unknown format; install the same version of commlayer on all machines",
                             peer="doctor") from None
 
     with ByteCounter(host) as counter:
@@ -147,14 +149,15 @@ def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> 
             share("", f"links, round {distance} of {count - 1}", 2 * PATIENCE_S)
         links: list[list[Link]] = share(row, "results", PATIENCE_S, list[Link])
     store.set(f"end/{rank}", b"")
-    if rank == 0:  # may host the store, and waits until all have read what they need
+    if rank == 0:  # rank 0 may host the store, so it waits until all ranks have read the results
         with contextlib.suppress(RuntimeError):
             store.wait([f"end/{one}" for one in range(count)], datetime.timedelta(seconds=PATIENCE_S))
     return nodes, links
 
 
 class ByteCounter:
-    """Listens, discards what arrives, and answers the rate in bits per second at the end of each connection."""
+    """Listens for connections, discards the received bytes, and replies with their rate in bit/s at the end of each
+    connection."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -168,7 +171,7 @@ class ByteCounter:
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
+        with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 sock, _ = self._listener.accept()
                 threading.Thread(target=self._count, args=(sock,), name="doctor link", daemon=True).start()
@@ -187,10 +190,10 @@ class ByteCounter:
 
 
 def send_zeros(address: str) -> Link:
-    """The rate at which zeros arrive at that node's ByteCounter, or the problem."""
+    """Sends zeros to another node's ByteCounter. Returns the rate at which they arrived, or the problem."""
     try:
         with socket.create_connection(host_port(address), PATIENCE_S / 2) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CHUNK_NBYTES)  # little is left at the end
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, CHUNK_NBYTES)  # few unsent bytes remain at the end
             sock.settimeout(PATIENCE_S)
             chunk, until = bytes(CHUNK_NBYTES), time.monotonic() + SEND_S
             while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Findings of the doctor: their record, the runner of checks, and how findings are printed."""
+"""Defines findings, runs checks, and prints findings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ALLOWED = ", allowed"
 
 
 class Finding(Record, frozen=True):
-    """`fail`: a run would not start or would stop. `warn`: it would run, but slower, or only for now. Both have a remedy.
-    `values`: what was measured, for programs."""
+    """The result of a check. `fail`: a run would not start or would stop. `warn`: a run would be slower, or might stop later.
+    Both have a remedy. `values`: measured values for programs."""
 
     check: str
     verdict: Verdict
@@ -50,11 +50,12 @@ def judge(check: str, seen: str, remedy: str, *, failed: bool = False, doubtful:
 
 
 def of_error(check: str, error: Exception | str, remedy: str = "") -> Finding:
-    """A failure from an error line. Without `remedy`, the text after the last colon or semicolon is the remedy."""
+    """Converts an error line to a failure. If `remedy` is empty, the text after the last colon or semicolon becomes the
+    remedy."""
     line = " ".join(str(error).split())
     if not remedy:
         at = max(line.rfind(": "), line.rfind("; "))
-        if line[:at].endswith(ALLOWED):  # the word belongs to the remedy
+        if line[:at].endswith(ALLOWED):  # "allowed" belongs to the remedy
             at -= len(ALLOWED)
         line, remedy = (line[:at], line[at:].lstrip(",:; ")) if at > 0 else (line, "see docs/how-to/diagnose.md")
     return fail(check, line, remedy)
@@ -65,7 +66,7 @@ def usable(findings: Iterable[Finding]) -> bool:
 
 
 class Check(NamedTuple):
-    """`run` reads facts and judges them. `remedy` is for a check that exceeds its deadline."""
+    """A check and its limits. `run` returns the findings. `remedy`: remedy if the check exceeds its deadline."""
 
     name: str
     run: Callable[[], Iterable[Finding]]
@@ -81,7 +82,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
     def run(check: Check, result: queue.SimpleQueue[list[Finding]]) -> None:
         try:
             result.put([*check.run()])
-        except Exception as error:  # whatever fails on this machine, the other checks are still useful
+        except Exception as error:  # after any failure, the other checks are still useful
             result.put([of_error(check.name, line_of(error) or type(error).__name__)])
 
     for check, result in zip(checks, results, strict=True):
@@ -95,7 +96,7 @@ def run_checks(checks: Sequence[Check]) -> Iterator[Finding]:
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 INDENT, WIDEST = 15, 120
-"""Columns of verdict and check, and the longest line."""
+"""Width in characters of the columns for verdict and check, and maximum width of a line."""
 
 
 def finding_lines(finding: Finding, width: int) -> list[str]:

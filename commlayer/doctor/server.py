@@ -1,4 +1,4 @@
-"""Checks a coordinator and the connection to it, without registering with its job."""
+"""Checks a coordinator and the connection to it, without registering as a member of its job."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from commlayer.transport import framing, tls
 from commlayer.transport.key_folder import Keys
 
 CLOCK_S, CLOCK_FAIL_S = 5.0, 3000.0
-"""Certificates are valid from an hour before they are made: a clock that lags nearly as much fails with the next one."""
+"""Clock differences in seconds for a warning and a failure. Certificates are valid from one hour before their creation: a clock
+that is almost an hour slow rejects new ones."""
 FAR_S = 0.3
 SLOW_BPS = 2e6
 CALL_S = 3.0
 PINGS = 4
 FULL_NBYTES = 16 << 10
-"""Several packets at any MTU, and a second at 128 kb/s."""
+"""Bytes of a probe that needs several full-size packets at any MTU; a second at 128 kb/s."""
 MOST_SERVERS = 8
-"""The most servers to which connections are checked."""
+"""Maximum number of servers whose connections are checked."""
 WORKERS = 12
-"""Concurrent calls while the link is measured."""
+"""Number of concurrent calls while the link is measured."""
 
 
 class ServerCheck:
-    """`status` is the coordinator's reply to `run`; None until it has answered."""
+    """Checks one coordinator. `status` is its last reply; None until it has answered."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -45,7 +46,7 @@ class ServerCheck:
         self.round_trip_s = 0.0
 
     def run(self, plan: str) -> Iterator[Finding]:
-        """`plan`: the digest of the local plan file, empty for none."""
+        """Runs all checks except the link's rate. `plan`: digest of the local plan file, empty without one."""
         config = self._config
         try:
             with contextlib.closing(open_channel(config)) as channel:
@@ -54,7 +55,7 @@ class ServerCheck:
                 keys = channel.keys
         except (PeerLost, DeadlineExceeded) as error:
             yield fail("server", f"{config.join} does not answer as a coordinator: {error.what}",
-                       "start `commlayer serve` there (it prints this address), then run this again")
+                       "start `commlayer serve` on that machine (it prints this address), then run this again")
             return
         except (CommError, ValueError) as error:
             yield of_error("server", f"{config.join}: {str(error).removeprefix(f'coordinator {config.join}: ')}")
@@ -72,13 +73,14 @@ class ServerCheck:
                     "a link on the path has a smaller MTU and does not report it: ip link set dev INTERFACE mtu 1280 on both"
                     " ends", failed=bool(blocked))
         if plan and status.plan and status.plan != plan:
-            yield fail("plan", f"hash {plan} here, {status.plan} at the server", "give all workers the same plan file")
+            yield fail("plan", f"hash {plan} on this machine, {status.plan} at the server",
+                       "give all workers the same plan file")
 
     def link(self, budget_s: float) -> Iterator[Finding]:
-        """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as the
-        data's."""
+        """Measures both directions, each for half of `budget_s`, over the control connection, which is as fast as a data
+        connection."""
         if self.status is not None and self.status.begun:
-            yield warn("link", "not measured: a job is running there", "measure before the job starts")
+            yield warn("link", "not measured: the server is running a job", "measure before the job starts")
             return
         try:
             with contextlib.closing(open_channel(self._config)) as channel, ThreadPoolExecutor(WORKERS, "doctor") as pool:
@@ -95,12 +97,12 @@ class ServerCheck:
 
 
 def check_status(address: str, status: StatusReply) -> Finding:
-    intro, workers = f"{address} coordinates, with commlayer {status.version}", status.workers
+    intro, workers = f"coordinator at {address} has commlayer {status.version}", status.workers
     versions = (("version", messages.version(), status.version), ("control protocol", messages.PROTOCOL, status.protocol),
                 ("wire format", framing.VERSION, status.wire))
     differ = [what for what, own, other in versions if own != other]
     if differ:
-        return fail("server", f"{intro}; here it is {messages.version()}: other {' and '.join(differ)}",
+        return fail("server", f"{intro}, this machine has {messages.version()}; different: {' and '.join(differ)}",
                     "install the same version on all machines")
     if not status.begun:
         return ok("server", f"{intro}: {status.seated}{f' of {workers}' if workers else ''} workers and "
@@ -114,7 +116,8 @@ def check_status(address: str, status: StatusReply) -> Finding:
 
 
 def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
-    """`ahead_s`: how far this clock is ahead of the server's. `keys`: certificates depend on the clock."""
+    """Checks the clock. `ahead_s`: seconds by which this clock is ahead of the server's. `keys`: True if the job uses
+    certificates, whose validity depends on the clock."""
     off_s = abs(ahead_s)
     if off_s - error_s < CLOCK_S:
         return ok("clock", f"within {max(off_s, error_s, 0.001):.3g} s of the server's")
@@ -123,7 +126,7 @@ def check_clock(ahead_s: float, error_s: float, *, keys: bool) -> Finding:
 
 
 def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> Finding:
-    """Checks the transport that gradients would use to a summation server: it connects as a worker does."""
+    """Checks the connection for gradients to a summation server, with the transport protocol that a worker would use."""
     streams = uplink.streams_at(server, config.join)
     tcp = config.carrier != "grpc" and not uplink.only_streams(server, config.join)
     problem = dial_tls(server.address, keys, tls.DATA) if tcp else ""
@@ -134,17 +137,17 @@ def check_connection(server: ServerInfo, config: Config, keys: Keys | None) -> F
         if not error:
             blocked = f", since TCP to server {server.address} is blocked" if tcp else ""
             return judge("carrier", f"gRPC streams at {streams}{blocked}",
-                         "open that port: TCP costs less, and the start waits 5 s for it", doubtful=tcp)
+                         "open that port: TCP costs less, and each start waits 5 s for TCP", doubtful=tcp)
         problem = problem or error
     if problem:
         return of_error("carrier", f"server {server.address} {problem}")
     offer = "accepts gRPC streams only" if streams else "accepts no gRPC streams"
-    return fail("carrier", f"server {server.address} {offer}, and carrier is \"{config.carrier}\" here",
-                "use the same carrier setting on server and workers, or leave it out")
+    return fail("carrier", f"server {server.address} {offer}, but the setting carrier is \"{config.carrier}\"",
+                "use the same carrier setting on server and workers, or remove the setting")
 
 
 def dial_streams(address: str, keys: Keys | None) -> str:
-    """The error of a gRPC stream; empty without one."""
+    """Opens and closes a gRPC stream. Returns the error; "" if there is none."""
     deadline = time.monotonic() + CALL_S
     try:
         if keys is not None:
@@ -156,8 +159,8 @@ def dial_streams(address: str, keys: Keys | None) -> str:
 
 
 def dial_tls(address: str, keys: Keys | None, protocol: str) -> str:
-    """Dials an address, with a TLS handshake if there are keys. A coordinator that refuses the handshake counts as reached:
-    the check of the server reports why."""
+    """Connects to an address, with a TLS handshake if there are keys. A coordinator that refuses the handshake counts as
+    reached, because the server check reports the reason."""
 
     def greet(sock: socket.socket) -> None:
         if keys is not None:
@@ -174,19 +177,20 @@ def dial_coordinator(config: Config) -> str:
     try:
         keys = Keys(config.keys) if config.keys else None
     except RecordError:
-        keys = None  # the check of keys reports it; the port can be checked without
+        keys = None  # the key check reports the error; the port check needs no keys
     return dial_tls(config.join, keys, tls.CONTROL)
 
 
 def open_channel(config: Config) -> CoordinatorChannel:
-    """Raises CommError or RecordError if the coordinator cannot be reached or refuses."""
+    """Opens a connection to the coordinator. Raises CommError or RecordError if it cannot be reached or refuses."""
     keys = Keys(config.keys) if config.keys else None
     diagnose(config.join, keys, time.monotonic() + CALL_S)
     return CoordinatorChannel(config.join, config.token, keys)
 
 
 def _query(channel: CoordinatorChannel) -> tuple[StatusReply, float, float]:
-    """Returns (status, round trip, clock difference) of the fastest of several calls, which bounds the clock most tightly."""
+    """Queries the coordinator several times. Returns (status, round trip, clock difference) of the fastest call, whose clock
+    difference is the most exact."""
     status = channel.call("Status", StatusRequest(), StatusReply, CALL_S)  # the first call opens the connection
     best = (float("inf"), 0.0)
     for _ in range(PINGS):
@@ -198,7 +202,8 @@ def _query(channel: CoordinatorChannel) -> tuple[StatusReply, float, float]:
 
 
 def _blocked_directions(channel: CoordinatorChannel, status: StatusReply) -> list[str]:
-    """Directions in which full-size packets do not pass. A running job sends nothing down but its own data."""
+    """Directions ("to", "from" the server) in which full-size packets are lost. A running job's server sends no probe data, so
+    only "to" is checked then."""
     requests = {"to": StatusRequest(data=secrets.token_bytes(FULL_NBYTES))}
     if not status.begun:
         requests["from"] = StatusRequest(wanted=FULL_NBYTES)
@@ -213,7 +218,7 @@ def _blocked_directions(channel: CoordinatorChannel, status: StatusReply) -> lis
 
 def _probe(channel: CoordinatorChannel, pool: ThreadPoolExecutor, up: int, down: int,
            done: Callable[[Exception | None], None]) -> None:
-    """Sends a probe, split into as many calls as needed."""
+    """Sends a probe of `up` and `down` bytes, split into as many calls as needed."""
     calls = max(1, -(-max(up, down) // MAX_STATUS_NBYTES))
     left, lock = [calls], threading.Lock()
     request = StatusRequest(secrets.token_bytes(-(-up // calls)), -(-down // calls) if down > 1 else 0)

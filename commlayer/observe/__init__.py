@@ -1,1 +1,2 @@
-"""Traces of steps, comparison with predictions, fidelity of sent gradients, and link monitoring. Callers measure."""
+"""Traces of steps, comparison with predictions, fidelity of sent gradients, and link monitoring. Other packages call these and
+supply the measurements."""

@@ -1,4 +1,4 @@
-"""Fidelity of sent gradients: cosine, norm and residual relative to the exact gradient, from sums over pieces of the
+"""Computes how well compressed gradients represent the exact ones (cosine, norm, residual), from sums over parts of the
 gradient."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ TINY = 1e-30
 
 
 class Fidelity(NamedTuple):
-    """How well a sampled piece of the gradient was sent in one step. `cosine`: between sent and exact gradient; `norm_ratio`:
+    """How well a sampled part of the gradient was sent in one step. `cosine`: between sent and exact gradient; `norm_ratio`:
     norm of the sent over the exact gradient."""
 
     cosine: float
@@ -20,8 +20,8 @@ class Fidelity(NamedTuple):
 
 
 class Dots(NamedTuple):
-    """Sums over elements of products: exact*exact, exact*sent, sent*sent, residual*residual. Sums of several pieces can be
-    added."""
+    """Dot products over the same elements: exact*exact, exact*sent, sent*sent, residual*residual. The products of several parts
+    can be added."""
 
     xx: float = 0.0
     xy: float = 0.0
@@ -39,7 +39,7 @@ class Dots(NamedTuple):
 
 
 def worst(seen: Sequence[Fidelity]) -> Fidelity:
-    """Returns the lowest cosine, the norm ratio farthest from 1, and the largest residual."""
+    """Returns the worst value of each field: lowest cosine, norm ratio farthest from 1, largest residual."""
     return Fidelity(
         min(f.cosine for f in seen),
         max((f.norm_ratio for f in seen), key=lambda r: abs(r - 1)),

@@ -1,4 +1,4 @@
-"""Link monitoring: detects, from steps and their traffic, that links differ from those for which the plan was made.
+"""Link monitoring: detects, from step times and network traffic, that links differ from those for which the plan was made.
 
 A slower link has three effects: steps take longer, all ranks wait longer, and their bytes take correspondingly longer on the
 link. Each effect has other causes, too. A rank that evaluates, saves or waits for data makes others wait but does not wait
@@ -34,20 +34,20 @@ LONGER = 1.25
 """Factor by which a step must be longer than usual to count as slow. It is smaller than FACTOR, since the computing part of a
 step does not become longer."""
 EXPLAINED = 0.5
-"""Fraction of a step's delay that slower links must explain. All ranks must have waited that much longer, and the link must
-have been busy that much longer: a shortage of CPU time slows transfers, too."""
+"""Fraction of a step's delay that slower links must explain. This much of the delay must be waiting on all ranks, and the link
+must have been busy this much longer: a shortage of CPU time slows transfers, too."""
 PAYLOAD = 0.95
 """Fraction of an interface's bytes that is payload, not headers."""
 MORE = 1.2
 """Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
 USUAL = 9
-"""Number of latest steps that define what is usual."""
+"""Number of latest steps from which usual values (medians) are computed."""
 SETTLED = 4
-"""Minimum number of steps for usual values; fewer may be warm-up steps of a plan."""
+"""Minimum number of steps for usual values; the first few may be warm-up steps of a plan."""
 IN_A_ROW = 3
 """Number of slow steps in a row that indicate a change. Other traffic or a lost segment delays one or two steps."""
 COST_S = 0.5
-"""Total delay of these steps, in seconds, that justifies a plan change, which takes about as long."""
+"""Total delay in seconds of consecutive slow steps that justifies a plan change, which takes about as long."""
 WAYS = UP, DOWN = 0, 1
 """Directions of a link: upload and download, as indices into Rates and Throughput."""
 
@@ -60,7 +60,7 @@ class Rates(NamedTuple):
 
 
 class SeenStep(NamedTuple):
-    """The reports of all ranks about a step, or the mean of several steps."""
+    """Reports of all ranks about one step."""
 
     step_s: float
     waited_s: float
@@ -70,20 +70,21 @@ class SeenStep(NamedTuple):
 
 
 class LinkWatch(Record, frozen=True):
-    """Observations under one plan, as an immutable value: `observe` returns the next value for each step's reports of all
-    ranks.
+    """Observations of links under one plan, as an immutable value: `observe` adds a step's reports of all ranks and returns the
+    next value.
 
-    It is deterministic, so every rank can evaluate it separately.
+    Evaluation is deterministic, so every rank can do it separately.
     """
 
     planned: tuple[Rates, ...]
-    """Planned rates of each node. They may be replaced without a new plan; usual values are then kept."""
+    """Planned rates of each node. New rates may be set without a new plan; usual values are then kept."""
     seen: tuple[SeenStep, ...] = ()
     """The latest steps that were not slow."""
     slow: tuple[SeenStep, ...] = ()
-    """The latest consecutive slow steps that slower links explain."""
+    """The latest consecutive slow steps whose delay slower links explain."""
     slow_cost_s: float = 0.0
-    """Total delay in seconds of all consecutive slow steps that slower links explain, including those no longer in `slow`."""
+    """Total delay in seconds of all consecutive slow steps that slower links explain; `slow` has only the last of these
+    steps."""
     long_rows: int = 0
     """Number of consecutive slow steps, for any reason."""
     long_cost_s: float = 0.0
@@ -91,7 +92,7 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def settled(self) -> bool:
-        """Whether enough steps were observed for usual values."""
+        """True: enough steps were observed to compute usual values."""
         return len(self.seen) >= SETTLED
 
     @property
@@ -111,7 +112,7 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def faster(self) -> bool:
-        """Whether the latest steps hint at faster links: they are shorter than before because all ranks wait less."""
+        """True: links may have become faster, because the latest steps are shorter and all ranks wait less."""
         was, now = LinkWatch(self.planned, self.seen[:-SETTLED]), LinkWatch(self.planned, self.seen[-SETTLED:])
         shorter_s = was.usual_s - now.usual_s
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
@@ -122,7 +123,7 @@ class LinkWatch(Record, frozen=True):
             after = LinkWatch(self.planned, (*self.seen, row)[-(USUAL + SETTLED):])
             raised = after._more()
             return after, None if raised == self.planned else raised
-        if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # whatever the cause, steps now take this long
+        if self.long_rows >= USUAL and self.long_cost_s >= COST_S:  # the longer steps are now usual, whatever the cause
             return LinkWatch(self.planned), None
         longer_s = row.step_s - self.usual_s
         after = structs.replace(self, long_rows=self.long_rows + 1, long_cost_s=self.long_cost_s + longer_s)
@@ -134,8 +135,8 @@ class LinkWatch(Record, frozen=True):
         return structs.replace(after, slow=(), slow_cost_s=0.0), lowered
 
     def _more(self) -> tuple[Rates, ...]:
-        """Returns the planned rates, raised where the latest steps have received more. Sent bytes wait before the link, for
-        example in a modem, so their rate shows nothing."""
+        """Returns the planned rates, raised for nodes that received more in the latest steps. Sent bytes are not evidence,
+        since they wait in a queue before the link, for example in a modem."""
         latest = self.seen[-SETTLED:]
         sent, received = (sum(row.step_s * node[way].share * node[way].bps for row in latest for node in row.nodes)
                           for way in WAYS)
@@ -170,17 +171,17 @@ def _median(rows: Sequence[SeenStep], of: Callable[[SeenStep], float]) -> float:
 
 
 def differ(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Returns whether some rate differs by more than FACTOR, so a new plan is needed."""
+    """True: some rate differs by more than FACTOR, so a new plan is needed."""
     return any(max(x, y) > FACTOR * min(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
-    """Returns whether some rate of `a` is lower than in `b`."""
+    """True: some rate of `a` is lower than in `b`."""
     return any(x < y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
 def spelled(rates: Sequence[Rates]) -> str:
-    """Returns the rates as text in Mb/s; one pair if all nodes are equal."""
+    """Formats the rates in Mb/s; one pair if all nodes are equal."""
     each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
 
@@ -192,8 +193,8 @@ def spelled(rates: Sequence[Rates]) -> str:
 LEAST_NBYTES = 16 << 10
 """Minimum number of bytes between first and last reading. Fewer are only control traffic."""
 DOWN_PART = 0.25
-"""Fraction of the received bytes that arrived at the reported rate or faster. Counting bytes instead of time excludes idle
-intervals. It also excludes bytes that arrived while waiting for a slower peer, if they are the smaller part."""
+"""Fraction of the received bytes that arrived at the reported rate or faster. Weighting by bytes instead of time excludes idle
+intervals. It also excludes bytes that arrived slowly because a peer was slow, if they are the smaller part."""
 UP_PART, UP_S = 0.5, 0.25
 """Fraction of the sent bytes that were sent at the reported rate or faster, over intervals of at least UP_S seconds. Sent bytes
 are counted when they enter the queue before the link, in bursts faster than the link, and some are dropped there. Received
@@ -201,7 +202,7 @@ bytes have passed the link."""
 
 
 class Reading(NamedTuple):
-    """The interface's byte counters at one time."""
+    """The byte counters of an interface at one time."""
 
     at_s: float
     up_nbytes: int
@@ -255,23 +256,24 @@ def _way(spans: list[tuple[float, int]], part: float) -> Direction:
     return Direction(bps, min(1.0, 8 * total / sum(seconds for seconds, _ in spans) / bps))
 
 
-# ---- When to probe again a link that may have become faster. A plan for a slow link sends little, so a recovered link shows
-# only as faster steps. A probe follows soon after that. Without a hint links are probed at growing intervals: first those that
-# were faster once, later also others, since their measurement may have been disturbed. A probe stops training on all ranks. So
-# it waits until a faster link could have saved the time that the probe takes.
+# ---- When to probe again a link that may have become faster. A plan for a slow link sends little, so a recovered link is
+# visible only in faster steps. A probe follows soon after such a hint. Without a hint, links are probed at growing intervals:
+# first links that were faster before, later also others, since their measurement may have been disturbed. A probe stops
+# training on all ranks, so it waits until a faster link could have saved as much time as the probe takes.
 
 FIRST_S, LAST_S = 15.0, 600.0
-"""Seconds between probes without a hint: first and largest interval. It doubles after each probe that finds no faster link."""
+"""Seconds between probes without a hint: first and largest interval. The interval doubles after each probe that finds no faster
+link."""
 HINTED_S = 1.0
-"""First interval in seconds after a hint."""
+"""First interval in seconds between probes after a hint that links are faster."""
 COST_MOST = 0.02
-"""Fraction of the time that probes without a hint may take."""
+"""Largest fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
 """Assumed duration of a probe in seconds, before the first one is measured."""
 
 
 class ReprobeSchedule(Record, frozen=True):
-    """When to probe links next, as an immutable value: each event returns the next schedule."""
+    """Schedule of link probes, as an immutable value: each event returns the next schedule."""
 
     since_s: float = math.inf
     """Time of the last measurement or probe; infinite before the first."""
@@ -285,14 +287,14 @@ class ReprobeSchedule(Record, frozen=True):
         return ReprobeSchedule(now, cost_s=self.cost_s)
 
     def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
-        """Returns the schedule after a probe of `cost_s` seconds. `found`: the link has become faster."""
+        """Returns the schedule after a probe of `cost_s` seconds. `found`: True if the link has become faster."""
         if found:
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
-        """Returns whether a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than now known.
-        `to_win`: fraction of the time that infinitely fast links could save."""
+        """True: a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than the presently known
+        rates. `to_win`: fraction of the time that infinitely fast links could save."""
         for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
@@ -312,7 +314,7 @@ Counters = Callable[[], tuple[int, int]]
 
 
 class InterfaceCounters:
-    """A thread that reads an interface's byte counters until close()."""
+    """A thread that reads the byte counters of a network interface until close()."""
 
     def __init__(self, counters: Counters, period_s: float = PERIOD_S) -> None:
         self._counters, self._period_s = counters, period_s
@@ -339,7 +341,7 @@ class InterfaceCounters:
         try:
             self._readings.append(Reading(time.monotonic(), *self._counters()))
         except (OSError, ValueError):
-            pass  # the interface is gone; a missing reading has no effect
+            pass  # the interface has disappeared; a missing reading has no effect
 
     def _loop(self) -> None:
         while not self._over.wait(self._period_s):

@@ -1,7 +1,7 @@
-"""The gradient noise scale (McCandlish et al., 1812.06162): up to that batch, more data per step saves steps.
+"""The gradient noise scale (McCandlish et al., 1812.06162): for batches below this size, larger batches save steps.
 
-Its unit here is one worker's batch. With a noise scale of 10, training with the batches of ten workers needs twice as many
-steps as with an unlimited batch.
+The unit in this module is one worker's batch. With a noise scale of 10, training with the batches of ten workers needs twice as
+many steps as with an unlimited batch.
 """
 
 from __future__ import annotations
@@ -10,39 +10,40 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LEAST_NOISE = 1e-4
-"""Least part of a gradient's squared norm that counts as noise: less is rounding."""
+"""Least fraction of a gradient's squared norm that counts as noise; a smaller fraction is rounding error."""
 HIDDEN = 0.02
-"""A signal that the noise hides counts as this part of the mean's squared norm, so that the noise scale stays finite."""
+"""Lower limit of the signal as a fraction of the mean's squared norm. It keeps the noise scale finite if noise hides the
+signal."""
 MEMORY = 0.9
-"""Weight of earlier steps against a new one."""
+"""Weight of earlier steps in the running averages, relative to the newest step."""
 ENOUGH = 8
-"""Steps before the noise scale is reported."""
+"""Number of steps before the noise scale is reported."""
 
 
 class NoiseScale(NamedTuple):
-    """A running estimate from the gradients of several workers and their mean."""
+    """A running estimate of the noise scale from the gradients of several workers and their mean."""
 
     noise: float = 0.0
-    """Squared norm of one gradient's noise."""
+    """Weighted sum over steps of the squared norm of one gradient's noise."""
     signal: float = 0.0
-    """Squared norm of the gradient without noise. An estimate, which can be below 0."""
+    """Weighted sum over steps of the squared norm of the gradient without noise. This estimate can be negative."""
     mean: float = 0.0
-    """Squared norm of the mean gradient."""
+    """Weighted sum over steps of the squared norm of the mean gradient."""
     steps: int = 0
 
     def plus(self, squares: Sequence[float], mean: float) -> NoiseScale:
-        """Adds one step: the squared norms of the workers' gradients, and that of their mean."""
+        """Adds one step. `squares`: squared norms of the workers' gradients; `mean`: squared norm of their mean."""
         count, one = len(squares), sum(squares) / len(squares)
         noise, signal = (one - mean) * count / (count - 1), (count * mean - one) / (count - 1)
         return NoiseScale(MEMORY * self.noise + noise, MEMORY * self.signal + signal, MEMORY * self.mean + mean, self.steps + 1)
 
     @property
     def batches(self) -> float:
-        """The noise scale in batches of one worker; 0: there is no noise."""
+        """The noise scale in batches of one worker; 0: the gradients have no noise."""
         signal = max(self.signal, HIDDEN * self.mean)
         return self.noise / signal if signal > 0 and self.noise > LEAST_NOISE * (self.noise + signal) else 0.0
 
     @property
     def known(self) -> float:
-        """`batches` once enough steps were seen; until then 0."""
+        """The noise scale in batches of one worker; 0 until enough steps were seen."""
         return self.batches if self.steps >= ENOUGH else 0.0

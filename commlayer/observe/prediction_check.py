@@ -1,4 +1,4 @@
-"""Prediction check: detects that step times have differed from the prediction for several steps."""
+"""Prediction check: detects that step times differ from the prediction for several steps."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 LIMIT = 0.25
-"""Relative error above which a prediction counts as wrong."""
+"""Relative error above which a predicted step time counts as wrong."""
 PATIENCE = 8
-"""Number of consecutive wrong steps that are required, so one slow step does not count."""
+"""Number of consecutive wrong steps before a plan counts as stale, so one slow step has no effect."""
 QUIET = 50
-"""Number of steps without another report after a stale plan was reported, because the reaction takes time to have an effect."""
+"""Number of steps without another report after a stale plan was reported, because a new plan takes time to have an effect."""
 
 
 class StalePlan(Record, frozen=True):
-    """The event that steps no longer take the predicted time. `predicted_s` and `measured_s`: seconds per step."""
+    """Event: steps no longer take the predicted time. `predicted_s` and `measured_s`: seconds per step."""
 
     step: int
     predicted_s: float
     measured_s: float
     lasted: int
-    """Number of consecutive steps with an error beyond the limit, in one direction."""
+    """Number of consecutive steps whose error exceeds the limit, all in one direction."""
     usual: bool = False
-    """Whether `predicted_s` is the previous usual step time, which predicts better for a plan that was kept."""
+    """True: `predicted_s` is the previous usual step time, which predicts better for a plan that was kept."""
 
     @property
     def slower(self) -> bool:
-        """Whether steps take longer than predicted. Only then is the plan stale."""
+        """True: steps take longer than predicted. Only then is the plan stale."""
         return self.measured_s > self.predicted_s
 
     @property
@@ -42,17 +42,17 @@ class StalePlan(Record, frozen=True):
 
 class PredictionCheck(Record, frozen=True):
     """Compares measured with predicted step times, as an immutable value. `observe`, called once per step, returns the next
-    value, and an event if the plan is stale."""
+    value, and a StalePlan event if the plan is stale."""
 
     predicted_s: float
     limit: float = LIMIT
     usual: bool = False
-    """Whether `predicted_s` is the previous usual step time instead of the plan's prediction."""
+    """True: `predicted_s` is the previous usual step time instead of the plan's prediction."""
     wrong: int = 0
-    """Number of consecutive steps up to now with an error beyond the limit in the direction of `sign`."""
+    """Number of latest consecutive steps whose error exceeds the limit in the direction of `sign`."""
     sign: int = 0
     silent: int = 0
-    """Number of next steps in which no further event is returned."""
+    """Number of following steps in which no further event is returned."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.predicted_s) and self.predicted_s > 0):

@@ -1,4 +1,4 @@
-"""Records the events of steps, compares them with the prediction, and writes trace files."""
+"""Records the events of steps, compares measured with predicted times, and writes trace files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Event(NamedTuple):
     """An activity from start_s to end_s, in seconds since the step began."""
 
     op: str
-    """Name of the operation, for example "encode@cpu" or "net.allgather"; EXCHANGE for a server's push, sum and result
-    together."""
+    """Name of the operation, for example "encode@cpu" or "net.allgather"; EXCHANGE for push, summation and download over a
+    server together."""
     bucket: int
     """Number of the bucket; NO_BUCKET if the activity belongs to no bucket."""
     start_s: float
@@ -40,26 +40,26 @@ class Event(NamedTuple):
 
     @property
     def lane(self) -> str:
-        """The row in which trace viewers show the event."""
+        """The row (thread) in which trace viewers show the event."""
         scope, _, _ = self.op.partition(".")
         coding, _, device = self.op.partition("@")
         return coding if device else LANES.get(scope, "compute")
 
 
 class RecordedStep(NamedTuple):
-    """The record from the end of one step's averaging to the end of the next step's. Times are in seconds since its begin."""
+    """The events from the end of one step's averaging to the end of the next step's. Times are in seconds from the start of
+    this period."""
 
     ready: dict[int, float]
-    """Maps a tensor's number to when its gradient became final, in seconds since the record's begin."""
+    """Maps a tensor's number to the time at which its gradient became final."""
     marks: dict[str, float]
-    """Times in seconds since the record's begin: "backward" (end of the backward pass), "summed" (all buckets received),
-    "end"."""
+    """Times of three events: "backward" (end of the backward pass), "summed" (all buckets received), "end"."""
     events: list[Event]
 
 
 class Recorder:
-    """Collects the events of one step at a time. Any thread may add events: that costs one test when off, one append when
-    on."""
+    """Collects the events of one step at a time. Any thread may add events; adding costs one test if recording is off, else one
+    append."""
 
     def __init__(self) -> None:
         self.on = False
@@ -74,8 +74,7 @@ class Recorder:
         self.marks: dict[str, float] = {}
 
     def switch(self, *, on: bool) -> None:
-        """Switches recording on or off. When switched on, it drops earlier steps and records from the beginning of the next
-        step."""
+        """Switches recording on or off. Switching on drops earlier steps and starts at the next step."""
         self._keeps = on
         if on:
             self.steps = []
@@ -142,15 +141,15 @@ STEP = "step"
 
 
 class Seen(NamedTuple):
-    """Recorded steps of one rank."""
+    """The recorded steps of one rank."""
 
     node: int
     steps: Sequence[Sequence[Event]]
 
 
 class OpDeviation(Record, frozen=True):
-    """Measured and predicted time of one operation: seconds per step, summed over its buckets (even if they overlap), mean over
-    nodes."""
+    """Measured and predicted time of one operation: seconds per step, summed over its buckets (even if they overlap), averaged
+    over nodes."""
 
     op: str
     buckets: int
@@ -158,7 +157,8 @@ class OpDeviation(Record, frozen=True):
     measured_s: float
     predicted_s: float | None = None
     worst: int | None = None
-    """The bucket with the largest difference between measured and predicted time; None without a prediction or bucket."""
+    """Number of the bucket with the largest difference between measured and predicted time; None without a prediction or
+    bucket."""
 
     @property
     def error(self) -> float | None:
@@ -177,7 +177,7 @@ class Comparison(Record, frozen=True):
     nodes: int
     rows: tuple[OpDeviation, ...]
     note: str = ""
-    """Why there is no prediction; "" if there is one."""
+    """The reason for a missing prediction; "" if there is a prediction."""
 
 
 Cell = dict[tuple[str, int], float]
@@ -187,7 +187,7 @@ Cell = dict[tuple[str, int], float]
 def rows_of(seen: Sequence[Seen], predicted: Mapping[int, Sequence[Event]]) -> tuple[OpDeviation, ...]:
     """Returns one row per measured operation. `predicted`: events by node, empty without a prediction.
 
-    The slowest of a node's ranks counts, since the node waits for that rank. Of several steps the median counts.
+    A node's time is that of its slowest rank, for which the node waits. The time of several steps is their median.
     """
     nodes = sorted({s.node for s in seen})
     measured = {node: _slowest([_of_rank(s.steps) for s in seen if s.node == node]) for node in nodes}
@@ -221,7 +221,7 @@ def _of_rank(steps: Iterable[Sequence[Event]]) -> Cell:
 
 
 def _totals(events: Iterable[Event]) -> Cell:
-    """Sums the seconds of repeated operations: a bucket may repeat an operation in rounds, or in both directions."""
+    """Sums the seconds of each operation and bucket: an operation may run several times for a bucket."""
     total: Cell = {}
     for event in events:
         total[event.op, event.bucket] = total.get((event.op, event.bucket), 0.0) + event.seconds
@@ -283,7 +283,7 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _rows(events: Sequence[Event]) -> list[list[Event]]:
-    """Distributes events to as few rows as possible, without overlapping events in a row."""
+    """Distributes events over as few rows as possible; events in a row do not overlap."""
     rows: list[list[Event]] = []
     for event in sorted(events, key=lambda e: (e.start_s, e.end_s)):
         free = next((row for row in rows if row[-1].end_s <= event.start_s), None)

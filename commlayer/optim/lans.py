@@ -1,8 +1,8 @@
 """LANS, and CLAN for compressed gradients: Nesterov momentum with step lengths relative to each tensor's norm.
 
 Zheng, Lin, Zha, Li: Accelerated Large Batch Optimization of BERT Pretraining in 54 Minutes (2020), algorithm 2. A block is a
-parameter tensor, and phi(z) clamps z. If a norm is 0 its ratio is 1, as in the published code, so parameters that start at zero
-change.
+parameter tensor, and phi(z) clamps z. If a norm is 0, its ratio is 1 as in the published code, so parameters that are zero at
+first can change.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ precision."""
 
 
 class LANS(torch.optim.Optimizer):
-    """The LANS optimizer: changes each tensor by lr x phi(its norm), along beta1 x momentum + (1 - beta1) x gradient, both
-    rescaled.
+    """The LANS optimizer: changes each tensor by lr x phi(the tensor's norm) in the direction beta1 x momentum + (1 - beta1) x
+    gradient, with both terms rescaled.
 
     So lr is relative to the weights: with 1e-3, a step changes each tensor by about a thousandth of its norm. With `normalize`,
-    only the direction of each tensor's gradient counts, so clipping its norm has no effect. `phi`: lower and upper bound of
-    phi.
+    only the direction of each tensor's gradient counts, so clipping its norm has no effect. `phi`: lower and upper limit to
+    which a tensor's norm is clamped.
 
     >>> optimizer = LANS(model.parameters(), lr=2e-3)           # doctest: +SKIP
     """
@@ -71,7 +71,7 @@ class LANS(torch.optim.Optimizer):
                     self.state[p][name] = state_dict["state"][i][name].to(p.device, torch.float32, copy=True)
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """Updates tensors of one device and dtype, all at once."""
+        """Updates all tensors of one device and dtype at once."""
         (beta1, beta2), (low, high) = group["betas"], group["phi"]
         states = [self._state(p) for p in parameters]
         for state in states:
@@ -115,8 +115,8 @@ class LANS(torch.optim.Optimizer):
 class CLAN(LANS):
     """Compressed LANS: for gradients that are compressed to and from servers, with residuals on workers and servers.
 
-    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As in its
-    code, gradients are not normalized. The plan chooses the codec: any codec whose sums the servers compress again.
+    Zhong, Xie, Zheng, Lin: Compressed Communication for Distributed Training: Adaptive Methods and System (2021). As in the
+    paper's code, gradients are not normalized. The plan chooses the codec: any codec whose sums the servers compress again.
 
     >>> optimizer = CLAN(model.parameters(), lr=2e-3)           # doctest: +SKIP
     >>> session = commlayer.attach(model, optimizer, plan=commlayer.compressors.onebit())       # doctest: +SKIP
@@ -156,8 +156,8 @@ def _alike(name: str, parameters: Sequence[torch.Tensor]) -> Iterator[list[torch
         if p.grad is not None:
             if p.grad.is_sparse:
                 raise InvalidInput("E-OPTIM-PARAMETER",
-                                   f"{name}: got a sparse gradient, allowed: dense gradients, since every element counts for "
-                                   "the norms; use nn.Embedding(sparse=False)")
+                                   f"{name}: got a sparse gradient, allowed: dense gradients, since norms include "
+                                   "every element; use nn.Embedding(sparse=False)")
             by_kind[p.device, p.dtype].append(p)
     yield from by_kind.values()
 
@@ -172,5 +172,5 @@ def _norms(tensors: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tens
 
 
 def _positive(norms: torch.Tensor) -> torch.Tensor:
-    """Returns norms for use as divisors: 0 becomes 1, so a zero tensor stays zero."""
+    """Replaces norms of 0 by 1 for use as divisors, so a zero tensor stays zero."""
     return torch.where(norms > 0, norms, 1.0)

@@ -1,6 +1,6 @@
 """The outer optimizer of local steps: applies the average of the workers' changes (the pseudo-gradient) at each outer step.
 
-Also classifies optimizers by how they converge with compressed gradients: SGD, Adam or other.
+Also classifies optimizers by their convergence with compressed gradients: SGD, Adam or other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class OuterSGD(msgspec.Struct, frozen=True):
     momentum: float = 0.0
     nesterov: bool = True
     matched: bool = False
-    """Norm-matched averaging: rescales the average to the root mean square norm of the workers' changes, by at most the square
-    root of the number of workers. With Adam, a worker's steps have about the same length whatever the noise in its gradients.
-    The mean of such steps is too short; with SGD the mean is correct. attach() enables this for Adam and its variants."""
+    """Norm-matched averaging: rescales the average to the root mean square norm of the workers' changes, by at most the
+    square root of the number of workers. With Adam, a worker's steps have about the same length for any noise in its
+    gradients, so the mean of several workers' steps is too short. With SGD the mean is correct. attach() enables this for
+    Adam and its variants."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -39,7 +40,7 @@ class OuterSGD(msgspec.Struct, frozen=True):
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Updates `starts` by the mean change of the same elements, as torch.optim.SGD does with a gradient.
 
-        `velocity` is the momentum of these elements, zeros at first, and is updated in place. It is required if momentum > 0.
+        `velocity`: momentum of these elements, zeros at first; updated in place; required if momentum > 0.
         """
         if velocity is not None:
             velocity.mul_(self.momentum).add_(change)
@@ -56,10 +57,10 @@ Family = Literal["sgd", "adam", "other"]
 
 ADAM = ("adam", "lans", "clan", "lamb", "adagrad", "adadelta", "adafactor", "rmsprop", "novograd", "adopt")
 """Parts of class names of the Adam family, which divides each entry's step by the running size of its gradient. If a codec
-sends an entry rarely, that size is from rare, large gradients, and the steps between them are too small."""
+sends an entry rarely, this size comes from rare, large gradients, and the steps between them are too small."""
 SGD = ("sgd", "lars")
 """Parts of class names of the SGD family. Its steps are proportional to gradients or to their running mean, so a later gradient
-compensates for a missing one."""
+can compensate for an omitted one."""
 INSIDE = ("optimizer", "optim", "base_optimizer", "_optimizer")
 """Attributes in which wrappers store the inner optimizer: Accelerate, ZeroRedundancyOptimizer, FSDP, Lookahead."""
 DEEPEST = 8

@@ -1,8 +1,7 @@
-"""Steps some parameters of an optimizer now and the others later, and first tests whether that equals one complete step.
+"""Steps some parameters of an optimizer now and the others later, after a test that this equals one complete step.
 
 torch's optimizers skip a parameter whose `.grad` is None and keep their state per parameter, so stepping in pieces equals one
-complete step. An optimizer that mixes parameters, or counts its steps itself, is detected by a trial with a few small tensors
-of the same kinds.
+complete step. A trial with a few small tensors detects an optimizer that mixes parameters or counts its own steps.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ Group = dict[str, Any]
 """One of an optimizer's `param_groups`."""
 ROUNDS = 3
 MOST = 3
-"""Maximum number of parameters of a group that a trial uses, and maximum size of each of their dimensions."""
+"""Maximum number of parameters per group in a trial, and maximum size of each of their dimensions."""
 RATE = 0.01
-"""Learning rate that replaces 0 in a trial (for example at the start of a warm-up), since 0 would change nothing."""
+"""Learning rate that replaces 0 in a trial (for example at the start of a warm-up), since a rate of 0 would not change
+parameters."""
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -31,7 +31,7 @@ def values_of(group: Mapping[str, Any]) -> Group:
 
 
 def step_piece(optimizer: Optimizer, groups: Sequence[Group]) -> None:
-    """Steps only the parameters in `groups`, with the hyperparameters given there. Does not call step hooks."""
+    """Steps only the parameters in `groups`, with the hyperparameters in `groups`. Does not call step hooks."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(vars(optimizer))
     twin.__dict__.pop("step", None)
@@ -47,15 +47,15 @@ def _plain_step(kind: type) -> Callable[..., Any]:
 
 
 def hooked(optimizer: Any) -> bool:
-    """Returns whether the optimizer calls hooks before and after its steps. A wrapper may be an Optimizer by type only."""
+    """True: the optimizer calls hooks before and after its steps. (A wrapper can be an Optimizer by type but lack hooks.)"""
     return isinstance(optimizer, Optimizer) and all(hook in vars(optimizer) for hook in HOOKS)
 
 
 def indivisible(optimizer: Any) -> str:
-    """Returns why the optimizer cannot be stepped in pieces; "" if it can."""
+    """Returns the reason why the optimizer cannot be stepped in pieces; "" if it can."""
     name = type(optimizer).__name__
     if not hooked(optimizer):
-        return f"{name} is not a torch.optim.Optimizer that calls step hooks: pass the optimizer inside it"
+        return f"{name} is not a torch.optim.Optimizer that calls step hooks: pass the optimizer that it wraps"
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         return f"{name}.step was replaced on this instance"
@@ -71,7 +71,7 @@ def indivisible(optimizer: Any) -> str:
 
 
 def _try(optimizer: Optimizer) -> str:
-    """Steps two small copies, one completely and one in pieces. Returns how the results differ; "" if they do not."""
+    """Steps two small copies, one completely and one in pieces. Returns how the results differ; "" if they are equal."""
     whole, parts = _small(optimizer), _small(optimizer)
     before = [values_of(group) for group in whole.param_groups]
     generator = torch.Generator().manual_seed(0)
@@ -91,9 +91,9 @@ def _try(optimizer: Optimizer) -> str:
         groups = [{**values_of(g), "params": [q for q in g["params"] if id(q) in rest]} for g in parts.param_groups]
         step_piece(parts, [group for group in groups if group["params"]])
     if not all(torch.equal(p, q) for p, q in zip(_parameters(whole), _parameters(parts), strict=True)):
-        return "mixes parameters, or counts its steps by itself: steps in pieces result in different weights"
+        return "mixes parameters, or counts its own steps: stepping in pieces results in different weights"
     if not _alike([whole.state.get(p) for p in _parameters(whole)], [parts.state.get(q) for q in _parameters(parts)]):
-        return "mixes parameters, or counts its steps by itself: steps in pieces result in a different state"
+        return "mixes parameters, or counts its own steps: stepping in pieces results in a different state"
     if not _alike(before, [values_of(group) for group in whole.param_groups]):
         return "changes its own param_groups in a step"
     return ""
@@ -129,7 +129,7 @@ def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Returns whether two nested values are equal, bit for bit."""
+    """Returns True if two nested values are equal, bit for bit."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, Mapping):

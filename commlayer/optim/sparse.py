@@ -2,17 +2,17 @@
 
 After `flush`, SparseSGD and SparseAdamW equal torch's optimizers (Adam: except where eps matters). An untouched element misses
 the update of a dense step with zero gradient, in which momentum moves it and decay shrinks it. One small table contains these
-updates for all elements. Row a makes up for the last a steps, with the learning rates of those steps. The table is computed
-from a matrix per step, so any learning rate schedule is exact. One byte per group of elements, its stamp, is the number of the
-step up to which the group is current. A group fills a cache line: if one of its elements is touched, all of them take part in
-that step. Groups are brought up to date when touched, and by a sweep that passes through the tensor once in `lag` steps. So no
-older row is ever needed.
+missed updates for all elements: row a applies the last a steps, with their learning rates. Each step multiplies the table by a
+matrix, so any learning rate schedule is exact. Each group of elements has a stamp of one byte: the number of the last step that
+was applied to the group. A group fills a cache line: if one of its elements is touched, the step updates the complete group.
+Missed updates are applied when a group is touched, and by a sweep that passes through the tensor once in `lag` steps, which
+limits the number of rows.
 
 Adam: let q be sqrt(v) at the last touch. Step i after that would have moved the element by W_i * m / (q + E_i). The moments
 decay by known factors. W_i combines those of m over those of sqrt(v), the rate and the bias corrections; E_i is eps over the
-same decay of sqrt(v). So the sum over k steps depends only on q and m, by the same function for all elements. If eps is small
-relative to q, the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms
-replace them (Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
+same decay of sqrt(v). So the sum over k steps is the same function of q and m for all elements. If eps is small relative to q,
+the sum is m / q times the sum of W. Otherwise two terms W / (q + E) with the first four moments of all k terms replace them
+(Gauss quadrature). docs/how-to/optimizers.md states the accuracy.
 
 The kernels are native, for parameters on the CPU only. native/include/commlayer.h specifies each kernel. Dense gradients
 work on any device.
@@ -38,14 +38,14 @@ GROUP = 16
 ROWS = 256
 """Number of rows of a table of missed updates, as in native/include/commlayer.h."""
 MOST_LAG = 250
-"""Maximum of `lag`. If `lag` changes during a pass of the sweep, that pass takes one or two steps longer; ROWS is large enough
-for them."""
+"""Largest allowed `lag`. If `lag` changes during a pass of the sweep, that pass takes one or two additional steps, which ROWS
+allows for."""
 PENDING_KEYS = ("stamp", "rows", "lazy_steps", "sweep_position")
-"""Keys of a parameter's state that exist while some of its elements are out of date. All other keys are those of torch's own
-optimizer."""
+"""Keys of a parameter's state that exist while some of its elements are out of date. torch's own optimizer has all other
+keys."""
 
 Memo = dict[Any, tuple[torch.Tensor, torch.Tensor]]
-"""Cache, for one step, of the tables that several parameters share. Keyed by a table's id; the stored table keeps the id
+"""Cache for one step of the tables that several parameters share. The key is a table's id; the stored table keeps the id
 unique."""
 
 
@@ -71,8 +71,8 @@ class LazyOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Steps each parameter that has a `.grad`, dense or sparse COO. All gradients are checked before any parameter is
-        changed."""
+        """Steps each parameter that has a `.grad`, dense or sparse COO. Checks all gradients before it changes any
+        parameter."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -101,7 +101,7 @@ class LazyOptimizer(Optimizer):
 
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, memo: Memo) -> None:
         state = self.state[p]
-        # A copy of an optimizer lacks its attributes.
+        # A copied optimizer lacks this attribute.
         addresses: set[int] = self.__dict__.setdefault("_huge_page_requests", set())
         if p.data_ptr() not in addresses:
             addresses.add(p.data_ptr())
@@ -142,10 +142,10 @@ class LazyOptimizer(Optimizer):
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Brings all weights up to date: they then equal those of the dense optimizer.
+        """Applies all missed updates, after which weights equal those of the dense optimizer.
 
-        Costs one pass over the parameters that are out of date. Call it before an evaluation, an export, or any other read of
-        weights. If replicas must stay equal, all ranks must call it after the same step.
+        Costs one pass over parameters with missed updates. Call `flush` before an evaluation, an export, or any other read of
+        weights. If replicas must stay equal, all ranks must call `flush` after the same step.
         """
         for group in self.param_groups:
             for p in group["params"]:
@@ -185,11 +185,11 @@ class LazyOptimizer(Optimizer):
         raise NotImplementedError
 
     def _changes_untouched(self, group: dict[str, Any]) -> bool:
-        """Returns whether a step changes elements that its gradient does not touch."""
+        """True: a step changes elements that its gradient does not touch, through momentum or weight decay."""
         raise NotImplementedError
 
     def _number(self, p: torch.Tensor) -> int:
-        """Returns a number on which the next step's row of the table depends, in addition to the hyperparameters."""
+        """Returns the number that, with the hyperparameters, determines the next step's row of the table."""
         raise NotImplementedError
 
     def _advance(self, group: dict[str, Any], rows: torch.Tensor, number: int) -> torch.Tensor:
@@ -221,7 +221,7 @@ def flat(p: torch.Tensor) -> torch.Tensor:
 
 
 def zeros(p: torch.Tensor) -> torch.Tensor:
-    """Returns zeros of the parameter's shape, on huge pages, since accesses are far apart."""
+    """Returns zeros of the parameter's shape in huge pages, since accesses are scattered."""
     result = torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
     if result.is_contiguous() and result.device.type == "cpu" and native.core is not None:
         core().huge_pages(result)
@@ -242,7 +242,7 @@ NO_ROWS = torch.zeros(ROWS, 4)
 class SparseSGD(LazyOptimizer):
     """torch.optim.SGD whose step costs only the touched elements if `.grad` is sparse. Dense gradients use torch's own step.
 
-    `lag`: no weight is more than `lag` steps out of date; see docs/how-to/optimizers.md.
+    `lag`: largest number of missed steps of any weight; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseSGD(model.parameters(), lr=0.1, momentum=0.9)  # doctest: +SKIP
     """
@@ -294,7 +294,7 @@ class SparseSGD(LazyOptimizer):
     def _sparse(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, memo: Memo) -> None:
         state = self.state[p]
         if not group["momentum"] and "momentum_buffer" in state and "rows" in state and bool(state["rows"][:, 0, 1].any()):
-            self._catch_up(p)  # momentum was switched off: from now on torch leaves the buffer unchanged
+            self._catch_up(p)  # momentum was switched off, after which torch leaves the buffer unchanged
         super()._sparse(group, p, entries, memo)
 
     def _touch(self, group: dict[str, Any], p: torch.Tensor, entries: SparseEntries, table: torch.Tensor | None) -> None:
@@ -325,8 +325,8 @@ KEPT, BETA1, BETA2, MOMENTS = 0, 1, 2, 3
 class SparseAdamW(LazyOptimizer):
     """torch.optim.AdamW whose step costs only the touched elements if `.grad` is sparse. Dense gradients use torch's own step.
 
-    Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: no weight is more than `lag`
-    steps out of date; see docs/how-to/optimizers.md.
+    Unlike in torch.optim.SparseAdam, moments and weights of untouched elements change too. `lag`: largest number of missed
+    steps of any weight; see docs/how-to/optimizers.md.
 
     >>> optimizer = SparseAdamW(model.parameters(), lr=3e-4)  # doctest: +SKIP
     """
@@ -424,15 +424,15 @@ class SparseAdam(SparseAdamW):
 
 MOST = 2**32 - 1
 POSITIONS_ATTRIBUTE = "_commlayer_positions"
-"""Attribute of gradients that sparse_gradient() creates: their flat positions, and the gradient's version at that time.
-Converting coordinates to positions would take longer than a step."""
+"""Attribute of gradients that sparse_gradient() creates: their flat positions, and the gradient's version. Without it,
+coordinates would be converted to positions, which takes longer than a step."""
 
 
 class SparseEntries(NamedTuple):
     """Entries of a tensor in row-major order: each element at most once, positions increasing."""
 
     idx: torch.Tensor
-    """Positions: int32 that stores uint32."""
+    """Flat positions, as uint32 stored in int32."""
     values: torch.Tensor
 
 
@@ -470,7 +470,7 @@ def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
             raise InvalidInput("E-OPTIM-GRADIENT",
                                f"{what}: the positions of its sparse gradient do not increase, although it is marked "
                                "as coalesced: build it without is_coalesced=True") from None
-    if block != 1:  # whole rows, as from nn.Embedding(sparse=True)
+    if block != 1:  # complete rows, as from nn.Embedding(sparse=True)
         rows = (idx.to(torch.int64) & MOST) * block
         idx = (rows[:, None] + torch.arange(block)).view(-1).to(torch.int32)
     return SparseEntries(idx, values.contiguous().view(-1))

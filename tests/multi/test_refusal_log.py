@@ -204,7 +204,7 @@ def test_a_member_whose_connection_was_made_anew_is_not_noted_as_refused(
 
 # ---- connections that close without a word
 
-NOTHING = "the connection was closed before anything was sent"
+NOTHING = "the connection was closed before any message was sent"
 
 
 class Job:
