@@ -108,7 +108,7 @@ def test_the_command_plans_with_measured_losses(
         output = capsys.readouterr()
         return int(end.value.code or 0), output.out + output.err
 
-    wished = ("--loss", "loss.json", "--max-loss", "0.01")
+    wished = ("--loss", "loss.json", "--max-loss", "0.01", "--sync", "step")
     assert call("create", "lstm", "--nodes", NODES, *wished, "--out", "plan.json")[0] == 0
     used = {b["codec"] for b in json.loads(Path("plan.json").read_text())["buckets"]}
     assert "topk(ratio=0.059)" in used

@@ -14,7 +14,7 @@ from commlayer.planner.costs import plan_excess
 from commlayer.planner.inputs import checked_inputs, cluster_from_line
 from commlayer.planner.model import Cluster, Policy, Profile
 from commlayer.planner.models import published
-from commlayer.planner.search import plan
+from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import exact_s
 from commlayer.records import Bucket, Job, Plan
 
@@ -55,6 +55,7 @@ def priced(result: Plan, job: Job, machines: Cluster, profile: Profile, policy: 
 
 @pytest.mark.parametrize(("model", "optimizer"), [("resnet50", "adam"), ("lstm", "sgd"), ("bert-base", "adam")])
 def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: str) -> None:
+    """Beyond half of what compression must win."""
     job, results = published(model), []
     for rate in RATES[model]:
         machines = cluster_from_line(f"4xrtx3060@{rate}Mb")
@@ -64,7 +65,7 @@ def test_nothing_is_coded_harder_than_the_link_asks_for(model: str, optimizer: s
         assert mine == pytest.approx(result.step_s * result.steps_high, rel=1e-6)
         for how, other in neighbours(result):
             theirs, needed = priced(other, job, machines, profile, policy)
-            assert needed >= steps or theirs > mine, f"{rate} Mb/s: {how} would take no longer"
+            assert needed >= steps or theirs > mine * (1 - PAYS / 2), f"{rate} Mb/s: {how} would take no longer"
         besides = {row.name: row.to_loss_s for row in baselines(result, job, machines, profile, policy)}
         assert mine <= min(besides["DDP fp16"], besides["dense fp32"]) * SLACK, f"{rate} Mb/s"
         results.append((mine, steps))
