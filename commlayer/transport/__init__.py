@@ -1,1 +1,1 @@
-"""Point-to-point transport between peers: frames, connections, TLS, reconnect, TCP and gRPC carriers."""
+"""Point-to-point transport between peers: frames, connections, TLS, reconnect, over TCP or gRPC."""

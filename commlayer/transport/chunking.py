@@ -16,7 +16,7 @@ from commlayer.transport.protocol import Flag, Header
 
 MAX_PARTS = 0xFFFF
 OVERHEAD_NBYTES = 512
-"""Bytes that each unfinished body counts in addition to its size."""
+"""Bytes that each unfinished body counts against the limit in addition to its size."""
 
 
 def split_parts(nbytes: int, part_nbytes: int) -> list[tuple[int, int]]:
@@ -34,8 +34,8 @@ class _Body:
 
 
 class Assembly:
-    """Reassembles the bodies of one connection. `place` returns the memory for each frame before the frame's body is read;
-    `whole` is called with each frame after its checksum was verified."""
+    """Reassembles the bodies of one connection. `place` returns the memory for a frame's body before the body is read. `whole`
+    is called with each frame whose checksum was verified."""
 
     def __init__(self, take: Callable[[int], memoryview], max_nbytes: Callable[[], int], kept: Callable[[], int]) -> None:
         """`take` allocates memory. `max_nbytes` returns the limit of one body; `kept` returns the limit of all unfinished
@@ -46,7 +46,7 @@ class Assembly:
 
     @property
     def between(self) -> bool:
-        """Whether no body is unfinished."""
+        """True: no body is partly received."""
         return not self._stack
 
     def place(self, header: Header, nbytes: int) -> memoryview:
@@ -74,8 +74,8 @@ class Assembly:
         self._stack.append(_Body(header, self._take(total), nbytes))
 
     def whole(self, frame: Frame) -> Frame | None:
-        """Adds a checked frame. Returns the complete message that it finishes, as its sender passed it; None while parts are
-        missing."""
+        """Adds a frame whose checksum was verified. If the frame completes a message, returns the message as its sender passed
+        it to send(); otherwise None."""
         if frame.header.parts == 1:
             return self._as_given(frame)
         body = self._stack[-1]
@@ -118,7 +118,8 @@ MIN_NBYTES = 4 << 10
 little."""
 MAX_NBYTES = 0xFFFFFFFF
 SAMPLES = 64
-"""Number of chunks in the sample. The complete body is examined only if at least half of the sample is zero."""
+"""Number of chunks of a body in the sample that is examined first. The complete body is examined only if at least half of the
+sample is zero."""
 
 FIRST_SAMPLES = 8
 """Number of chunks that are examined first, without numpy, whose calls cost more. Nearly all bodies have no zero chunk."""

@@ -30,7 +30,7 @@ from commlayer.transport.protocol import (
 )
 
 _LAST = 1 << 32
-"""Sorts after every step, so BYE is sent last."""
+"""Sort key of BYE. It is above all step numbers, so BYE is sent last."""
 _ONCE = frozenset((Kind.HELLO, Kind.CHALLENGE, Kind.PROOF, Kind.WELCOME))
 _PROBES = frozenset((Kind.PROBE, Kind.PROBE_OK))
 
@@ -81,7 +81,7 @@ def _on_one_machine(sock: ByteChannel) -> bool:
 
 
 class _Outgoing:
-    """A frame that is queued or partly sent. A large frame is sent in several parts, whose size `cut` sets."""
+    """A frame that is queued or partly sent. A large frame is sent in several parts; `cut` sets their size."""
 
     def __init__(self, operation: Handle, header: Header, body: memoryview | bytes) -> None:
         self.operation, self.header = operation, header
@@ -105,8 +105,8 @@ class _Outgoing:
         return self._next == len(self._parts)
 
     def cut(self, part_nbytes: int) -> None:
-        """Splits the body into parts of at most this size. It is called before every part; only the call before the first part
-        has an effect."""
+        """Splits the body into parts of at most this size. Called before every part; only the call before the first part has
+        an effect."""
         if self._next == 0 and self._left is None:
             self._parts = split_parts(len(self._body), part_nbytes)
 
@@ -115,7 +115,7 @@ class _Outgoing:
         return stop - start
 
     def write(self, sock: ByteChannel, flags: int) -> bool:
-        """Makes one system call. Returns whether the current part has been sent completely."""
+        """Makes one system call that sends bytes of the current part. Returns whether the part has been sent completely."""
         if self._left is None:
             self._left = self._pieces()
         n = sock.sendmsg(self._left, [], flags | socket.MSG_NOSIGNAL)
@@ -138,7 +138,7 @@ class _Outgoing:
 
 
 _Item = tuple[int, int, int, _Outgoing]
-"""A queued frame after its sort keys: step, order, sequence number."""
+"""A queued frame with its sort keys: step, order, sequence number, frame."""
 
 
 class Connection:
@@ -149,13 +149,13 @@ class Connection:
         self, sock: ByteChannel, peer: int, box: Mailbox, reader: Reader, ended: Callable[[Connection], None], pacer: Pacer,
         session: bytes = b"", *, resumes: bool = False,
     ) -> None:
-        """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: the
-        peer may reconnect, so pending receives survive a lost connection."""
+        """`session`: random bytes from the dialer's hello that identify its process; b"" at the dialer's end. `resumes`: True:
+        the peer may reconnect, so pending receives survive a lost connection."""
         self.peer, self.session = peer, session
         self.broken = False
-        """Whether the connection was lost without a BYE, abort or close(), so it may be re-established."""
+        """True: the connection was lost without a BYE, abort or close(), so it may be re-established."""
         self.by_peer = False
-        """Whether the peer's machine closed the connection, so the peer's process may have died. Always False for a gRPC
+        """True: the peer's machine closed the connection, so the peer's process may have died. Always False for a gRPC
         stream."""
         self._resumes = resumes
         self.certified = peer_certificate(sock)
@@ -317,8 +317,8 @@ class Connection:
         return self._over
 
     def end(self, reason: CommError, *, broken: bool = False) -> None:
-        """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: the connection may be
-        re-established, so receives stay posted if `resumes`. Later calls have no effect."""
+        """Ends the connection. All operations in progress with this peer fail with `reason`. `broken`: True: the connection may
+        be re-established, so receives stay posted if `resumes`. Only the first call has an effect."""
         with self._work:
             if self._over is not None:
                 return

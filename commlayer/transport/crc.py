@@ -14,8 +14,8 @@ from commlayer import native
 
 POLYNOMIAL = 0x82F63B78
 LANE_NBYTES = 256
-"""Bytes per lane. The portable implementation processes all lanes of long data at once; short data is processed byte by
-byte."""
+"""Bytes per lane. The portable implementation splits long data into lanes, and processes all lanes at once. Short data is
+processed byte by byte."""
 MIN_LANES = 32
 
 
@@ -33,7 +33,8 @@ _TABLE = _byte_table()
 
 @functools.cache
 def _lane_shift() -> list[list[int]]:
-    """Returns four tables, one for each byte of the CRC register, with the register after one lane of zero bytes."""
+    """Returns four tables, one per byte of the CRC register. A table maps the byte's value to the register after LANE_NBYTES
+    zero bytes."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)
@@ -45,8 +46,8 @@ def _lane_shift() -> list[list[int]]:
 
 
 def _walk_lanes(register: int, data: memoryview) -> int:
-    """Updates the CRC register with `data`, a multiple of LANE_NBYTES. The CRC is linear, so a lane's CRC from 0 is XORed with
-    the shifted register."""
+    """Returns the CRC register after `data`, whose size is a multiple of LANE_NBYTES. The CRC is linear: the CRC of a lane,
+    from 0, is XORed with the register after as many zero bytes."""
     import numpy as np
 
     table = np.array(_TABLE, np.uint32)

@@ -33,8 +33,8 @@ from commlayer.transport.protocol import (
 
 Address = tuple[str, int]
 FORMER_END_S = 0.5
-"""Seconds for which a new connection waits until the peer's previous connection has ended. The end of that connection may still
-be in transit."""
+"""Seconds for which a new connection waits for the end of the peer's previous connection, whose last packets may still be in
+transit."""
 KEEPALIVE_S = 10
 """Seconds of silence after which the kernel probes the peer's machine. Three unanswered probes end the connection."""
 HANDSHAKE_S = 10.0
@@ -70,12 +70,12 @@ class Settings(NamedTuple):
     flush_s: float = 3.0
     """Seconds that close() may take to send queued frames."""
     resume: bool = False
-    """Whether a broken connection may be re-established: see Transport."""
+    """True: a broken connection may be re-established: see Transport."""
 
 
 class StreamTransport:
-    """A Transport over byte streams. `hello` identifies this end; it may be replaced, for example when a plan arrives, but its
-    rank stays. `admit` checks each dialer's hello. By default the job, protocol and plan must equal those of `hello`.
+    """A Transport over byte streams. `hello` identifies this end. `hello` may be replaced, for example when a plan arrives,
+    but its rank stays. `admit` checks each dialer's hello; by default the job, protocol and plan must equal those of `hello`.
 
     The bodies of received messages are in buffers of `pool`. Receivers that return the buffers avoid page faults.
     """
@@ -99,11 +99,11 @@ class StreamTransport:
         self._missed: set[int] = set()  # peers whose machine closed the connection, and that have not reconnected
         self._barred: dict[bytes, str] = {}  # sessions that this end has aborted, with the reason
         self.broken: Broken = lambda *_: None
-        """Called with the peer and the error when a connection breaks that may be re-established. Runs in the thread that
-        detected it."""
+        """Function that is called with the peer and the error when a connection breaks that may be re-established. Runs in the
+        thread that detected the break."""
         self._checks_revocations = False
         self.named: Callable[[int], str] = lambda _: ""
-        """Returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
+        """Function that returns the name of the certificate that a dialer with this rank must use; "": any certificate."""
 
     @property
     def rank(self) -> int:
@@ -133,7 +133,7 @@ class StreamTransport:
         self.dial_over(lambda until: self._connect_tcp(peer_name(peer), address, until), peer, deadline, answer_by)
 
     def dial_over(self, opened: Open, peer: int, deadline: float, answer_by: float = math.inf) -> None:
-        """Connects to `peer` over a channel that `opened` opens. Otherwise like `dial`."""
+        """Connects to `peer` like `dial`, but over a channel that `opened` opens."""
         self._reserve(peer)
         sock = None
         try:

@@ -20,29 +20,30 @@ from typing import NamedTuple, Protocol, cast
 from commlayer.transport.protocol import ByteChannel
 
 PART_S = 0.004
-"""Seconds in which the link should send one part of a body. This is therefore about the longest wait of an urgent frame."""
+"""Seconds that the link should need for one part of a body. An urgent frame waits for at most about one part."""
 MIN_PART_NBYTES, FIRST_PART_NBYTES, MAX_PART_NBYTES = 8 << 10, 64 << 10, 4 << 20
 """Size of a part of a large body, in bytes: minimum, initial, maximum."""
 WINDOW_S = 0.05
 """Shortest interval between two readings of tcp_info, in seconds. The interval is at least two round trips."""
 WINDOWS = 16
-"""The estimated rate is the highest of this many last readings."""
+"""The estimated rate is the highest of the last readings, this many."""
 GROWTH, SETTLE_READINGS = 1.25, 3
-"""There is no limit while the rate grows: until SETTLE_READINGS readings in a row are below GROWTH times the highest rate."""
+"""Bytes in flight are not limited while the rate grows: until SETTLE_READINGS readings in a row are below GROWTH times the
+highest rate."""
 QUEUE_S, MAX_QUEUE_S = 0.01, 0.1
-"""Bytes in flight beyond the rate-delay product, in seconds at the estimated rate: minimum and maximum. The number grows if the
-sender wakes too late."""
+"""Minimum and maximum of the queue: bytes in flight beyond rate times round trip, in seconds at the estimated rate. The queue
+grows if the sender thread wakes too late."""
 QUEUE_SHARE = 1 / 3
-"""Minimum queue as a share of the round trip, large enough to detect that the link has become faster."""
+"""Minimum of the queue as a fraction of the round trip, large enough to detect that the link has become faster."""
 LATER, EARLIER = 1.5, 0.995
-"""Factors on the queue length: after the sender woke too late and the link was idle, and after the sender had to wait."""
+"""Factors on the queue: after the sender thread woke so late that the link was idle, and after the thread had to wait."""
 
 _INFO = struct.Struct("=148xI8xQ")
 """Fields of tcp_info: shortest round trip in microseconds, delivery rate in bytes per second."""
 
 
 class LinkSample(NamedTuple):
-    """Measurements of a connection, by the kernel for TCP and by the stream for gRPC."""
+    """A connection's rate and round trip, measured by the kernel for TCP and by the stream for gRPC."""
 
     rate: float
     """Bytes per second delivered while data was waiting; a sender that pauses does not lower it."""
@@ -51,7 +52,8 @@ class LinkSample(NamedTuple):
 
 
 class Credit:
-    """Limit of one connection's bytes in flight (its credit). Pure: the caller passes the time and the measurements."""
+    """Limits one connection's bytes in flight; the limit is its credit. Pure: the caller passes the time and the
+    measurements."""
 
     def __init__(self) -> None:
         self.part_nbytes = FIRST_PART_NBYTES
@@ -79,18 +81,18 @@ class Credit:
 
     @property
     def nbytes(self) -> float:
-        """Limit of the bytes in flight; 0: no limit yet, because the rate is still growing."""
+        """Limit of the bytes in flight; 0: no limit, because the rate is still growing."""
         room_s = self._round_trip_s + max(self._queue_s, QUEUE_SHARE * self._round_trip_s)
         return max(2 * self.part_nbytes, self._best * room_s) if self.settled else 0.0
 
     @property
     def nbytes_s(self) -> float:
-        """The rate in bytes per second that this limit allows; 0: no limit yet."""
+        """The rate that the limit allows, in bytes per second; 0: no limit."""
         return self.nbytes / self._round_trip_s if self._round_trip_s else 0.0
 
     def wait_s(self, waiting_nbytes: int) -> float:
-        """Returns how long the next part should wait with this many bytes in flight. The part itself may exceed the limit;
-        otherwise large parts would hold the rate below the link's."""
+        """Returns the seconds that the next part should wait while this many bytes are in flight. The part itself may exceed
+        the limit; otherwise large parts would keep the rate below the link's."""
         if not self.settled or not self._best:
             return 0.0
         over = waiting_nbytes - self.nbytes
@@ -101,7 +103,8 @@ class Credit:
         return max(0.0, over / self._best)
 
     def idle(self) -> None:
-        """Records that no frame was waiting to be sent, so an idle link does not mean that the sender woke too late."""
+        """Records that no frame was waiting to be sent. If the link was idle meanwhile, the sender thread did not wake too
+        late."""
         self._full = False
 
 
@@ -118,7 +121,7 @@ def bound_unsent(sock: ByteChannel, part_nbytes: int) -> None:
 
 
 class MeasuredChannel(Protocol):
-    """A channel that measures its own rate, because the kernel cannot."""
+    """A channel that measures its own rate and round trip, because the kernel cannot."""
 
     def seen(self) -> LinkSample: ...
 
@@ -167,7 +170,8 @@ NAME_NBYTES = 16
 
 
 class Pacer:
-    """Sets the kernel's pacing rate of a transport's connections, which share the link. No share is set before `follow`."""
+    """Sets the kernel's pacing rate of a transport's connections, which share the link. Until `follow` is called, the rate is
+    not shared."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -186,13 +190,13 @@ class Pacer:
                 self._lift(sock)
 
     def sends(self, sock: socket.socket) -> None:
-        """Call before a frame is sent: on a slow link, switches the connection away from BBR."""
+        """Switches the connection away from BBR if the link is slow. Call this before a frame is sent."""
         if 0.0 < self._bps < SLOW_BPS and sock not in self._off_bbr:
             self._off_bbr.add(sock)
             _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
-        """Call before a large frame is sent: divides the link's rate equally among the busy connections."""
+        """Divides the link's rate equally among the busy connections. Call this before a large frame is sent."""
         if not self._bps:
             return
         with self._lock:
@@ -211,8 +215,8 @@ class Pacer:
                 self._apply(sock)
 
     def lift(self, sock: socket.socket) -> None:
-        """Removes a connection's share of the link's rate: before a probe that measures the link, and when the connection has
-        ended."""
+        """Ends the connection's share of the link's rate. Call this before a probe that measures the link, and when the
+        connection has ended."""
         if sock in self._shares:
             with self._lock:
                 self._lift(sock)
@@ -259,7 +263,7 @@ class SendControl:
     """Flow control of one connection: its credit, and its share of the machine's link."""
 
     def __init__(self, sock: ByteChannel, pacer: Pacer | None) -> None:
-        """`pacer`: of the machine's link; None if the connection uses no link, because both ends are on one machine."""
+        """`pacer`: paces the machine's link; None if both ends are on one machine, so the connection uses no link."""
         self._sock = sock
         self._credit = Credit() if pacer is not None and SUPPORTED else None
         self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None
@@ -274,7 +278,7 @@ class SendControl:
         return INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
 
     def hold_s(self, nbytes: int) -> float:
-        """Returns how long the most urgent frame, of this size, should wait until earlier bytes have left the kernel's
+        """Returns the seconds that the most urgent frame, of this size, should wait until earlier bytes have left the kernel's
         buffer."""
         if self._credit is None or nbytes <= MIN_PART_NBYTES:
             return 0.0
@@ -291,7 +295,8 @@ class SendControl:
         return self._credit.wait_s(waiting_nbytes(self._sock))
 
     def begin(self, nbytes: int, *, probe: bool) -> None:
-        """Call before a part of a frame of this size is sent. `probe`: the frame measures the link."""
+        """Prepares the connection for a part of a frame of this size. Call this before the part is sent. `probe`: True: the
+        frame measures the link."""
         if self._paced is None:
             return
         pacer, sock = self._paced
@@ -303,12 +308,12 @@ class SendControl:
             pacer.begins(sock)
 
     def idle(self) -> None:
-        """Call when no frame is waiting to be sent."""
+        """Records that no frame is waiting to be sent."""
         if self._credit is not None:
             self._credit.idle()
 
     def end(self) -> None:
-        """Call before the connection's socket is closed."""
+        """Ends pacing. Call this before the connection's socket is closed."""
         if self._paced is not None:
             pacer, sock = self._paced
             pacer.lift(sock)

@@ -15,7 +15,7 @@ MAGIC = b"CML2"
 VERSION = 8
 DEFAULT_MAX_NBYTES = MAX_FRAME_NBYTES
 STAGING_NBYTES = 16 << 10
-"""Bytes of one read into the staging buffer. Small frames need one system call. Of a large body, at most this many bytes are
+"""Size of the staging buffer, in bytes. Small frames then need one system call; of a large body, at most this many bytes are
 copied."""
 
 _LAYOUT = struct.Struct("<4s4B3I4HB3sQQff3I")
@@ -66,8 +66,8 @@ def seal(packed: bytes, crc: int) -> bytes:
 
 
 def decode(data: memoryview, max_nbytes: int, *, begun: bool = False) -> tuple[Header, int, int]:
-    """Decodes HEADER_NBYTES bytes to header, body size and the body's CRC. Raises CorruptFrame. `begun`: the connection has
-    already received a valid frame, so wrong bytes mean damage, not another protocol."""
+    """Decodes HEADER_NBYTES bytes to header, body size and the body's CRC. Raises CorruptFrame. `begun`: True: the connection
+    has already received a valid frame, so wrong bytes mean damage, not another protocol."""
     _check_magic(data, begun=begun)
     if crc32c(data[:_CHECKED_NBYTES]) != _CRC.unpack(data[_CHECKED_NBYTES:])[0]:
         raise Damaged("the header's checksum does not match")
@@ -108,8 +108,8 @@ def allocate_bytes(nbytes: int) -> memoryview:
 
 
 class Reader:
-    """Decodes a byte stream to frames. The transport writes received bytes into wanted(), calls filled(n), then next() until it
-    returns None.
+    """Decodes a byte stream to frames. The transport writes received bytes into wanted(), calls filled(n), then calls next()
+    until next() returns None.
 
     Large bodies are read directly into memory from `allocate`, except for their beginning. feed() does all three steps for
     bytes in memory. After CorruptFrame every later call of next() raises the same error.
@@ -118,7 +118,7 @@ class Reader:
     def __init__(self, max_nbytes: int = DEFAULT_MAX_NBYTES, allocate: Callable[[int], memoryview] = allocate_bytes) -> None:
         self.max_nbytes, self.allocate = max_nbytes, allocate
         self.place: Callable[[Header, int], memoryview] = lambda _, nbytes: allocate(nbytes)
-        """Returns the memory for the body of a frame. May raise CorruptFrame before it allocates memory."""
+        """Function that returns the memory for the body of a frame. It may raise CorruptFrame before it allocates memory."""
         self._staging = memoryview(bytearray(STAGING_NBYTES))
         self._start = self._stop = 0  # the filled and unused part of the staging buffer
         self._header, self._crc = Header(0), 0
@@ -129,7 +129,7 @@ class Reader:
 
     @property
     def between(self) -> bool:
-        """Whether the bytes so far end with a complete frame, so the connection may be closed now."""
+        """True: the bytes so far end with a complete frame, so the connection may be closed now."""
         return self._error is None and self._body is None and self._start == self._stop
 
     def wanted(self) -> memoryview:

@@ -47,11 +47,11 @@ class StreamCall(NamedTuple):
 
 
 class _WriteRate:
-    """The rate at which gRPC accepts bytes. It replaces the kernel's tcp_info of a socket."""
+    """Measures the rate at which gRPC accepts bytes, in place of the kernel's tcp_info of a socket."""
 
     def __init__(self) -> None:
         self.last_s = time.monotonic()
-        """When the last write ended."""
+        """Time at which the last write ended, by time.monotonic()."""
         self._nbytes, self._seconds, self._rate = 0, 0.0, 0.0
 
     def add(self, nbytes: int, begin_s: float) -> None:
@@ -60,7 +60,7 @@ class _WriteRate:
         self._seconds += self.last_s - begin_s
 
     def sample(self) -> LinkSample:
-        """Returns the rate since the previous call: bytes accepted per second of writing. The round trip is unknown (0)."""
+        """Returns the rate since the previous call: bytes accepted per second of writing. The round trip is 0, unknown."""
         if self._seconds > 0:
             self._rate = self._nbytes / self._seconds
         self._nbytes, self._seconds = 0, 0.0
@@ -72,11 +72,11 @@ class GrpcStream:
     or None. The stream cannot be used after a TimeoutError."""
 
     tells_ends = False
-    """Whether an end of stream shows that the peer's machine closed it. False, since gRPC ends a call in the same way for a
-    broken link, a proxy's timeout and a killed process."""
+    """True would mean: an end of stream shows that the peer's machine closed the stream. Always False, since gRPC ends a call
+    in the same way for a broken link, a proxy's timeout and a killed process."""
 
     def __init__(self, call: StreamCall, *, channel: bytes = b"", peer: PeerCertificate | None = None) -> None:
-        """Must be called on the event loop."""
+        """Creates the stream's state. Must be called on the event loop."""
         self.channel, self.peer = channel, peer
         self._call = call
         self._loop = asyncio.get_running_loop()

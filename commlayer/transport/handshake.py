@@ -67,7 +67,7 @@ class Welcome(Record, frozen=True):
     proof: bytes = b""
     """The acceptor's proof that it knows the secret; b"" if the dialer has not proved the secret."""
     later: bool = False
-    """Whether the reason is temporary, so dialing again may succeed."""
+    """True: the reason is temporary, so dialing again may succeed."""
 
 
 NOT_AUTHENTICATED = "does not prove that it knows the job's secret"
@@ -78,7 +78,7 @@ class RetryLater(str):
 
 
 class AuthenticatedDialer(NamedTuple):
-    """A dialer that has proved the secret, and this end's proof for that dialer."""
+    """A dialer that has proved that it knows the secret, with the proof to send back to that dialer."""
 
     hello: Hello
     proof: bytes
@@ -206,7 +206,8 @@ def _decode(frame: Frame, kind: type[T], who: str) -> T:
 MAX_PENDING = 64
 """Maximum number of concurrent handshakes. Further connections wait in the kernel's backlog."""
 EVICT_AFTER_S = 0.5
-"""Seconds after which a handshake may be evicted when the limit is reached. A normal handshake needs two round trips."""
+"""Seconds after which a handshake may be ended to make space when the limit is reached. A normal handshake needs two round
+trips."""
 
 
 class SilentConnection(str):
@@ -214,8 +215,8 @@ class SilentConnection(str):
 
 
 MAX_REFUSED = 600
-"""Largest number of refusals that are logged in a minute, and of probes. Further ones are only counted: a flood must not
-fill the disk."""
+"""Maximum number of refused connections that are logged per minute, and likewise of probes (connections that sent nothing).
+Further ones are only counted, because a flood must not fill the disk."""
 
 
 class RefusalLog:
@@ -227,8 +228,8 @@ class RefusalLog:
         """Maps "refused" and "probed" to the minute of the last such event and the number of such events in that minute."""
 
     def refused(self, where: str, why: str) -> None:
-        """Logs a refused connection. A connection that was closed without sending anything was "probed": `commlayer doctor` and
-        port monitors open such connections."""
+        """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
+        `commlayer doctor` and port monitors do."""
         event = "probed" if isinstance(why, SilentConnection) else "refused"
         self._log(event, "connection from %s %s: %s", where, event, why)
 
@@ -275,8 +276,8 @@ class PendingHandshakes:
             return True
 
     def _evict(self) -> float:
-        """Makes space by evicting the oldest handshake if it takes longer than allowed. Returns the seconds until then; 0 if
-        there is space."""
+        """Makes space by ending the oldest handshake, if it has lasted at least the allowed time. Otherwise returns the
+        seconds until it has; 0 if there is space."""
         if len(self._pending) < self._most:
             return 0.0
         first, since = next(iter(self._pending.items()))

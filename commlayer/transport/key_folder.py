@@ -32,13 +32,13 @@ Stamp = tuple[int, int, int]
 
 
 class PeerCertificate(NamedTuple):
-    """The node that a certificate belongs to. `fingerprint`: SHA-256 of the certificate."""
+    """A certificate and the node that it identifies. `fingerprint`: SHA-256 of the certificate."""
 
     name: str
     serial: int
     fingerprint: bytes
     dials_only: bool = False
-    """Whether the certificate is valid only for dialers, so a server cannot use it."""
+    """True: the certificate is valid only for dialers, so a server cannot use it."""
 
 
 class RevocationList(NamedTuple):
@@ -63,7 +63,7 @@ class Keys:
         self._lock = threading.Lock()
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.dials_only = False
-        """Whether this node's certificate is valid only for dialers, so this process cannot be a server."""
+        """True: this node's certificate is valid only for dialers, so this process cannot be a server."""
         self.own = self._read_own()
         self._stamp = _stamp(self.folder / REVOKED)
         try:

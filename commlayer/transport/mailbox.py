@@ -51,7 +51,7 @@ class Mailbox:
         self._generation = 0
 
     def failure(self, peer: int | None) -> CommError | None:
-        """Returns the error that ended this peer, or all peers; None if there is none."""
+        """Returns the error that ended this peer (None: all peers); None if no error has."""
         return self._failed.get(None) or self._failed.get(peer)
 
     def recv(self, peer: int, match: Key | None) -> Handle:
@@ -102,7 +102,7 @@ class Mailbox:
             operation.fail(reason)
 
     def end_generations(self, reason: CommError, generation: int) -> None:
-        """Fails receives of generations before `generation`, and drops their messages, including those that arrive later."""
+        """Fails receives of generations before `generation`. Drops their messages, including those that arrive later."""
         with self._lock:
             self._generation = generation
             places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]

@@ -30,7 +30,7 @@ class Kind(enum.IntEnum):
     """Kind of a frame. A receiver drops a peer that sends an unknown number."""
 
     HELLO = 1  # first frame of a connection: job, versions, plan hash (msgpack body)
-    WELCOME = 2  # the acceptor's answer: msgpack body, with an empty error or the reason of a refusal
+    WELCOME = 2  # the acceptor's decision: msgpack body, with an empty error or the reason of a refusal
     PUSH = 3  # worker -> server: a contribution
     RESULT = 4  # server -> worker: the sum
     STALLED = 5  # server -> worker: the workers that have not contributed yet (msgpack body)
@@ -40,11 +40,11 @@ class Kind(enum.IntEnum):
     DATA = 9  # point to point, for tests and probes
     BYE = 10  # orderly end of a connection: the closing that follows is not a loss
     PROBE = 11  # worker -> server: a body of any bytes; `used` is the size of the answer
-    PROBE_OK = 12  # server -> worker: that many zeros
+    PROBE_OK = 12  # server -> worker: as many zeros as `used` of the PROBE says
     PLAN = 13  # worker -> server, between steps: the plan of the generation that the header names
     PLAN_OK = 14  # server -> worker: the server now sums that plan, or the error (UTF-8 body)
     PACE = 15  # worker -> server on its own node: their link uploads `used` bit/s
-    UNDO = 16  # worker -> server, between steps and before PLAN: as the `undone` of a PUSH
+    UNDO = 16  # worker -> server, between steps and before PLAN: slices that were not applied, as in `undone` of a PUSH
     CHALLENGE = 17  # the answer to HELLO: msgpack body
     PROOF = 18  # the dialer's answer to CHALLENGE, before WELCOME: msgpack body
 
@@ -54,7 +54,7 @@ class Flag:
     microseconds."""
 
     NONE = 0
-    AGAIN = 1  # RESULT without body: encode round 0 again, for the weight of all workers in the header. PUSH: encoded again
+    AGAIN = 1  # RESULT without body: encode round 0 again, for the total weight in the header. PUSH: was encoded again
     ABANDON = 2  # PUSH, RESULT: a worker aborted the step, so there is no sum; the body names the worker and the reason (UTF-8)
     MEAN = 16  # PUSH: the body counts `weight` times in a mean; the result is the mean, rounded once
     WITHOUT_ZEROS = 32  # PUSH, RESULT: the body is sent without its zero chunks. Set and removed by the transport
@@ -232,7 +232,7 @@ class Transport(Protocol):
         ...
 
     def abort(self, reason: CommError, peer: int | None = None) -> None:
-        """Fails the operations of one peer, or of all, with `reason`: the present ones and all later ones."""
+        """Fails all present and later operations of one peer (None: of all peers) with `reason`."""
         ...
 
     def close(self, flush_s: float | None = None) -> None:
@@ -241,7 +241,7 @@ class Transport(Protocol):
 
 
 class Wrapper:
-    """Base class of a Transport around another one, whose rank and peers it returns."""
+    """Base class of a Transport that wraps another one and has the same rank and peers."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

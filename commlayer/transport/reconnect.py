@@ -33,7 +33,7 @@ from commlayer.transport.protocol import (
 )
 
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
-"""First and longest pause between two attempts, in seconds."""
+"""Shortest and longest pause between two attempts, in seconds."""
 STABLE_S = 10.0
 """Seconds after which a connection counts as stable, even if no message has arrived on it."""
 CONNECT_TRIES = 8
@@ -42,20 +42,21 @@ DIAL_LIMIT_S = 10.0
 """Longest time of one attempt in seconds, since an unreachable host may not answer at all."""
 
 Dial = Callable[[float], None]
-"""A function that connects to one peer before the given deadline, or raises CommError."""
+"""Function that connects to one peer before the given deadline, or raises CommError."""
 
 
 class Backoff:
-    """The pauses between attempts of anything that is repeated until it succeeds. They double, and are random by a factor of
-    two, so that the processes that lost one peer do not all return at once."""
+    """Pauses between attempts of an operation that is repeated until it succeeds. The pauses double. They are random by a
+    factor of two, so that processes that lost the same peer do not all reconnect at once."""
 
     def __init__(self, deadline: float = math.inf, stop: threading.Event | None = None) -> None:
-        """`deadline`: time.monotonic() after which there are no more attempts. `stop`: ends a pause."""
+        """`deadline`: time.monotonic() after which there are no more attempts. `stop`: setting this event ends a pause."""
         self.deadline, self._stop = deadline, stop or threading.Event()
         self._pause_s = MIN_PAUSE_S
 
     def wait(self) -> bool:
-        """Pauses before the next attempt. Returns False, at once, if the deadline is over or would be."""
+        """Pauses before the next attempt and returns True. Returns False if the deadline would pass during the pause (then at
+        once), or if `stop` is set."""
         pause_s, self._pause_s = self._pause_s * random.uniform(0.5, 1.0), min(2 * self._pause_s, MAX_PAUSE_S)
         return time.monotonic() + pause_s < self.deadline and not self._stop.wait(pause_s)
 
@@ -67,22 +68,23 @@ class Carrier(Protocol):
 
 
 class ReconnectPolicy(NamedTuple):
-    """How many seconds to try to reconnect, and whether a refused port means that the peer's process has ended."""
+    """Seconds for which to try to reconnect. `refused_is_over`: True: a refused port means that the peer's process has
+    ended."""
 
     window_s: float
     refused_is_over: bool = False
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Returns whether the peer's machine answered that no process listens on the port."""
+    """Returns whether the peer's machine refused the connection, because no process listens on the port."""
     while error is not None and not isinstance(error, ConnectionRefusedError):
         error = error.__context__
     return error is not None
 
 
 class _Link:
-    """State of the connection to one peer. `order` is locked while requests are sent, so new requests do not overtake replayed
-    ones."""
+    """State of the connection to one peer. `order` is locked while requests are sent, so that new requests do not overtake
+    replayed ones."""
 
     def __init__(self, peer: int, dial: Dial) -> None:
         self.dial = dial
@@ -91,11 +93,11 @@ class _Link:
         self.state = threading.Lock()
         self.up, self.reconnecting, self.broke_again = True, False, False
         self.broken_since_s: float | None = None
-        """When the connection first broke since the last message arrived; None after a message."""
+        """Time when the connection first broke since the last message arrived; None if it has not broken since then."""
         self.restored_s = 0.0
-        """When the connection was last re-established; 0 if never."""
+        """Time when the connection was last re-established; 0 if never."""
         self.backoff: Backoff | None = None
-        """Pauses between attempts to reconnect; None before the first attempt since the last message arrived."""
+        """Pauses between attempts to reconnect; None if there was no attempt since the last message arrived."""
 
 
 class ReconnectingTransport(Wrapper):
@@ -118,7 +120,7 @@ class ReconnectingTransport(Wrapper):
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes that would be sent again if all connections broke now. The bodies are not copies: the callers own them."""
+        """Bytes that would be sent again if all connections broke now. The callers own the bodies, which are not copied."""
         return sum(link.inflight.nbytes for link in self._links.values())
 
     def limit_kept(self, nbytes: int) -> None:
@@ -149,7 +151,7 @@ class ReconnectingTransport(Wrapper):
                 request = link.inflight.add(header, body)
                 try:
                     request.sending = self._inner.send(peer, request.header, body) if link.up else None
-                except ValueError:  # the caller's mistake
+                except ValueError:  # an invalid message is the caller's mistake, so the request is dropped
                     link.inflight.forget(request)
                     raise
         if error is not None:
@@ -225,7 +227,7 @@ class ReconnectingTransport(Wrapper):
             request.operation.fail(error)
 
     def end(self, generation: int) -> None:
-        """Drops the requests of generations before `generation`: they fail and are not sent again."""
+        """Drops the requests of generations before `generation`: they fail, and are not sent again."""
         reason = CommError("its epoch has ended")
         for link in self._links.values():
             with link.order:
@@ -284,7 +286,7 @@ class ReconnectingTransport(Wrapper):
         return not self._closing.is_set() and self._mailbox.failure(peer) is None
 
     def _is_final(self, error: CommError) -> bool:
-        """Returns whether a further attempt cannot succeed."""
+        """Returns whether the error shows that a further attempt cannot succeed."""
         if isinstance(error, Refused):
             return not isinstance(error, NotYet)
         return self._waits.refused_is_over and is_refused(error)
@@ -346,7 +348,7 @@ _NUMBERED_ANSWERS = frozenset(ANSWERED_BY[kind] for kind in NUMBERED if kind in 
 _ANSWERS = frozenset(ANSWERED_BY.values())
 
 class Request:
-    """A request in flight, with the operation that its caller waits for, and the most recent send."""
+    """A request in flight, with the operation that the caller waits for, and with the most recent send."""
 
     def __init__(self, header: Header, body: memoryview | bytes, operation: Handle) -> None:
         self.header, self.body, self.operation = header, body, operation
@@ -358,12 +360,12 @@ def is_answer(header: Header) -> bool:
 
 
 class InFlightRequests:
-    """The in-flight requests of one end to one peer. At most one of them at a time expects an answer with a given key."""
+    """The in-flight requests of one end to one peer. For each key, at most one of them expects an answer."""
 
     def __init__(self, peer: int) -> None:
         self._peer = peer
         self._kept: dict[Key | int, Request] = {}  # in the order of sending
-        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # generation and step, by _place()
+        self._last_answers: dict[tuple[int, ...], tuple[int, int]] = {}  # last generation and step, by _slot()
         self._number = 0
 
     @property
@@ -374,49 +376,50 @@ class InFlightRequests:
         return len(self._kept)
 
     def add(self, header: Header, body: memoryview | bytes) -> Request:
-        """Records a request. Returns the request as it must be sent: with a sequence number if its kind has one."""
+        """Records a request and returns it as it must be sent: with a sequence number if its kind has one."""
         if header.kind in NUMBERED:
             self._number += 1
             header = header._replace(used=self._number)
         request = Request(header, body, mailbox.sending(self._peer, header))
-        place: Key | int
+        slot: Key | int
         if header.kind in ANSWERED_BY:
-            place = key(header._replace(kind=ANSWERED_BY[header.kind]))
+            slot = key(header._replace(kind=ANSWERED_BY[header.kind]))
         else:  # only the latest of its kind counts: it replaces the previous one, also one of another generation
-            place = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
-        self._kept.pop(place, None)  # a replaced request moves to the end
-        self._kept[place] = request
+            slot = self._number if header.kind == Kind.UNDO else key(header._replace(generation=0))
+        self._kept.pop(slot, None)  # a replaced request moves to the end
+        self._kept[slot] = request
         return request
 
     def forget(self, request: Request) -> None:
         """Drops a request that will not be sent."""
-        self._kept = {place: kept for place, kept in self._kept.items() if kept is not request}
+        self._kept = {slot: kept for slot, kept in self._kept.items() if kept is not request}
 
     def answer(self, header: Header) -> Request | None:
         """Removes and returns the request that this header answers; None if no such request is in flight."""
-        request = self._kept.get(place := key(header))
+        request = self._kept.get(slot := key(header))
         if request is None:
             return None
         if header.kind in _NUMBERED_ANSWERS and header.used != request.header.used:
             return None
         if header.flags & request.header.flags & Flag.AGAIN:
             return None  # repeats an earlier AGAIN, whose request the sender has already sent again
-        del self._kept[place]
-        self._last_answers[_place(header)] = header.generation, header.step
+        del self._kept[slot]
+        self._last_answers[_slot(header)] = header.generation, header.step
         if header.kind in _NUMBERED_ANSWERS:
             self._ack_undos(header.used)
         return request
 
     def seen(self, header: Header) -> bool:
-        """Returns whether the header repeats an earlier answer. If not, it answers no request of this end."""
-        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_place(header), (-1, 0))
+        """Returns whether the header repeats an answer that has arrived before. False: no request of this end has that
+        answer."""
+        return key(header) in self._kept or (header.generation, header.step) <= self._last_answers.get(_slot(header), (-1, 0))
 
     def _ack_undos(self, number: int) -> None:
         """Drops UNDO requests with lower numbers. Requests arrive in the order of their numbers, so the peer has received
         them."""
-        for place, request in list(self._kept.items()):
+        for slot, request in list(self._kept.items()):
             if request.header.kind == Kind.UNDO and request.header.used < number:
-                del self._kept[place]
+                del self._kept[slot]
 
     def pending(self) -> list[Request]:
         """Returns all requests in flight, in the order of sending."""
@@ -425,7 +428,7 @@ class InFlightRequests:
     def end(self, generation: int) -> list[Request]:
         """Drops and returns the requests of generations before `generation`."""
         dropped = [request for request in self.pending() if request.header.generation < generation]
-        self._kept = {place: kept for place, kept in self._kept.items() if kept.header.generation >= generation}
+        self._kept = {slot: kept for slot, kept in self._kept.items() if kept.header.generation >= generation}
         return dropped
 
     def clear(self) -> list[Request]:
@@ -435,5 +438,5 @@ class InFlightRequests:
         return kept
 
 
-def _place(header: Header) -> tuple[int, ...]:
+def _slot(header: Header) -> tuple[int, ...]:
     return header.kind, header.bucket, header.part, header.round

@@ -24,8 +24,8 @@ def new_secret() -> str:
 
 
 def make_proof(secret: str, *parts: bytes) -> bytes:
-    """Returns a proof of knowing the secret that is valid only for these parts in this order. The first part names the proof's
-    purpose."""
+    """Returns a proof that this process knows the secret. The proof is valid only for these parts in this order; the first
+    part names its purpose."""
     mac = hmac.new(secret.encode(), digestmod=hashlib.sha256)
     for part in parts:
         mac.update(len(part).to_bytes(8, "little") + part)  # the length prevents moving bytes between parts

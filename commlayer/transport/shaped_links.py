@@ -24,7 +24,7 @@ from commlayer.transport.framing import HEADER_NBYTES
 from commlayer.transport.protocol import SERVER_BASE, Handle, Header, Key, Transport, Wrapper
 
 CHUNK_NBYTES = 16 << 10
-"""Bytes for which an uplink is reserved at once, so the processes of one host share the uplink fairly."""
+"""Bytes for which an uplink is reserved at once. Small reservations let the processes of one host share the uplink fairly."""
 FLUSH_S = 5.0
 _SLOT = struct.Struct("=d")
 
@@ -86,7 +86,7 @@ class ShapedLinks:
 
 
 class _Frame(NamedTuple):
-    """A frame that waits. Frames sort by `key`: on the uplink (step, order, number), later (time of arrival, number)."""
+    """A frame that waits. Frames sort by `key`: (step, order, number) on the uplink, later (time of arrival, number)."""
 
     key: tuple[float, ...]
     operation: Handle
@@ -105,7 +105,8 @@ class Shaped(Wrapper):
         self._uplink: list[_Frame] = []
         self._arriving: list[_Frame] = []
         self._last: dict[int, float] = {}
-        """Maps a peer to the latest arrival of a frame there. Frames to one peer never overtake each other after the uplink."""
+        """Maps a peer to the latest arrival time of a frame at that peer. Frames to one peer never overtake each other after
+        the uplink."""
         self._number, self._busy, self._closed = 0, False, False
         for what in (self._send_frames, self._deliver_frames):
             threading.Thread(target=what, name="shaped link", daemon=True).start()
@@ -142,7 +143,7 @@ class Shaped(Wrapper):
             frame.operation.follow(self._inner.send(frame.operation.peer, frame.header, frame.body))
 
     def _next(self, queue: list[_Frame], wait_s: Callable[[_Frame], float]) -> _Frame | None:
-        """Waits for the first frame of the queue until its time; None after close()."""
+        """Waits until the first frame of the queue is due, removes the frame and returns it; None after close()."""
         with self._work:
             while not self._closed:
                 left_s = wait_s(queue[0]) if queue else None
@@ -181,7 +182,8 @@ ALLOWED = "path=FILE,hosts=N,up_bps=X,down_bps=X,delay_s=X (delay one way), or e
 
 
 def shaped_by(setting: str, transport: Transport, view: View) -> Transport:
-    """Returns the transport itself, or one whose links to peers on other nodes are shaped as in `setting`."""
+    """Returns a transport whose links to peers on other nodes are shaped as in `setting`; the given transport if there is
+    nothing to shape."""
     if not setting:
         return transport
     nodes = {m.rank: m.node for m in view.members} | {SERVER_BASE + s.id: s.node for s in view.servers}

@@ -75,7 +75,7 @@ class TlsSocket(socket.socket):
         self._plain = 0  # number of plain bytes in them
         self._failed: CommError | None = None
         self._received = not server
-        """Whether any byte has arrived from the dialer; always True at the dialer's end."""
+        """True: at least one byte has arrived from the dialer. Always True at the dialer's end."""
 
     # ---- handshake
 
@@ -148,7 +148,8 @@ class TlsSocket(socket.socket):
             self._raw = memoryview(bytearray(2 * n))
 
     def _send_alert(self, deadline: float) -> None:
-        """Sends the TLS alert and drains what the other end still sends, so it receives the alert."""
+        """Sends the TLS alert, then reads and drops what the other end still sends. Unread bytes could make the other end lose
+        the alert."""
         try:
             self._flush(deadline)
             self.shutdown(socket.SHUT_WR)
