@@ -147,7 +147,7 @@ class Why(Record, frozen=True):
 
 
 def over_server(path: str) -> bool:
-    """Whether a bucket's path uses a summation server.
+    """Returns True if a bucket's path uses a summation server.
 
     >>> over_server("service"), over_server("encode@cpu net.push net.pull decode@cpu"), over_server("allreduce")
     (True, True, False)

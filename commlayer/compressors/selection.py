@@ -188,7 +188,8 @@ def threshold_state() -> State:
 
 
 def aim(n: int, k: int) -> int:
-    """Returns the target count: k plus the noise of a sample, since too many entries are cheaper than too few."""
+    """Returns the number of entries that the threshold should select: k plus the sampling error, since too many entries cost
+    less than too few."""
     expected = sample_sizes(n, k)[0] * k / n
     return min(n, round(k + LIFT * k / math.sqrt(expected)))
 

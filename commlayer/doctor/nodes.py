@@ -117,8 +117,8 @@ def own_facts(plan: str) -> NodeFacts:
 
 
 def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> tuple[list[NodeFacts], list[list[Link]]]:
-    """Runs the comparison. All ranks must call this function together, and all get the same result. `host`: the address to
-    listen on."""
+    """Exchanges facts between all nodes and measures their links. All ranks must call it together; all get the same result.
+    `host`: the address to listen on."""
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
 

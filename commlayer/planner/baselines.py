@@ -36,7 +36,7 @@ class Baseline(Record, frozen=True):
 
     @property
     def to_loss_s(self) -> float:
-        """Seconds to a loss per step of dense training: the step time times the cautious convergence factor."""
+        """Step time in seconds times the cautious convergence factor: proportional to the time to a given loss."""
         return self.step_s * self.steps_high
 
 
@@ -161,11 +161,11 @@ class Point(Record, frozen=True):
     fp16_s: float = 0.0
     """Step time with DDP's fp16 hook; 0: not computed."""
     alone_s: float = 0.0
-    """Seconds to a loss of the fastest machine alone, per step of dense training; 0: there is only one machine."""
+    """Step seconds times cautious convergence factor of the fastest machine alone; 0: there is only one machine."""
 
     @property
     def to_loss_s(self) -> float:
-        """Seconds to a loss per step of dense training: the step time times the cautious convergence factor."""
+        """Step time in seconds times the cautious convergence factor: proportional to the time to a given loss."""
         return self.plan_s * (self.steps_high or 1.0)
 
     @property

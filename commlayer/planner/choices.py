@@ -1,4 +1,5 @@
-"""Chooses one option for each bucket: the best uniform choice, then Espresso's two passes and one refinement.
+"""Chooses one option (path and codec) for each bucket: first the best option common to all buckets, then Espresso's two passes
+and one refinement.
 
 A choice's price is its step time multiplied by its convergence factor, 1 + excess; lower is better. Among equal prices, a
 smaller convergence factor is better, then a smaller loss, then less busy time of links, codecs and servers.
@@ -18,7 +19,7 @@ from commlayer.planner.simulation import Steps
 EQUAL = 1e-9
 """Relative tolerance: prices that differ by less than this fraction count as equal."""
 STARTS = 2
-"""Number of uniform choices from which the first pass starts."""
+"""Number of starting points of the first pass: choices in which all buckets use the same option."""
 FEW = 2000
 """If there are at most this many combinations of options, the search tries all of them."""
 SMALL = 6
@@ -47,7 +48,7 @@ class Space(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One option per bucket, with the resulting step time and loss."""
+    """A choice of one option (path and codec) per bucket, with the resulting step time and loss."""
 
     step_s: float
     loss: float
@@ -58,7 +59,7 @@ class Choice(NamedTuple):
 
     @property
     def price(self) -> float:
-        """Seconds to a loss per step of dense training."""
+        """Step time in seconds times the convergence factor, which is proportional to the time to a given loss."""
         return self.step_s * (1 + self.excess)
 
     @property
@@ -68,7 +69,7 @@ class Choice(NamedTuple):
 
 def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
     """Evaluates the choices in `starts` that are within the loss budget, and the choice with the least loss. Without `starts`,
-    evaluates one uniform choice per option."""
+    evaluates each option for all buckets."""
     least = [min(range(len(losses)), key=lambda o: (losses[o], o)) for losses in space.loss]
     if _total(space.loss, least) > _within(space):
         raise InvalidInput("E-PLAN-INPUT",
@@ -81,8 +82,8 @@ def uniform(space: Space, starts: Sequence[Sequence[int]] = ()) -> list[Choice]:
 
 
 def search(space: Space, starts: Sequence[Choice]) -> Choice:
-    """Improves the best starts in two passes: the first changes groups of buckets, the second also single buckets. If there are
-    few combinations, tries all."""
+    """Improves the best starting choices in two passes: the first changes groups of buckets, the second also single buckets. If
+    there are few combinations, tries all."""
     if math.prod(map(len, space.loss)) <= FEW:
         return _refined(space, _all(space))
     best = min((_passed(space, start, _groups(space)) for start in sorted(starts, key=lambda start: start.order)[:STARTS]),
@@ -95,7 +96,7 @@ def search(space: Space, starts: Sequence[Choice]) -> Choice:
 
 
 def _paired(space: Space, best: Choice) -> Choice:
-    """The best choice with two buckets changed."""
+    """The best choice that differs from `best` in two buckets."""
     for a, b in permutations(range(len(best.options)), 2):
         for option in range(len(space.loss[a])):
             first = _priced(space, _with(best.options, (a,), option))
@@ -106,7 +107,7 @@ def _paired(space: Space, best: Choice) -> Choice:
 
 
 def _all(space: Space) -> Choice:
-    """The best of all choices within the budget."""
+    """The best of all combinations of options within the loss budget."""
     every = (_priced(space, options) for options in product(*(range(len(losses)) for losses in space.loss)))
     return min((choice for choice in every if choice.loss <= _within(space)), key=lambda choice: choice.order)
 
@@ -124,8 +125,8 @@ def _passed(space: Space, best: Choice, moves: Sequence[Sequence[int]]) -> Choic
 
 
 def _changed(space: Space, best: Choice, buckets: Sequence[int], price: float = math.inf) -> Choice:
-    """The choice with the best common option for these buckets, or `best` itself if none has a lower price than both `best` and
-    `price`."""
+    """Gives all of these buckets the option with the lowest price. Returns `best` unchanged if no price is lower than both
+    `best.price` and `price`."""
     price = min(price, best.price) if best.loss <= _within(space) else price
     now = best.options
     rest_excess = 1 + best.excess - sum(space.excess[b][now[b]] for b in buckets)

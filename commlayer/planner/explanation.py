@@ -26,7 +26,7 @@ class Price(NamedTuple):
 
     step_s: float
     to_loss_s: float
-    """Seconds to a loss per step of dense training; the step time if all steps count equally."""
+    """Step time in seconds times the convergence factor; the step time itself if convergence is ignored."""
     option: str = ""
     in_budget: bool = True
 

@@ -40,7 +40,7 @@ class Task(NamedTuple):
     """Indices of the same option's tasks that must end before this task starts. Empty: the task starts when the gradient is
     ready."""
     latency: Line = ZERO
-    """Delay from the end of the task's longest lane to the end of the task."""
+    """Delay in seconds from the end of the task's work on links, CPUs or GPUs to the end of the task."""
     op: str = ""
     """The operation that the task belongs to. Transfers of one operation between the same ends share a connection."""
     nbytes: Line = ZERO
@@ -55,9 +55,9 @@ class Shape:
     after: tuple[tuple[int, ...], ...]
     ops: tuple[str, ...]
     held: Ints
-    """Number of lanes of each task."""
+    """Number of lanes (links, CPUs, GPUs) that each task uses."""
     queue: Ints
-    """The task's queue (see `Network`); -1 for a task on no lane."""
+    """Number of the queue in which the task waits (see `Network`); -1 for a task that uses no link, CPU or GPU."""
     need: Ints
     followed: Ints
     next: Ints
@@ -76,7 +76,7 @@ class Template(NamedTuple):
     tasks: tuple[Task, ...]
     shapes: tuple[Shape, ...]
     seconds: Reals
-    """Seconds by task and lane."""
+    """Seconds that each task occupies each of its lanes (links, CPUs, GPUs)."""
     latency: Reals
 
     def load(self, numel: float, urgency: float = 0.0, *, stale: bool = False) -> Load:
@@ -90,7 +90,7 @@ class Template(NamedTuple):
 
 
 class Load(NamedTuple):
-    """One bucket and its options: their shapes, and their durations in one array, option after option."""
+    """One bucket and its options (path and codec): the tasks of each option, and the tasks' durations in one array."""
 
     shapes: tuple[Shape, ...]
     seconds: Reals
@@ -136,8 +136,8 @@ class Problem(NamedTuple):
 
 
 class Network:
-    """Numbers the lanes and the queues of a cluster. A queue runs one task at a time: it is either a lane that is not shared,
-    or a connection (one operation over shared lanes)."""
+    """Numbers a cluster's lanes (links, CPUs, GPUs) and queues. A queue runs one task at a time: it is either a lane that is
+    not shared, or a connection (one operation over shared lanes)."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
         """`nodes`: names of the nodes that compute gradients."""
@@ -156,7 +156,8 @@ class Network:
                         _rows([task.latency for task in tasks]))
 
     def shape(self, lanes: tuple[tuple[str, ...], ...], after: tuple[tuple[int, ...], ...], ops: tuple[str, ...]) -> Shape:
-        """The shape of tasks with these lanes, preceding tasks and operations, each given by task."""
+        """The tasks' structure without durations. For each task, `lanes` has the links, CPUs and GPUs it uses, `after` the
+        preceding tasks, `ops` its operation."""
         key = lanes, after, ops
         if key not in self._shapes:
             followers: list[list[int]] = [[] for _ in after]
@@ -175,7 +176,7 @@ class Network:
         return self._shapes[key]
 
     def awaited(self, shape: Shape) -> Shape:
-        """The shape with an additional final task that uses no lane and waits for the last tasks."""
+        """The same tasks with an additional final task, which uses no link, CPU or GPU and waits for the last tasks."""
         last = tuple(sorted({*range(len(shape.after))} - {before for after in shape.after for before in after}))
         return self.shape((*shape.lanes, ()), (*shape.after, last), (*shape.ops, ""))
 
@@ -207,7 +208,7 @@ class Network:
             most_tasks=sum([int(self._of(each)[0].max()) for each in shapes]))
 
     def _of(self, shapes: tuple[Shape, ...]) -> tuple[Ints, ...]:
-        """The number of tasks of each shape, and the joined arrays of all shapes."""
+        """The number of tasks of each `Shape` (tasks without durations), and the joined arrays of all shapes."""
         if shapes not in self._joined:
             columns = zip(*[shape.arrays for shape in shapes], strict=True)
             self._joined[shapes] = _ints([len(shape.after) for shape in shapes]), *map(_chained, columns)
@@ -228,7 +229,8 @@ class Network:
         return self._queue_of[key]
 
     def _owner(self, lane: str) -> int:
-        """The index of the node in the lane name "KIND:NODE" or "KIND:NODE.OWNER"; -1 if the node does not train."""
+        """The index of the node that a lane name such as "up:NODE" or "cpu:NODE.OWNER" contains; -1 if the node does not
+        train."""
         name = lane.partition(":")[2]
         return self.nodes.get(name, self.nodes.get(name.rpartition(".")[0], -1))
 
@@ -240,7 +242,7 @@ def joined(templates: Sequence[Template]) -> Template:
 
 
 def awaited(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
-    """Adds a final task to each bucket's options that uses no lane and takes the bucket's `seconds`."""
+    """Adds to each bucket's options a final task that takes the bucket's `seconds` without using a link, CPU or GPU."""
     return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]

@@ -28,7 +28,7 @@ PARTS_WORTH = 0.12
 its server, which costs more than predicted on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts than
 with 25, although the prediction was 3 % less."""
 CODES = 1e6
-"""Tie-break penalty for compressing a bucket: larger than any sum of busy seconds."""
+"""Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
 Kind = tuple[Sort, int]
 """A bucket's contents, and log2 of its size rounded up. Buckets of one kind have the same options."""
@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
     profile: Profile
     policy: Policy
     placed: dict[tuple[tuple[int, ...], bool], Prices]
-    """Costs of complete plans. The key is the hosts, and True if exchanges overlap local steps."""
+    """Cached costs for complete plans. The key is the server hosts, and True if exchanges overlap local steps."""
 
     def exact_s(self, plan: Plan) -> float:
         """Predicted seconds of one step of a plan."""
@@ -84,8 +84,8 @@ class Layout(NamedTuple):
 
 
 class Scenario:
-    """One layout with one set of hosts and one sync mode. `useful[b]` lists the catalog numbers of bucket b's options; a choice
-    has an index into this list."""
+    """The search's input for one sync mode, one division into buckets and one set of server hosts. `useful[b]` lists the
+    catalog numbers of bucket b's options; a `Choice` has one index into each of these lists."""
 
     def __init__(self, inputs: Inputs, catalog: Catalog, layout: Layout, recipe: Recipe) -> None:
         self.inputs, self.layout, self.recipe = inputs, layout, recipe
@@ -117,7 +117,7 @@ class Scenario:
 
     @property
     def starts(self) -> list[list[int]]:
-        """Choices in which every bucket that has an option uses this one option."""
+        """Choices in which all buckets use the same option, as far as they have it."""
         places = [{option: place for place, option in enumerate(mine)} for mine in self.useful]
         tried = dict.fromkeys(option for mine in self.useful for option in mine)
         return [[of.get(option, 0) for of in places] for option in tried]
@@ -128,12 +128,12 @@ class Scenario:
 
     @cached_property
     def quick(self) -> Choice:
-        """The best of the uniform choices."""
+        """The best choice in which all buckets use the same option."""
         return min(self.uniform, key=lambda choice: choice.order)
 
     @cached_property
     def dense(self) -> Choice:
-        """The best uniform choice without compression."""
+        """The best choice without compression in which all buckets use the same option."""
         plain = [choice for choice in self.uniform if all(o.codec == DENSE for o in self.used(choice))]
         return min(plain or self.uniform[:1], key=lambda choice: choice.order)
 
@@ -141,7 +141,7 @@ class Scenario:
         return {self.catalog.options[mine[place]] for mine, place in zip(self.useful, choice.options, strict=True)}
 
     def price(self, choice: Choice) -> float:
-        """Seconds to a loss per step of dense training, as the search estimates them."""
+        """Step time in seconds times the convergence factor, as the search estimates them for a choice."""
         return choice.price / self.recipe.every
 
     @cached_property
@@ -149,8 +149,8 @@ class Scenario:
         return search(self.space, self.uniform)
 
     def placed(self, choice: Choice) -> PricedPlan:
-        """The choice as a complete plan, simulated with each part on its own server. Buckets are cut more finely if that saves
-        enough time."""
+        """Converts a choice (one option per bucket) to a complete plan, simulated with each part on its own server. Buckets are
+        cut more finely if that saves enough time."""
         if choice.options not in self._placed:
             parts = self._parts(choice, SHARED)
             plan = self._plan(parts)
@@ -186,13 +186,13 @@ class Scenario:
 
 
 class PricedPlan(NamedTuple):
-    """A complete plan with its scenario and choice, its price (seconds to a loss per step of dense training), and its
-    additional steps."""
+    """A complete plan with the search's scenario and choice, its price (step seconds times convergence factor), and its
+    convergence factor minus 1."""
 
     scenario: Scenario
     choice: Choice
     plan: Plan
     origins: tuple[int, ...]
-    """For each bucket of the plan, the index of the scenario's bucket from which it was cut."""
+    """For each bucket of the plan, the index of the search's bucket from which it was cut."""
     price: float
     excess: float

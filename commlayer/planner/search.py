@@ -36,7 +36,8 @@ from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
 PAYS = 0.02
 """Fraction of the time to a loss that compression, or another sync mode, must save: both have risks."""
 FINALISTS = 3
-"""Number of scenarios, and of sync modes, that are searched in full; they are chosen by their best uniform choice."""
+"""Number of scenarios, and of sync modes, that are searched in full: those that are best when all buckets use the same
+option."""
 PLACED = 0.1
 """Largest fraction by which a complete plan can be faster than the search's estimate."""
 UNBALANCED = 1.1
@@ -160,8 +161,8 @@ class PlanSearch:
         return recipes + [recipe for recipe in best if prices[recipe] < self.synchronous.price]
 
     def _estimate(self, recipe: Recipe) -> float:
-        """Estimated price of a local-step mode with the best uniform choice. Assumes that an exchange takes as long as after a
-        single step, and that each fragment adds its own latencies."""
+        """Estimates the time to a loss of a local-step mode in which all buckets use the same option. Assumes that an exchange
+        takes as long as after a single step, and that each fragment adds its own latencies."""
         timing, every = self.inputs.timing, recipe.every
         prices = self.synchronous.scenario.catalog.prices
         computing_s = (timing.forward_s + timing.backward_s + timing.update_s) / slowest(prices)
@@ -178,8 +179,8 @@ class PlanSearch:
 
     @cached_property
     def _exchanges(self) -> dict[str, list[TypicalExchange]]:
-        """Maps each overlap ("" or "round"), which determines the usable fraction of links, to the exchange times of uniform
-        choices, measured as blocking exchanges of updates."""
+        """Maps each overlap ("" or "round"), which determines the usable fraction of links, to the durations of blocking
+        exchanges of updates in which all buckets use the same option."""
         updates = self._recipe._replace(codes="updates")
         result: dict[str, list[TypicalExchange]] = {}
         for overlap in ("", "round"):
@@ -198,7 +199,7 @@ class PlanSearch:
         return result
 
     def _scenario(self, recipe: Recipe) -> Scenario:
-        """The scenario of a sync mode, with large tensors cut for its fragments."""
+        """The search's input for a sync mode: buckets, options and hosts, with large tensors cut for the mode's fragments."""
         plain, inputs, timing = self.synchronous.scenario, self.inputs, self.inputs.timing
         if locally(recipe):
             inputs = inputs._replace(job=full(inputs.job))
@@ -235,7 +236,7 @@ class PlanSearch:
 
 
 class TypicalExchange(NamedTuple):
-    """A blocking exchange of compressed updates with one uniform choice."""
+    """A blocking exchange of compressed updates in which all buckets use the same option."""
 
     step_s: float
     """Seconds of computing and the exchange after it."""
@@ -245,8 +246,8 @@ class TypicalExchange(NamedTuple):
 
 
 def _best(tried: Sequence[Scenario]) -> list[Scenario]:
-    """The cheapest scenarios, and the cheapest with other hosts. Without the second group, hosts with equal parts, which are
-    simpler to search, would exclude the others."""
+    """The cheapest scenarios, and the cheapest with other server hosts. Without the second group, hosts with equal parts, which
+    are simpler to search, would exclude the others."""
     ranked = sorted(tried, key=lambda c: c.price(c.quick))
     others = [c for c in ranked if c.catalog is not ranked[0].catalog]
     return list(dict.fromkeys([*ranked[: FINALISTS - 1], *others[:FINALISTS]]))

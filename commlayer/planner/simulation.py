@@ -192,7 +192,7 @@ def fragments(
 
 
 class Steps(Protocol):
-    """Simulates the step time of a choice, which has one option number per bucket."""
+    """Computes the step time of a choice: one option number per bucket."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
         """Seconds of a step; infinity if certainly above `limit`."""
@@ -226,14 +226,15 @@ def native_schedule(problem: Problem) -> Schedule:
 
 
 class Simulation:
-    """Simulates the fragments of an outer step in sequence. A fragment is simulated again only if its choice differs."""
+    """Simulates the fragments of an outer step in sequence. A fragment is simulated again only if an option of its buckets has
+    changed."""
 
     def __init__(self, parts: Sequence[Fragment]) -> None:
         self._places = [part.places for part in parts]
         self._each = [native_schedule(part.problem) for part in parts]
         self._at = {b: (number, place) for number, part in enumerate(parts) for place, b in enumerate(part.places)}
         self._last: list[tuple[list[int], float]] = [([], math.nan)] * len(parts)
-        """For each fragment, the last simulated choice and its seconds."""
+        """For each fragment, the options that were simulated last, and the resulting seconds."""
 
     def run(self, choice: list[int], limit: float = math.inf) -> float:
         seconds = 0.0
