@@ -124,30 +124,32 @@ def first(state: VoterState, view: View, mine: Vote) -> Claims:
 
 
 def second(
-    state: VoterState, view: View, mine: Vote, words: Sequence[Vote], *, complete: bool,
+    state: VoterState, view: View, mine: Vote, first_votes: Sequence[Vote], *, complete: bool,
 ) -> tuple[VoterState, Claims | None]:
-    """Returns the state and the second vote of a member. `words`: the first votes of all members; empty if this member received
-    all data of its step before the votes. `complete`: True if it has all data now. The vote is None if members are in different
+    """Returns the state and the second vote of a member. `first_votes`: those of all members; empty if this member received all
+    data of its step before the votes. `complete`: True if it has all data now. The vote is None if members are in different
     steps."""
-    if words and not _alike(words, mine.step):
+    if first_votes and not _alike(first_votes, mine.step):
         return state, None
     # If a member completed its step and moved on, its first vote here is outdated; the next round has a newer one.
-    if words and not (complete and not _bound(state, view, mine.step)):
+    if first_votes and not (complete and not _bound(state, view, mine.step)):
         state = state._replace(bound=(view.generation, mine.step))
     now = mine._replace(step=mine.step + (not _bound(state, view, mine.step)))
-    return state, Claims(f"sure{_round(state, view)}", now, not words)
+    return state, Claims(f"sure{_round(state, view)}", now, not first_votes)
 
 
-def outcome(state: VoterState, view: View, step: int, words: Sequence[Vote], sure: Sequence[Vote], finished: Iterable[int]
-          ) -> tuple[VoterState, AgreementOutcome]:
-    """Returns the state and the result of a round of votes. `words`: the first votes. `sure`: the second votes; empty if there
-    are none, or if this member does not wait for them."""
-    if not words:
+def outcome(
+    state: VoterState, view: View, step: int, first_votes: Sequence[Vote], second_votes: Sequence[Vote],
+    finished: Iterable[int],
+) -> tuple[VoterState, AgreementOutcome]:
+    """Returns the state and the result of a round of votes. `second_votes`: empty if there are none, or if this member does not
+    wait for them."""
+    if not first_votes:
         return state._replace(completed=step), AgreementOutcome.WHOLE
     state = state._replace(rounds_sent=(view.generation, _round(state, view) + 1))
-    together = _alike(words, step)
-    latest = max(*(word.step for word in words), -1, *finished)
-    if step < latest or (together and any(word.step > step for word in sure)):
+    together = _alike(first_votes, step)
+    latest = max(*(word.step for word in first_votes), -1, *finished)
+    if step < latest or (together and any(word.step > step for word in second_votes)):
         return state._replace(completed=step), AgreementOutcome.WHOLE
     return state, AgreementOutcome.TOGETHER if together else AgreementOutcome.APART
 
@@ -161,5 +163,5 @@ def _bound(state: VoterState, view: View, step: int) -> bool:
     return state.bound == (view.generation, step)
 
 
-def _alike(words: Sequence[Vote], step: int) -> bool:
-    return all(word.step == step for word in words)
+def _alike(first_votes: Sequence[Vote], step: int) -> bool:
+    return all(word.step == step for word in first_votes)

@@ -139,12 +139,12 @@ class AverageUse:
                 self._report(number)
             elif times := grad._version - self._open[number]:
                 alike.setdefault(times, []).append(number)
-        zeroed = [its for its in alike.values() if self._zeros(its)]
-        nonzero = [any(map(self._worker().any_nonzero, its)) for its in zeroed]
-        for its, certain in zip(zeroed, nonzero, strict=True):
+        zeroed = [group for group in alike.values() if self._zeros(group)]
+        nonzero = [any(map(self._worker().any_nonzero, group)) for group in zeroed]
+        for group, certain in zip(zeroed, nonzero, strict=True):
             # If the received average was all zeros, a `.grad` of zeros does not prove that the script cleared it.
             if certain or (any(nonzero) and len(zeroed) == len(alike)):
-                for number in its:
+                for number in group:
                     self._report(number)
 
     def _zeros(self, numbers: Iterable[int]) -> bool:

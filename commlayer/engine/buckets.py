@@ -245,44 +245,44 @@ ByBucket = Mapping[int, SharedBuffers]
 def agree(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
     """Stores the buffers' current values as the values that are the same on all ranks. `tensors`: the model's buffers, by
     tensor number; None entries are skipped."""
-    for its in shared.values():
-        mine = [tensors[s.tensor] for s in its.layout.slices]
-        for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
+    for buffers in shared.values():
+        mine = [tensors[s.tensor] for s in buffers.layout.slices]
+        for view, tensor in buffers.layout.pairs(mine, buffers.layout.views(buffers.values)):
             view.copy_(tensor.detach())
 
 
 def agreed(shared: ByBucket, tensors: Sequence[torch.Tensor | None]) -> None:
     """Writes the values that all ranks had after the last exchange into `tensors`, by tensor number."""
-    for its in shared.values():
-        mine = [tensors[s.tensor] for s in its.layout.slices]
-        for view, tensor in its.layout.pairs(mine, its.layout.views(its.values)):
+    for buffers in shared.values():
+        mine = [tensors[s.tensor] for s in buffers.layout.slices]
+        for view, tensor in buffers.layout.pairs(mine, buffers.layout.views(buffers.values)):
             tensor.copy_(view)
 
 
 def pass_on(before: ByBucket, after: ByBucket) -> None:
-    known = [part for its in before.values() for part in split_by_tensor(its.layout.slices, 0, its.values)]
-    for its in after.values():
+    known = [part for buffers in before.values() for part in split_by_tensor(buffers.layout.slices, 0, buffers.values)]
+    for buffers in after.values():
         at = 0
-        for s in its.layout.slices:
+        for s in buffers.layout.slices:
             for part in known:
                 low, high = max(s.start, part.start), min(s.stop, part.stop)
                 if part.tensor == s.tensor and low < high:
                     place = at - s.start
-                    its.values[place + low : place + high] = part.values[low - part.start : high - part.start]
+                    buffers.values[place + low : place + high] = part.values[low - part.start : high - part.start]
             at += s.numel
 
 
 def snapshot(shared: ByBucket) -> dict[str, torch.Tensor]:
     """Returns copies of the buffers' values after the last exchange. A checkpoint needs them, because between two exchanges of
     local steps the model's buffers have other values."""
-    return {f"agreed.{number}": its.values.cpu().clone() for number, its in shared.items()}
+    return {f"agreed.{number}": buffers.values.cpu().clone() for number, buffers in shared.items()}
 
 
 def restore(shared: ByBucket, tensors: Mapping[str, torch.Tensor]) -> None:
     """Restores the values that `snapshot` has returned. Buckets that are missing in `tensors` keep their values."""
-    for number, its in shared.items():
+    for number, buffers in shared.items():
         if (saved := tensors.get(f"agreed.{number}")) is not None:
-            its.values.copy_(saved)
+            buffers.values.copy_(saved)
 
 
 # ---- a bucket: its position in the plan, memory, ledger, and the record of its current exchange

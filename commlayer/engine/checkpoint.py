@@ -8,7 +8,7 @@ when it is on disk do ranks remove older checkpoints, so one complete checkpoint
 or with missing files, is incomplete.
 
 A rank writes `training-R` if its optimizer differs from that of other ranks (local steps), or if it does not see rank 0's file.
-`_converted` converts the residuals of a job with another number of workers or another plan.
+`_convert_residuals` converts the residuals of a job with another number of workers or another plan.
 """
 
 from __future__ import annotations
@@ -276,16 +276,16 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
         if found.exact:
             _take_plan(context, found.folder)
         if found.exact and found.mark.plan == records.digest(context.plan):
-            _put(context, found)
+            _restore_unchanged(context, found)
         else:
-            _converted(context, found, local)
+            _convert_residuals(context, found, local)
     except (CommError, EpochChanged) as error:
         raise not_loaded(context, directory, error) from None
     except Exception as error:
         raise not_loaded(context, directory, error) from error
 
 
-def _put(context: DistributedJob, found: FoundCheckpoint) -> None:
+def _restore_unchanged(context: DistributedJob, found: FoundCheckpoint) -> None:
     """Restores on each rank and server the codec state that this rank or server had."""
     worker, link = context.worker, context.uplink
     with all_or_none(context.groups, LOADING), reading(found.folder):
@@ -300,7 +300,7 @@ def _put(context: DistributedJob, found: FoundCheckpoint) -> None:
         restore_worker(context, {"step": found.mark.round, "plan": found.mark.plan, "tensors": states[f"rank-{context.rank}"]})
 
 
-def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
+def _convert_residuals(context: DistributedJob, found: FoundCheckpoint, local: Mapping[str, torch.Tensor]) -> None:
     """Converts the residuals of a job with another plan or number of workers. Each rank inherits the residuals in the files
     that it reads. Momenta of codecs start again from zero."""
     worker, mark = context.worker, found.mark
@@ -311,14 +311,14 @@ def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[s
             offered = (found.folder / PLAN).read_bytes()
     shared = next((data for data in gather_bytes(context.groups, offered) if data), b"")
     with all_or_none(context.groups, LOADING), reading(found.folder):
-        debts: list[ResidualSlice] = []
+        residuals: list[ResidualSlice] = []
         plan = records.decode(shared, Plan, f"plan {found.folder / PLAN}") if shared else None
         fits = plan is not None and plan.job == worker.plan.job and plan.steps_locally == worker.plan.steps_locally
         if plan is not None and fits:
             for name, reader in found.readers.items():
                 if reader == context.rank and name.startswith(("rank-", "server-")):
-                    debts += _debts_in(read(found.folder, name, mark), plan, mark.rate)
-        inherit_residuals(worker, debts, members=mark.world)
+                    residuals += _residuals_in(read(found.folder, name, mark), plan, mark.rate)
+        inherit_residuals(worker, residuals, members=mark.world)
         if context.local is not None and local:
             context.local.restore(local)
     if not mark.plan:
@@ -330,9 +330,9 @@ def _converted(context: DistributedJob, found: FoundCheckpoint, local: Mapping[s
     context.say(f"resume(): residuals of the {mark.world} workers that wrote the checkpoint {how}")
 
 
-def _debts_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
+def _residuals_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> list[ResidualSlice]:
     """Returns the residuals in the file of a rank or a server, as slices of tensors, in units of the gradient."""
-    debts: list[ResidualSlice] = []
+    residuals: list[ResidualSlice] = []
     for bucket in plan.buckets:
         scale = rate if in_updates(codec_of(bucket, plan=plan)) else 1.0
         parts = [t.reshape(-1) for name, t in _of_bucket(tensors, bucket.id).items() if _is_residual(name)]
@@ -340,8 +340,8 @@ def _debts_in(tensors: Mapping[str, torch.Tensor], plan: Plan, rate: float) -> l
             parts = [tensors[f"{RESIDUAL}{bucket.id}"]]
         for values in ([torch.cat(parts)] if sum(part.numel() for part in parts) == bucket.numel else []) + [
                 tensors[name] for name in (f"{CARRY}{bucket.id}",) if name in tensors]:
-            debts += split_by_tensor(bucket.slices, 0, values / scale if scale != 1.0 else values)
-    return debts
+            residuals += split_by_tensor(bucket.slices, 0, values / scale if scale != 1.0 else values)
+    return residuals
 
 
 def not_loaded(context: JobContext, directory: Path, error: Exception) -> CommError:

@@ -129,8 +129,8 @@ class LateResult:
         self._slices = 0 if applied else self._slices
 
     def residuals(self, members: int) -> list[ResidualSlice]:
-        """Returns the kept result as equal residuals of all workers, because weights might have changed since the result's
-        step."""
+        """Returns the kept result as residuals, of which each of `members` workers has an equal part. Equal parts are used,
+        because the workers' weights might have changed since the result's step."""
         if not self._slices or not self.weight:
             return []
         self._forget_others()
@@ -204,7 +204,8 @@ class LateResults:
                 for number, result in self.of.items() for name, tensor in result.snapshot().items()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restores the state that `snapshot` returned. Results that are missing in it are as before the first step."""
+        """Restores the state that `snapshot` returned. A result that is missing in `tensors` gets its state before the first
+        step."""
         for number, result in self.of.items():
             start = f"late.{number}."
             result.restore({name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)})

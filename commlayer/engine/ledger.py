@@ -101,8 +101,8 @@ class Ledger:
         return found
 
     def carry(self, residuals: Sequence[ResidualSlice], factor: float) -> None:
-        """Inherits the residuals of this bucket's elements, times `factor`, from an earlier plan or from this worker's
-        gradients."""
+        """Adds residuals of this bucket's elements, times `factor`, to the inherited residual. The residuals come from an
+        earlier plan or from this worker's gradients."""
         if (values := residual_on(residuals, self._slices)) is not None:
             more = torch.from_numpy(values).mul_(factor)
             self.inherited = more if self.inherited is None else self.inherited + more

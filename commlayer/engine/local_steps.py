@@ -54,7 +54,8 @@ class StepWeights:
     def __init__(self, weight: float, total: float | None) -> None:
         self._now = weight, total
         self._sum = [0.0, 0.0, 0.0, 0.0]
-        """Sums over the steps since the last exchange: number of steps, weight, steps with a known total, these totals."""
+        """Four sums over the steps since the last exchange: number of steps, this worker's weights, number of steps with a
+        known total weight, these total weights."""
 
     def weigh(self, weight: float, total: float | None) -> None:
         """Sets the weight of this worker's batches from now on, and the total of all workers' weights; see Units.weigh."""
@@ -99,11 +100,11 @@ class UnpaidResiduals:
         self._paid: dict[int, torch.Tensor] = {}
         """Maps a tensor number to the residual that was added to a gradient which no optimizer step has applied yet."""
 
-    def owe(self, debts: Sequence[ResidualSlice]) -> None:
+    def owe(self, residuals: Sequence[ResidualSlice]) -> None:
         """Receives the residuals of a plan that averaged gradients."""
         for number, p in enumerate(self._parameters):
             elements = [Slice(number, 0, p.numel())]
-            if (owed := residual_on(debts, elements)) is not None:
+            if (owed := residual_on(residuals, elements)) is not None:
                 self._owed[number] = torch.from_numpy(owed).view(p.shape).to(p.device)
 
     @property

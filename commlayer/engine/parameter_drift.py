@@ -87,13 +87,12 @@ class _Round:
     """What has happened on this rank in the current round, since the last row of digests was sent."""
 
     began: float
-    place: int = 0
-    """Number of training steps in the round so far."""
+    training_steps: int = 0
     cost_s: float = 0.0
-    steps: int = 0
-    """Number of optimizer steps in the round so far."""
-    places: int = 0
-    """Checksum of the positions in the round at which these optimizer steps were made."""
+    """Seconds that the digests have taken."""
+    optimizer_steps: int = 0
+    positions_digest: int = 0
+    """Checksum of the values of `training_steps` at which the optimizer steps were made."""
 
 
 class ParameterDrift:
@@ -152,7 +151,7 @@ class ParameterDrift:
         """Selects the tensors to compare from now on, under the same names. All ranks call it after the same step."""
         if [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._tensors = [*tensors]
-            self._pieces, self._digests, self._round.place = pieces(self._tensors), Digests(self._tensors), 0
+            self._pieces, self._digests, self._round.training_steps = pieces(self._tensors), Digests(self._tensors), 0
 
     def __call__(self) -> None:
         if not self._compared:
@@ -161,12 +160,12 @@ class ParameterDrift:
         begin = time.perf_counter()
         if self._rows.under_way:
             self._hear()
-        place = self._round.place
-        low, high = (len(self._pieces) * at // self._span for at in (place, place + 1))
+        done = self._round.training_steps
+        low, high = (len(self._pieces) * at // self._span for at in (done, done + 1))
         for piece in self._pieces[low:high]:
             self._digests.add(piece)
-        self._round.place += 1
-        if self._round.place == self._span:
+        self._round.training_steps += 1
+        if self._round.training_steps == self._span:
             self._tell()
         self._round.cost_s += time.perf_counter() - begin
 
@@ -174,14 +173,15 @@ class ParameterDrift:
         # Under local steps, a scaler may skip a step on one rank only.
         if self._connection.local is None and self._held.by(optimizer):
             self._optimizer = self._optimizer or optimizer
-            self._round.steps += 1
-            self._round.places = zlib.crc32(self._round.place.to_bytes(4, "little"), self._round.places)
+            self._round.optimizer_steps += 1
+            position = self._round.training_steps.to_bytes(4, "little")
+            self._round.positions_digest = zlib.crc32(position, self._round.positions_digest)
 
     def _tell(self) -> None:
         now, ended = time.perf_counter(), self._round
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
-        row = (float(self._digests.by_sums), cost_s, step_s, float(ended.steps), float(ended.places),
+        row = (float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
                float(digest(self._settings())), *map(float, self._digests.take()))
         self._round = _Round(now)
         try:
@@ -203,17 +203,17 @@ class ParameterDrift:
         except CommError as error:
             self._connection.broke(error)
 
-    def _compare_steps(self, heard: Sequence[Sequence[float]]) -> None:
+    def _compare_steps(self, rows: Sequence[Sequence[float]]) -> None:
         """Reports ranks whose optimizers have stepped after different exchanges. If that continues, each sum mixes gradients of
         several steps, which comparing parameters would not show."""
         connection, before = self._connection, self._apart
-        others = [rank for rank, row in enumerate(heard) if row[3:5] != heard[0][3:5]]
+        others = [rank for rank, row in enumerate(rows) if row[3:5] != rows[0][3:5]]
         self._apart = bool(others)
         if not others:
             return
         ranks = ", ".join(map(connection.called, others))
         what = (f"{ranks} and {connection.called(0)} have stepped their optimizers after different exchanges "
-                f"({heard[others[0]][3]:.0f} and {heard[0][3]:.0f} steps since the last check): {UNEQUAL}")
+                f"({rows[others[0]][3]:.0f} and {rows[0][3]:.0f} steps since the last check): {UNEQUAL}")
         if self._answer == "end" or (self._answer == "resync" and before):
             raise CommError(f"step {self._step}: {what}", code="E-REPLICAS")
         if not self._fixed:

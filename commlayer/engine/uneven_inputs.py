@@ -102,7 +102,7 @@ class UnevenInputs:
     # ---- around a step
 
     def send(self) -> None:
-        """Sends this rank's row of numbers before a step's first gradient."""
+        """Sends to the other ranks, before a step's first gradient, that this rank has a batch."""
         self._send(active=True)
 
     def passed(self) -> None:
