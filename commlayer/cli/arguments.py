@@ -108,8 +108,7 @@ def optimizer_named(name: str) -> str:
     """The optimizer family of the --optimizer option."""
     if name.lower() not in OPTIMIZERS:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both "
-                           "counts)")
+                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both)")
     return OPTIMIZERS[name.lower()]
 
 
@@ -214,7 +213,7 @@ def _check_top_level(path: Path) -> None:
                            f"{path}:{working[0].lineno}: importing this file would run `{_shortened(line)}`{more}; put them "
                            "into "
                            f'a function or under `if __name__ == "__main__":`; or name {path.stem}:FUNCTION, from its folder, '
-                           "which imports the file as it is")
+                           "which imports the file unchecked")
 
 
 def _working(statements: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LATE = {"plan": "commlayer.planner.search", "lint": "commlayer.planner.plan_lint",
          **dict.fromkeys(("Timeline", "simulate"), "commlayer.planner.simulation"),
          **dict.fromkeys(("diff", "explain"), "commlayer.planner.explanation"), "what_if": "commlayer.planner.baselines"}
-"""Loaded on first use: simulating needs numpy, reading plans does not."""
+"""Maps public names to modules that are imported on first use, because they need numpy and reading plans does not."""
 
 __all__ = [
     "Timeline", "builtin", "default_plan", "diff", "explain", "lint", "lower", "on_reference", "plan", "simulate", "verify",

@@ -288,7 +288,7 @@ class _Tables:
 
 
 def _nearest(rows: Iterable[LearningRow], workers: int) -> dict[tuple[Place, str, Point], list[LearningRow]]:
-    """Rows of each combination: those for this number of workers, else the worst-case rows, else all."""
+    """Groups rows by combination of settings. Of each group, keeps the rows for this number of workers, else the worst case."""
     by: dict[tuple[Place, str, Point], list[LearningRow]] = {}
     for row in rows:
         by.setdefault(_point(row), []).append(row)
@@ -361,7 +361,7 @@ def _group(kind: str) -> str:
 
 
 class Curves:
-    """Convergence costs of one field of `Excess` (all >= 0), by place, codec kind and point."""
+    """Convergence costs (>= 0) of one field of `Excess`, by codec and by `Place` (what is compressed, and when applied)."""
 
     def __init__(self, measured: Mapping[tuple[Place, str, Point], float]) -> None:
         self._points: dict[Place, dict[str, Points]] = {GRADIENTS: {DENSE: {(0.0, 0.0): 0.0}}}

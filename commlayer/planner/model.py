@@ -190,9 +190,9 @@ class PlanInputs(Record, frozen=True):
 
     @property
     def complete(self) -> tuple[Profile, Policy]:
-        """Profile and policy of inputs that have both."""
+        """Profile and policy. Raises InvalidInput if one of them is None."""
         if self.profile is None or self.policy is None:
-            raise InvalidInput("E-PLAN-INPUT", "these inputs have no profile or no policy of their own")
+            raise InvalidInput("E-PLAN-INPUT", "the plan's inputs lack a profile or a policy")
         return self.profile, self.policy
 
 

@@ -140,7 +140,7 @@ class Network:
     not shared, or a connection (one operation over shared lanes)."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        """`nodes`: names of the nodes that compute gradients."""
+        """Creates an empty numbering. `nodes`: names of the nodes that compute gradients."""
         self.nodes = {name: i for i, name in enumerate(nodes)}
         self._lanes: dict[str, int] = {}
         self._queues: list[tuple[int, ...]] = []
@@ -242,7 +242,7 @@ def joined(templates: Sequence[Template]) -> Template:
 
 
 def awaited(network: Network, loads: Sequence[Load], seconds: Sequence[float]) -> list[Load]:
-    """Adds to each bucket's options a final task that takes the bucket's `seconds` without using a link, CPU or GPU."""
+    """Adds a final delay of `seconds[b]` to all options of bucket b, during which no link, CPU or GPU is used."""
     return [load._replace(shapes=tuple([network.awaited(shape) for shape in load.shapes]),
                           latency=np.insert(load.latency, np.cumsum([len(shape.after) for shape in load.shapes]), latency_s))
             for load, latency_s in zip(loads, seconds, strict=True)]

@@ -22,7 +22,7 @@ from commlayer.records import Bucket, Job, Plan, Record, Slice, Timing
 
 
 class Span(Record, frozen=True):
-    """One task of one bucket in the simulated step; seconds from the step's start, which is the start of its forward pass."""
+    """One task of one bucket in the simulated step. Times are in seconds from the start of the step's forward pass."""
 
     bucket: int
     op: str

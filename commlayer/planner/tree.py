@@ -212,7 +212,7 @@ def options(
     """The paths that this cluster can run.
 
     `sums`: True for a codec whose payloads can be added. `mixed`: each encode and decode may use its own device, which makes
-    4341 paths of 339. `dense`: True includes paths without encoding.
+    4341 instead of 339 paths. `dense`: True includes paths without encoding.
     """
     usable: tuple[Device, ...] = tuple(
         d for d in GPU_AND_CPU if d in devices and (d == "cpu" or any(n.device != "cpu" for n in cluster.nodes if n.ranks))

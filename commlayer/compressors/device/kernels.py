@@ -150,7 +150,7 @@ count of entries at or after `start`."""
 
 
 def tiles(n: int, start_: int) -> int:
-    """Returns the number of tiles of a scan that starts at `start_` and wraps around."""
+    """Returns the number of CUDA blocks, of TILE elements each, for a scan that starts at `start_` and wraps around."""
     return -(-(n - start_ // 4 * 4) // TILE) + -(-start_ // TILE)
 
 

@@ -25,7 +25,7 @@ KEPT, COUNT, CUT = 3, 6, 10
 payload. CUT: threshold, followed by slope and shift."""
 
 RESELECT = -1
-"""Value of COUNT with which the device requests a new selection by the host."""
+"""Special value of COUNT: the device's selection failed, so the host must select entries again."""
 
 CUT_THREADS = 1024
 
