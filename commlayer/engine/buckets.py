@@ -293,15 +293,15 @@ PAYLOAD_HEADER = 16
 """Number of bytes for the payload's header before the send buffer. The payload of an in-place codec consists of this header and
 the send buffer."""
 SMALL_NUMEL = 1 << 14
-"""Number of elements: if the slices of a bucket are smaller on average, a second pass over the complete bucket is faster than
-one call per slice."""
+"""Mean number of elements per slice of a bucket, below which a second pass over the complete bucket is faster than one call per
+slice."""
 
 
 class EntryCounts(Protocol):
     """Sets how many entries sparse codecs send; implemented in entries_sent.py."""
 
     def begin(self, step: int) -> None:
-        """Sets the number of entries of all buckets for a step. Called before each encode of the step."""
+        """Sets how many entries each bucket's sparse codec sends in a step. Called before each encode of the step."""
         ...
 
     def forget(self) -> None:

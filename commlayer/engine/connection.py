@@ -106,7 +106,8 @@ class MemberChanges:
 
 
 class ListenerOrder(IntEnum):
-    """Order in which a job calls its EpochListeners: local steps begin or end before hooks and checks adapt to them."""
+    """Order in which a job calls its EpochListeners: local steps begin or end first, and hooks and checks then adapt to the new
+    sync mode."""
 
     SCHEDULE = 0
     LOOP = 1

@@ -48,7 +48,8 @@ class UnevenInputs:
         self._sent = False
         """True: this rank has sent to the others, for the current step, whether it has a batch."""
         self._active: list[bool] = []
-        """One flag for each rank. True: the rank had a batch in the last step whose rows were read."""
+        """One flag for each rank. True: the rank had a batch in the last step for which this rank has received the other ranks'
+        reports."""
         self._last: list[bool] = []
         """One flag for each rank. True: the rank had a batch in the last step in which any rank had one."""
 
