@@ -190,8 +190,8 @@ class JobActions:
         return candidate
 
     def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:
-        """Returns the costs of codecs on this machine without other work; the search corrects them for such work. Codec names
-        are complete, as in plans."""
+        """Returns the costs of codecs on this machine without other work; the search adds the slowdown by other work. Codec
+        names are complete, as in plans."""
         active_codecs = {codec for b in current.buckets for codec in (b.codec, b.down) if codec}
         names = sorted({str(build(bare(codec))) for codec in (*codecs, *active_codecs)})
         costs = [cost for name in names for cost in self._codec_costs(name)]

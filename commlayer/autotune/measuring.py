@@ -28,7 +28,7 @@ WAITED = 0.5
 CHUNK = CHUNK_NBYTES // 2
 """Elements of 16 bits in a zero chunk, which is sent or left out as one unit."""
 LOOKED_AT = 4096
-"""Maximum number of chunks that are examined per slice."""
+"""Maximum number of chunks per slice that are examined in order to count zeros."""
 
 
 class Measurements(NamedTuple):
@@ -138,8 +138,8 @@ LEAST_TURNS, FEW_SERVERS_TURNS = 2, 4
 """Minimum number of turns per direction: if all nodes have servers, and if fewer do. With two turns, half of the nodes send at
 once, one per server. With fewer servers, senders would share them."""
 LONGEST_S = 0.3
-"""Longest round trip, in seconds, that turns allow for. Beyond it probes measure little, and only the traffic of steps shows
-the rate."""
+"""Longest round trip, in seconds, that turns allow for. With longer round trips probes measure little, and only the traffic of
+steps shows the rate."""
 FAST_BPS = 20e6
 """Links faster than this many bit/s are always probed, because CPUs, or servers that wait for each other, may have limited the
 steps."""

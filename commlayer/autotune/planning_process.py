@@ -1,4 +1,4 @@
-"""Runs plan searches in a child process: a search in the trainer's interpreter would slow its steps several times.
+"""Runs plan searches in a child process: a search in the trainer's interpreter would make training steps several times as long.
 
 The child does not import torch, and it ends with its parent. It reads a search order from standard input and writes the result
 to standard output.

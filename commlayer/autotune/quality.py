@@ -1,6 +1,8 @@
-"""The quality policy: keeps codecs fine enough for the loss budget. Pure functions of (state, rows, step); a row is one rank's
-comparison. // All ranks receive the same rows after the same step, so they decide alike and switch plans together. `now` counts
-steps, the only clock that ranks share; seconds come in rows. """
+"""The quality policy: keeps codecs fine enough for the loss budget. Pure functions of (state, rows, step).
+
+A row is one rank's comparison of compressed with exact gradients. All ranks receive the same rows after the same step, so they
+decide alike and switch plans together. `now` counts steps, the only clock that ranks share; seconds come in rows.
+"""
 
 from __future__ import annotations
 

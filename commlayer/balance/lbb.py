@@ -1,9 +1,9 @@
 """LBB (load balanced batching) as published, defects included: the baseline of LoadBalancer(mode="lbb").
 
-The paper's objective, thresholds, window and rounding are kept. It minimizes max - min instead of the maximum. The launch
-cost a0 stays that of the profile, so an added offset is read as slope. A fine-tuning step of 1 takes floor(1/2) = 0 from the
-slowest and gives ceil(1/2) = 1 to the fastest, so the sum grows. After a rapid tuning, only fine tuning is allowed for a
-window. Where the paper is silent (rounding, solver, window length), this follows the released code.
+The paper's objective, thresholds, window and rounding are kept. LBB minimizes max - min of the workers' times instead of the
+maximum. The launch cost a0 stays that of the profile, so an added offset is read as slope. A fine-tuning step of 1 takes
+floor(1/2) = 0 from the slowest and gives ceil(1/2) = 1 to the fastest, so the sum grows. After a rapid tuning, only fine tuning
+is allowed for a window. Where the paper is silent (rounding, solver, window length), this follows the released code.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Lbb:
         return [round(batch) for batch in spread_shares(rough, self.total, self.caps)]
 
     def take(self, shares: Sequence[int]) -> None:
-        """Replaces the shares by those that the caller applied."""
+        """Sets the shares to those that the caller applied."""
         self._shares = list(shares)
 
 

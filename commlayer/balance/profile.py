@@ -67,7 +67,8 @@ def ladder(total: int) -> list[int]:
 def profile(
     run: Run, total: int, *, repeats: int = REPEATS, headroom: float = HEADROOM, left_s: Left = lambda: math.inf
 ) -> WorkerProfile:
-    """Profiles batches 2, 4, 8, ... up to `total`. If time ends before memory does, the memory limit stays unknown."""
+    """Measures batches of 2, 4, 8, ... samples, up to `total`. If the time limit is reached before memory runs out, the memory
+    limit stays unknown."""
     points: list[tuple[int, float]] = []
     fits = 0
     for batch in ladder(total):

@@ -1,6 +1,6 @@
 """Batches of uneven and changing size from one index stream per epoch, with each sample used once.
 
-A torch DataLoader takes it as its batch_sampler. Every worker of the job has one with the same arguments except `rank`:
+A Sampler is the batch_sampler of a torch DataLoader. Every worker of the job creates one with the same arguments except `rank`:
 
     sampler = commlayer.balance.Sampler(dataset, batch=512)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -132,7 +132,7 @@ class Sampler:
             self._begin(ConsumedLog(self.length), self.step)
 
     def announce(self, step: int, shares: Sequence[int] | Mapping[int, int], *, lost: Mapping[int, int] | None = None) -> None:
-        """Sets the shares from `step` on. Every worker must call it before any worker draws that step.
+        """Sets the shares from `step` on. Every worker must call this before any worker draws that step.
 
         `lost`: maps a vanished worker to the first step that was averaged without that worker. Its samples from that step on
         are assigned again.

@@ -24,7 +24,7 @@ class Announcement(Record, frozen=True):
     step: int
     shares: Shares
     lost: dict[int, int] = msgspec.field(default_factory=dict)
-    """Maps each lost worker to the first step in which it had no part."""
+    """Maps each lost worker to the first step that was averaged without that worker."""
 
 
 def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least: int) -> Shares:
@@ -99,8 +99,8 @@ class SharesSchedule:
         return schedule
 
     def add(self, announcement: Announcement, *, amends: bool = False) -> None:
-        """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive them late still
-        agree.
+        """Adds an announcement. Steps must increase, one announcement per step, so that workers that receive announcements late
+        still agree.
 
         `amends`: True: if the newest announcement is for the same step, it is extended.
         """

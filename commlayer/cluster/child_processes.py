@@ -74,8 +74,8 @@ class EmbeddedServer:
         return embedded
 
     def over(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` for the child to end by itself, as it does after all workers have left. Returns whether it
-        has ended."""
+        """Waits up to `timeout_s` seconds for the child to end by itself, after all workers have left. Returns whether the
+        child has ended."""
         return os.getpid() == self._owner and _ended(self._process, max(0.0, timeout_s))
 
     def close(self) -> None:
@@ -218,9 +218,9 @@ class HeartbeatSidecar:
 
 
 def start_sidecar(setup: Mapping[str, str | float]) -> HeartbeatSidecar | None:
-    """Starts a process that sends heartbeats for this one. Returns None if it does not start, or if the system has no /proc.
-    `setup`: address, secret and keys (a folder, or "") for the channel; token; every_s (interval); call_s (timeout of a call).
-    """
+    """Starts a sidecar that sends heartbeats for this process. Returns None if the sidecar does not start, or if the system has
+    no /proc. `setup` has address, secret and keys (a folder, or "") for the channel; the registration's token; every_s
+    (interval); call_s (timeout of a call). """
     if not Path("/proc/self/stat").exists():
         return None
     try:

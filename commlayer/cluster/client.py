@@ -136,7 +136,7 @@ class CoordinatorChannel:
         return answer
 
     def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
-        """Makes one call. Raises PeerLost or DeadlineExceeded if it may succeed later, Refused if not."""
+        """Makes one call. Raises PeerLost or DeadlineExceeded if the call may succeed later, Refused if not."""
         self._check_certificate(timeout_s)
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
@@ -265,7 +265,7 @@ def _unproved(error: Exception) -> bool:
 # ---- This process's membership.
 
 class MembershipEvents(NamedTuple):
-    """Functions that the heartbeat thread calls. It calls `failure` at most once, with the first peer failure that the
+    """Functions that the heartbeat thread calls. `failure` is called at most once, with the first peer failure that the
     coordinator reports."""
 
     failure: Callable[[CommError], None]

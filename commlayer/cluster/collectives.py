@@ -204,7 +204,8 @@ class Channel:
 
 
 class Channels:
-    """The channels of all stages of a staged path, keyed by (stage, scope). All ranks create and close them together."""
+    """Process groups for all stages of a staged path (an all-reduce that first sums inside nodes), keyed by (stage, scope). All
+    ranks create and close them together."""
 
     def __init__(self, wanted: Iterable[tuple[int, str]], members: Members, per_node: int, timeout_s: float) -> None:
         """Creates the groups; a collective call. `wanted`: pairs (stage, scope); a scope is "all", "node" (ranks of one node)
@@ -248,7 +249,7 @@ class RankNumbers:
     def __init__(self, numbers: int) -> None:
         self.mine = [0] * numbers
         self.rows: list[list[int]] = []
-        """The numbers of all ranks, in rank order. Empty until the block has ended."""
+        """The integers of all ranks, in rank order. Empty until the `all_or_none` block has ended."""
 
 
 @contextlib.contextmanager

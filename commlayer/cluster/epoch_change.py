@@ -54,9 +54,9 @@ def _kept(places: Mapping[str, Registration], settled_generation: int) -> dict[s
 def record_overdue(state: State, token: str, report: Overdue | None, now: float, patience_s: float) -> State:
     """Stores a server's report of sums that wait for contributions. Evicts workers that hang, if the others can continue.
 
-    A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums it cannot
-    contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at the
-    first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
+    A worker is blamed only if it is missing in the earliest step for which any server waits. Without that step's sums no worker
+    can contribute to a later step. Two successive reports are needed, because the server may not have read all contributions at
+    the first. `patience_s`: how long the epoch's first worker may hold back its contribution after all others have sent theirs.
     """
     place, held = state.registrations.get(token), state.held
     if place is None or not place.present or place.join.kind != "server":
@@ -124,7 +124,7 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
 
 def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
     """Returns whether the running job admits sites, and if not, why. A worker counts as silent if its last heartbeat is
-    `noticed_s` old; it is evicted after `patience_s`."""
+    `noticed_s` seconds old; a silent worker is evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return AdmissionState()

@@ -61,7 +61,7 @@ class GrpcPort:
         self._keys, self._bind, self.number, self._refused = keys, bind, port, refused
         self._server: RpcServer | None = None
         self.accept: AcceptStream | None = None
-        """Accepts data streams that arrive at this port; None if no summation server runs behind it."""
+        """Function that accepts data streams that arrive at this port; None if no summation server uses this port."""
         self._lock = threading.Lock()
         self._known: dict[str, _TlsConnection] = {}
         self._distrusted: set[str] = set()
@@ -107,7 +107,7 @@ class GrpcPort:
 
     def accept_stream(self, stream: GrpcStream, where: str) -> bool:
         if self.accept is None:
-            raise LookupError("no summation server runs behind this port")
+            raise LookupError("no summation server uses this port")
         return self.accept(stream, where)
 
     def where(self, peer: str) -> str:

@@ -207,9 +207,9 @@ def _dropped(state: State, server: Registration, gone: tuple[PeerExit, ...]) -> 
 def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0, ended_after_s: float = 0.0) -> State:
     """Detects failures by silence. Call it a few times per second.
 
-    If a peer reports that a process's machine closed a connection, that process is dead after `dead_after_s` of silence.
-    Without such a report, a silent process may return (after a broken link, or a laptop's sleep). It is dead after
-    `patience_s`, if that is longer. If servers report that all remaining workers closed in order, those workers count as
+    If a peer reports that a process's machine closed a connection, that process counts as dead after `dead_after_s` of silence.
+    Without such a report, a silent process may return (after a broken link, or a laptop's sleep). Such a process counts as dead
+    after `patience_s`, if that is longer. If servers report that all remaining workers closed in order, those workers count as
     finished after `ended_after_s` of silence. They left while no coordinator was running.
     """
     paused_s, places = own_pause_s(state, now), state.registrations
@@ -253,7 +253,7 @@ def evict(state: State, tokens: Iterable[str], why: str) -> State:
 
 
 def over(state: State) -> bool:
-    """Returns whether the job has begun and no worker is left in it."""
+    """Returns whether the job has begun and all its workers have left or died."""
     return state.view is not None and not any(p.present for p in state.registrations.values() if p.join.kind == "worker")
 
 

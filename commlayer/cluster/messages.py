@@ -67,13 +67,14 @@ class Join(Record, frozen=True):
     streams: str = ""
     """For a server: address where it accepts gRPC streams; "" if it does not."""
     colocated: bool = False
-    """For a server: it runs in the coordinator's process and fails with it."""
+    """True for a server that runs in the coordinator's process, and fails with that process."""
     restartable: bool = False
-    """For a server: it has a journal, so it can be restarted and register again."""
+    """True for a server that has a journal, so it can be restarted and register again."""
     outbound_only: bool = False
-    """For a worker: its machine accepts no connections. A server with the same `name` therefore runs on another machine."""
+    """True for a worker whose machine accepts no connections. A server with the same `name` therefore runs on another
+    machine."""
     elastic: bool = False
-    """For a worker: it can continue after other workers die, leave or join."""
+    """True for a worker that can continue after other workers die, leave or join."""
     must_match: dict[str, str] = msgspec.field(default_factory=dict)
     """For a worker: settings by name that must be equal on all workers. The first workers compare these settings themselves;
     the coordinator compares those of a worker that joins later."""
@@ -87,7 +88,7 @@ class Join(Record, frozen=True):
     gradients: int = ANY
     """For a worker: number of leading tensors that are gradients; the others are model buffers. ANY: all are gradients."""
     leave: str = ""
-    """For a site: it leaves, for this reason."""
+    """For a site that leaves: the reason; otherwise ""."""
     meeting: str = ""
     """For a site: name of the coordinator's rendezvous that assigned the site's ranks; "" before."""
     waited_s: float = 0.0
@@ -197,8 +198,8 @@ class Leave(Record, frozen=True):
     reason: str = FINISHED
     """FINISHED for an orderly leave. Any other text is the error with which the process ends."""
     exchanges: int = -1
-    """Number of exchanges to which a worker has contributed; -1: unknown. Peers that wait for it in a later exchange are sent
-    this number."""
+    """Number of exchanges to which a worker has contributed; -1: unknown. Peers that wait for the worker in a later exchange
+    are sent this number."""
 
 
 class KvRequest(Record, frozen=True):
@@ -260,9 +261,9 @@ class StatusReply(Record, frozen=True):
     workers: int
     """Number of workers of the job; 0 if not known yet."""
     seated: int
-    """Number of workers that are registered and present."""
+    """Number of workers that are registered and have not left or died."""
     servers: tuple[ServerInfo, ...] = ()
-    """Servers that are registered and present."""
+    """Servers that are registered and have not left or died."""
     begun: bool = False
     plan: str = ""
     """Digest of the job's plan; "" if there is no plan yet."""

@@ -20,7 +20,7 @@ from commlayer.cluster import site_process_group
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput
 
 _exchange_counts: dict[str, int] = {}
-"""Maps a group of ranks to the number of exchanges that they have made. All of them take part in each exchange, so their counts
+"""Maps a group of ranks to its number of exchanges so far. All ranks of the group take part in each exchange, so their counts
 agree."""
 _group_numbers: dict[tuple[int, ...], int] = {}
 """Maps a tuple of ranks to the highest number used in the name of a process group of these ranks."""
@@ -36,8 +36,8 @@ def exchange(store: Any, ranks: Sequence[int], rank: int, data: bytes, deadline_
     """Exchanges one byte string per rank through torch's store; returns them in rank order. All `ranks` must call it. Raises
     DeadlineExceeded with the names of ranks that sent nothing.
 
-    It uses the store that the process group was created with. The store needs no working collectives, and it shows which ranks
-    are missing.
+    The store is that with which the process group was created. An exchange through the store needs no working collectives, and
+    shows which ranks are missing.
     """
     return run_bounded(lambda: _exchange(store, ranks, rank, data, deadline_s, what), deadline_s, what, "the launcher")
 

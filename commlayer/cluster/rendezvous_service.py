@@ -145,8 +145,8 @@ class RendezvousService:
             self._store.save = self._journal.write_row
 
     def forget(self, view: int) -> None:
-        """Drops older values after all workers have switched to the epoch with generation `view`. Call it in the event loop's
-        thread."""
+        """Drops values of earlier epochs, after all workers have switched to the epoch with generation number `view`. Call it
+        in the event loop's thread."""
         if view > self._settled:
             self._settled = view
             self._store.forget(view)
@@ -200,7 +200,7 @@ class RendezvousService:
 
     def _excluded_reason(self, site: str) -> str:
         """Returns why the site may not write; "" if it may. A site whose rank was evicted may not, because the other ranks have
-        continued without that rank. A late value would be read only by some of them."""
+        continued without that rank. Only some of them would read a value that the site writes now."""
         if not self._min_workers or (one := self._state.present.get(site)) is None:
             return ""
         lost = self._lost()

@@ -21,7 +21,7 @@ from commlayer.records import Bucket, Plan
 
 UNDONE = "_undone"
 MEMORY_SLACK_NBYTES = 1024
-"""Bytes allowed in a snapshot's size for the names of tensors that are not always present."""
+"""Bytes added to the maximum size of a snapshot, for the names of tensors that only some snapshots contain."""
 SLACK_NBYTES = 16 << 20
 """Bytes that a receiver allows in addition to payloads and state, for headers, plans and probes."""
 
@@ -96,16 +96,16 @@ class CodecOps:
         self._codec.add(0, payload, self._alone, first=True)
         return self._alone
 
-    def debts(self) -> list[ResidualSlice]:
+    def residuals(self) -> list[ResidualSlice]:
         """Returns the server's residuals, one slice per tensor."""
         values = residual_of(self._state)
         return [] if values is None else list(split_by_tensor(self._bucket.slices, 0, values))
 
-    def take_over(self, debts: Sequence[ResidualSlice]) -> None:
+    def inherit_residuals(self, inherited: Sequence[ResidualSlice]) -> None:
         """Adds inherited residuals of this bucket's elements. Call it only before the first step."""
-        mine, paid = residual_of(self._state), residual_on(debts, self._bucket.slices)
-        if mine is not None and paid is not None:
-            mine += paid
+        mine, theirs = residual_of(self._state), residual_on(inherited, self._bucket.slices)
+        if mine is not None and theirs is not None:
+            mine += theirs
 
     def snapshot(self) -> bytes:
         return safetensors.numpy.save(snapshot(self._state))
@@ -158,8 +158,8 @@ def _loaded(data: bytes | memoryview) -> dict[str, Any]:
 def ops_of(
     plan: Plan, server: int, before: Iterable[CodecOps] = (), scale: float = 1.0, *, gradients: int = -1,
 ) -> dict[int, CodecOps]:
-    """Creates the ops of server number `server` for a plan, by bucket. They inherit the residuals of `before` for the same
-    elements.
+    """Creates the CodecOps of server number `server` for a plan, keyed by bucket. They inherit the residuals that `before` has
+    for the same elements.
 
     `scale`: factor on inherited residuals when the number of workers in the mean changes, since residuals are part of a sum.
     `gradients`: how many of the job's tensors, in order, are gradients; the others are buffers. -1: there are no buffers.
@@ -170,8 +170,8 @@ def ops_of(
     olds = list(before)
     for new in ops.values():
         # Residuals in other units would need a learning rate or an optimizer's state, which only workers have.
-        new.take_over([debt._replace(values=debt.values * scale) if scale != 1.0 else debt
-                       for old in olds if old.unit == new.unit for debt in old.debts()])
+        new.inherit_residuals([one._replace(values=one.values * scale) if scale != 1.0 else one
+                               for old in olds if old.unit == new.unit for one in old.residuals()])
     return ops
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("commlayer")
 
 NAME, LOCK = "server.journal", "lock"
 _FILE = struct.Struct("<8sII")
-"""File header: magic, size and checksum of the Metadata, which follow. The slots come after them."""
+"""Header of the journal file: magic, and size and checksum of the Metadata. The Metadata comes next, then the slots."""
 _SLOT = struct.Struct("<QIII")
 """Header of a slot: sequence number, sizes of the entry's two parts, checksum of the header and the parts."""
 MAGIC, ALIGN = b"CMLJ0003", 64
@@ -52,7 +52,7 @@ class ServerIdentity(Record, frozen=True):
     view: View
     plan: bytes
     generation: int
-    """Generation of the plan; may be later than the epoch's."""
+    """Generation number of the plan. It is higher than the epoch's number if the plan has changed in the epoch."""
     streams: str = ""
     """The server's address for gRPC streams; "" for none."""
 
@@ -84,7 +84,7 @@ class ServerJournal:
 
     def replace(self, identity: ServerIdentity, sizes: Mapping[int, int], write_all: Callable[[WriteEntry], None]) -> bool:
         """Replaces the previous journal by a new one. `sizes`: maps a bucket to the maximum bytes of its entry. `write_all`
-        writes all entries with the function that it is given, which is also used for later writes.
+        writes all entries with the function that it gets as argument; later writes use the same function.
 
         Returns whether there is a journal from now on. If the file cannot be written and the journal is required, raises
         RecordError and keeps the previous one.
@@ -114,8 +114,8 @@ class ServerJournal:
         self.recovered, self.entries = None, {}
 
     def close(self, *, over: bool) -> None:
-        """Closes the journal and unlocks its folder. `over`: the job is over, so the journal is removed; otherwise it is kept
-        for a restart."""
+        """Closes the journal and unlocks its folder. `over`: True: the job is over, so the journal is removed. False: the
+        journal is kept for a restart."""
         self._end()
         if over:
             self._forget()

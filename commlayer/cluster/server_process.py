@@ -46,11 +46,11 @@ is useless."""
 
 
 class ServeOptions(NamedTuple):
-    """What this process serves. `workers`: how many to wait for; 0: the first worker decides. `number`: the server's number in
-    the plan; -1: the coordinator chooses. `sums`: whether to run a summation server.
+    """What this process serves. `workers`: number of workers to wait for; 0: the first worker decides. `number`: the server's
+    number in the plan; -1: the coordinator chooses. `sums`: True: run a summation server.
 
     `parent`: process id of the training process that started this process; 0 if none did. `job_token`: the secret, if this
-    process generated it. `again`: this process has served an earlier job. `data_port`: ANY means the port after the
+    process generated it. `again`: True: this process has served an earlier job. `data_port`: ANY means the port after the
     coordinator's.
     """
 

@@ -134,8 +134,8 @@ def reset_silence(state: Sites, now: float) -> Sites:
 
 
 def remove(state: Sites, site: str, why: str) -> Sites:
-    """Removes a site. Before the job begins, removal after the assignment of ranks ends the rendezvous. After that, it affects
-    only the site's own ranks."""
+    """Removes a site. Before the job begins, removal after the assignment of ranks ends the rendezvous. After the job has
+    begun, removal affects only the site's own ranks."""
     if site not in state.present:
         return state
     one, remaining = state.present[site], {token: h for token, h in state.present.items() if token != site}
@@ -151,9 +151,9 @@ def remove(state: Sites, site: str, why: str) -> Sites:
 
 
 def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
-    """Returns the token of the registered site that has been restarted and now sends `request`; "" if there is none. That site
-    has the same certificate and host name, and has been silent for `silence_s`. `seen_s`: maps a rank to the time of its last
-    heartbeat."""
+    """Returns the token of the registered site that has been restarted and now sends `request`; "" if there is none. The
+    registered site has the request's certificate and host name, and has been silent for `silence_s`. `seen_s`: maps a rank to
+    the time of its last heartbeat."""
     if not request.certificate or request.leave or request.token in state.present or request.token in state.former:
         return ""
     same = [token for token, site in state.present.items()

@@ -1,9 +1,9 @@
 """The summation service as a state machine: receives contributions, returns replies.
 
-It does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in as CodecOps.
-Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal bit for bit in
-every run. Early contributions stay compressed until they are added. Each contribution is applied at most once. The results of
-the last two steps are kept for members that request them again.
+The state machine does no input or output, reads no clock and does not know codecs: each bucket's codec operations are passed in
+as CodecOps. Contributions to one (step, round) are added in member order, whatever their order of arrival, so sums are equal
+bit for bit in every run. Early contributions stay compressed until they are added. Each contribution is applied at most once.
+The results of the last two steps are kept for members that request them again.
 
 Every message is checked before it changes anything. CorruptFrame means that its sender broke the protocol or its format. Any
 other error is the server's own fault, and the sum in progress is lost.
@@ -306,7 +306,7 @@ class Summation:
                       sender=self.peer, order=cell.sum.order, flags=flags, weight=cell.sum.weight, used=cell.sum.used)
 
     def undo(self, message: Message) -> None:
-        """Rolls back the part of the last step that the workers did not apply, if no PUSH will report it."""
+        """Rolls back the part of the last step that the workers did not apply, if no PUSH will report that part."""
         if self._ended(message):
             return
         cell = self._cell(message)
@@ -518,8 +518,8 @@ ENTRY_HEADER_NBYTES = 1024
 
 
 class SumEntry(Record, frozen=True):
-    """Journaled state of one bucket's sum. It is written before the server sends something that depends on it: a result, a
-    request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
+    """Journaled state of one bucket's sum. The state is written before the server sends anything that depends on it: a result,
+    a request to compress again, or a state. Members repeat everything after that, since they have no reply to it yet."""
 
     step: int | None
     round: int

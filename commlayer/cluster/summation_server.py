@@ -137,7 +137,7 @@ class SumServer:
         self._stalls: list[Stall] = []
         """Sums that waited for contributions at the last check."""
         self._last_numbers: dict[int, int] = {}
-        """Maps a member to the number of its last completed request. Requests arrive in order, some of them twice."""
+        """Maps a member to the sequence number of its last completed request. Requests arrive in order, some of them twice."""
         self._failing = threading.Lock()
         self._replan, self._regroup, self._switching = replan, regroup, threading.Lock()
         self._pace = pace
@@ -168,7 +168,7 @@ class SumServer:
             self._drop(error)  # the member broke the frame format, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
-        """Returns present members that were dropped because they broke the protocol, with the reason."""
+        """Returns the reason for each member that was dropped because it broke the protocol, except members that are gone."""
         with self._dropping:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
@@ -338,8 +338,8 @@ class SumServer:
             self._check_stalls()
 
     def _check_stalls(self) -> None:
-        """Reports sums that wait. Only this thread checks for them: sums are locked while they are journaled, and a disk may
-        block."""
+        """Sends reports about sums that wait for contributions. Only this thread checks for them: sums are locked while they
+        are journaled, and a disk may block."""
         self._stalls = self._core.stalled(math.inf)
         before = time.monotonic() - self._stall_s
         for stall in self._stalls:
@@ -378,7 +378,8 @@ MAX_REPORTED = 64
 """Maximum number of dropped workers named in one heartbeat, which must stay small. The others are named after the first ones
 have been evicted."""
 MAX_OVERDUE = 4096
-"""If more workers than this are missing, heartbeats name none of them, and all workers stop at their deadline."""
+"""Maximum number of missing workers that a heartbeat names. If more are missing, it names none, and all workers stop at their
+deadline."""
 STALL_S = 4.0
 """Seconds for which a sum waits before the waiting members are sent the names of the missing ones."""
 
@@ -454,8 +455,8 @@ class DataServer:
 
     def start(self, view: View, plan: bytes, server: int, token: str = "", newest: Callable[[], View] | None = None) -> None:
         """Starts summing the plan's buckets of server number `server`, for the members of `view`. If the journal is of the same
-        job and server, resumes from it. `token`: of this server's registration. `newest`: returns the newest epoch known; None
-        if members never change.
+        job and server, resumes from it. `token`: token of this server's registration. `newest`: returns the newest epoch that
+        the coordinator has sent; None if members never change.
 
         Raises ValueError if the plan cannot be served. Every worker that connects is then refused with the same reason.
         """
@@ -601,8 +602,8 @@ class DataServer:
         return not self._transport.peers
 
     def close(self, reason: CommError | None = None, *, over: bool = True, flush_s: float | None = None) -> None:
-        """Stops serving. `reason`: error that workers receive; None for an orderly end. `over`: the coordinator has ended the
-        job. Otherwise, if there is a journal, workers keep reconnecting until a restarted server resumes. `flush_s`: seconds
+        """Stops serving. `reason`: error that workers receive; None for an orderly end. `over`: True: the coordinator has ended
+        the job. False: if there is a journal, workers keep reconnecting until a restarted server resumes. `flush_s`: seconds
         allowed for sending queued messages."""
         if self.journal is not None and not over:
             self._refusal = RetryLater("is restarting")
@@ -624,7 +625,7 @@ def _is_same_job(one: View, other: View) -> bool:
 
 
 def _checked_plan(plan: bytes, view: View) -> Plan:
-    """Decodes the plan and checks everything except the model, against which worker 0 has checked it."""
+    """Decodes the plan and checks it for this job. Worker 0 has already checked that the plan fits the model."""
     what = "plan of worker 0"
     try:
         decoded = records.decode(plan, Plan, what)

@@ -75,7 +75,7 @@ class Uplink:
         self.membership.report = lambda: {"missed": self._carrier.missed()}
 
     def limit_kept(self, nbytes: int) -> None:
-        """Sets the maximum bytes, per server, that are in flight or stored here without a posted receive."""
+        """Sets the maximum bytes, per server, that are in flight or stored by this process without a posted receive."""
         self._carrier.limit_kept(nbytes)
         self.transport.limit_kept(nbytes)
 
@@ -175,8 +175,8 @@ class Uplink:
         fail(error)
 
     def _on_silence(self, silent_s: float) -> None:
-        """Called while the coordinator does not answer. Training can continue without it. Training cannot continue without a
-        server in the coordinator's process, whose death no other process would report."""
+        """Called while the coordinator does not answer. Training can continue without the coordinator, but not without a server
+        in the coordinator's process, whose death no other process would report."""
         near = [] if self._membership is None else [s for s in self._membership.view.servers if s.colocated]
         over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
@@ -386,9 +386,9 @@ def leave_job(
 ) -> None:
     """Leaves the job and ends the servers that this process started.
 
-    Without a `reason` the process leaves in order: the data that it has sent arrives, and its servers run until the last worker
-    has left, at most `stay_s`. With a `reason` the servers run for `notice_s`, so other workers can receive the reason.
-    `exchanges`: number of exchanges to which this process contributed.
+    Without a `reason` the process leaves in order: its sent data arrives, and its servers run until the last worker has left,
+    at most `stay_s`. With a `reason` the servers run for `notice_s`, so other workers can receive the reason. `exchanges`:
+    number of exchanges to which this process contributed.
     """
     until = time.monotonic() + (notice_s if reason else stay_s)
     delivered = link is None or link.close(reason, stay_s, exchanges)

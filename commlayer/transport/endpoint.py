@@ -128,7 +128,7 @@ class StreamTransport:
         return bound
 
     def dial(self, peer: int, address: Address, deadline: float, answer_by: float = math.inf) -> None:
-        """Connects to `peer` at `address`; after it returns, messages can be sent. The peer's first reply must arrive before
+        """Connects to `peer` at `address`. After this returns, messages can be sent. The peer's first reply must arrive before
         `answer_by`. Raises Refused with the peer's reason."""
         self.dial_over(lambda until: self._connect_tcp(peer_name(peer), address, until), peer, deadline, answer_by)
 
@@ -324,8 +324,8 @@ class StreamTransport:
         self._mailbox.max_kept_nbytes = nbytes
 
     def pace(self, bps: float) -> None:
-        """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. Connections that send large bodies share
-        the rate."""
+        """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
+        paced so that together they send at this rate."""
         self._pacer.follow(bps)
 
     # ---- Transport

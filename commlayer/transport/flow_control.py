@@ -46,7 +46,7 @@ class LinkSample(NamedTuple):
     """A connection's rate and round trip, measured by the kernel for TCP and by the stream for gRPC."""
 
     rate: float
-    """Bytes per second delivered while data was waiting; a sender that pauses does not lower it."""
+    """Bytes per second delivered while data was waiting; a sender that pauses does not lower this rate."""
     round_trip_s: float
     """The shortest round trip so far, in seconds; 0 if unknown."""
 

@@ -198,6 +198,7 @@ class Reader:
         self._take(body[:n])
 
     def _take(self, piece: memoryview) -> None:
-        """Adds bytes of the body to its checksum now, while they are in the cache and the next bytes are in transit."""
+        """Updates the body's checksum with received bytes at once, while they are in the CPU's cache and the next bytes are in
+        transit."""
         self._got += len(piece)
         self._running = crc32c(piece, self._running)

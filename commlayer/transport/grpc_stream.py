@@ -310,8 +310,8 @@ its peers."""
 
 
 def handler(take: AcceptStream, certified: Callable[[str], PeerCertificate | None]) -> grpc.GenericRpcHandler:
-    """Returns the server's handler of streams. `certified` maps gRPC's peer name to a certificate; it raises PermissionError if
-    the port requires one and the peer has none."""
+    """Returns the server's handler of streams. `certified` returns the certificate for gRPC's name of a peer, and raises
+    PermissionError if the port requires one and the peer has none."""
 
     async def frames(_: Any, context: Any) -> None:
         name = context.peer()

@@ -121,8 +121,8 @@ class Keys:
                     listed = self._list()
                     if listed.number < self._revocations.number:
                         raise InvalidInput("E-KEYS",
-                                           f"it is list {listed.number} of the CA, older than list {self._revocations.number}, "
-                                           "which is in use")
+                                           f"the file has list {listed.number} of the CA, older than list "
+                                           f"{self._revocations.number}, which is in use")
                     self._contexts, self._revocations = self._make_contexts(listed), listed
                 except (OSError, ValueError) as error:
                     log.warning("keys: %s was not loaded: %s; the previous list stays in use", path, without_code(error))
@@ -151,7 +151,7 @@ class Keys:
             crl = x509.load_pem_x509_crl(data)
             authority: Any = x509.load_pem_x509_certificate(self.ca).public_key()
             if not crl.is_signature_valid(authority):
-                raise InvalidInput("E-KEYS", "it is not signed by the job's CA")
+                raise InvalidInput("E-KEYS", "the list is not signed by the job's CA")
             number = crl.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
             return RevocationList(data, number, frozenset(one.serial_number for one in crl))
         except Exception as error:  # the parser raises many types of errors, and the calling threads must continue

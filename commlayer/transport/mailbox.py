@@ -148,8 +148,8 @@ class Mailbox:
         return None if seq is None else self._forget(seq)
 
     def _forget(self, seq: int) -> Message:
-        """Removes and returns a stored message. It must be the oldest of its peer and key, unless the caller removes all of
-        them."""
+        """Removes and returns a stored message. The message must be the oldest of its peer and key, unless the caller removes
+        all such messages."""
         message = self._kept.pop(seq)
         place = (message.peer, key(message.header))
         queue = self._index[place]

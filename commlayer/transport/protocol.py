@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("commlayer")
 
 SERVER_BASE = 0x8000
-"""First peer number of servers. Peers are 16-bit numbers: a worker's is its rank, that of summation server i is SERVER_BASE +
-i."""
+"""First peer number of servers. Peer numbers have 16 bits: a worker's number is its rank, and server i has SERVER_BASE + i."""
 
 
 def peer_name(peer: int) -> str:
@@ -84,7 +83,8 @@ class Header(NamedTuple):
     bucket: int = 0
     part: int = 0
     parts: int = 1
-    """Number of frames of one body. 1 in every message outside the transport, which splits bodies and reassembles them."""
+    """Number of frames into which a body is split. 1 in every message outside the transport, which splits bodies and
+    reassembles them."""
     round: int = 0
     codec: int = 0
     sender: int = 0
@@ -117,8 +117,8 @@ class Message(NamedTuple):
 
 
 class Handle:
-    """A send or receive in progress. It ends once, by complete() or fail(); later calls have no effect. Callbacks run in the
-    thread that completes it, and must not block."""
+    """A send or receive in progress. The operation ends once, by complete() or fail(); later calls have no effect. Callbacks
+    run in the thread that completes it, and must not block."""
 
     __slots__ = ("_callbacks", "_error", "_event", "_lock", "_message", "_what", "bucket", "peer", "step")
 

@@ -194,7 +194,7 @@ def served(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     pool(WORLD).ready(__name__)  # servers wait for ranks, which take their time to start
     with Servers(WORLD, SERVERS) as servers:
         ranks = pool(WORLD).call(attached, servers.address, request.param)
-        parts = [part for serving in servers.serving for ops in serving._ops.values() for part in ops.debts()]
+        parts = [part for serving in servers.serving for ops in serving._ops.values() for part in ops.residuals()]
         return [*ranks, {"residuals": residuals_of(SHAPES, parts)}]
 
 

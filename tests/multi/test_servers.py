@@ -193,9 +193,9 @@ def test_a_restored_server_goes_on_to_the_bit_and_residuals_are_handed_over(fiel
     assert other.snapshot() == ops.snapshot()
     first, second = step(3, ops, other)
     assert first == second
-    after.take_over(ops.debts())
-    assert [(d.tensor, d.start, d.values.tobytes()) for d in after.debts()] == [
-        (d.tensor, d.start, d.values.tobytes()) for d in ops.debts()]
+    after.inherit_residuals(ops.residuals())
+    assert [(d.tensor, d.start, d.values.tobytes()) for d in after.residuals()] == [
+        (d.tensor, d.start, d.values.tobytes()) for d in ops.residuals()]
 
 
 @needs_native

@@ -220,7 +220,7 @@ def owed(r: kit.Rig) -> list[torch.Tensor]:
     for core in r.sums:
         for bucket, cell in core.cells.items():
             cell.ops.undo(words[0].get(bucket, 0))
-            debts += cell.ops.debts()
+            debts += cell.ops.residuals()
     total = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for debt in debts:
         total[debt.tensor].view(-1)[debt.start : debt.stop] += torch.as_tensor(debt.values).double()

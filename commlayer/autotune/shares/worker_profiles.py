@@ -25,7 +25,7 @@ from commlayer.session import Session
 from commlayer.transport.protocol import peer_name
 
 SLACK_S = 60.0
-"""Seconds to wait longer for the other ranks, for a batch that had begun and for startup."""
+"""Extra seconds to wait for the other ranks, because of a batch that had begun and of startup."""
 FINISHED, BROKE_OFF = 1.0, 0.0
 
 
