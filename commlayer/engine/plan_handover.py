@@ -78,7 +78,7 @@ def _times(residual: ResidualSlice, factor: float) -> ResidualSlice:
 
 
 def owe(worker: Worker, unpaid: Sequence[ResidualSlice]) -> None:
-    """Adds pending residuals of this worker's own gradients (`unpaid`) to a worker that averages gradients."""
+    """Makes a worker that averages gradients also send `unpaid`, pending residuals of this rank's own gradients."""
     units = worker.units
     part = units.weight * units.members / units.total if units.total else 0.0
     if unpaid and not part:

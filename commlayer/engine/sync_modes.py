@@ -154,8 +154,8 @@ def requested_otherwise(requested: RequestedModes, mode: str) -> str:
 
 
 def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbids:
-    """Returns a function that returns the reason why a mode would bring no benefit in this job; "" if it might. `apart` returns
-    True if local steps have left the optimizers in different states on different ranks."""
+    """Returns a function that returns the reason why a sync mode would bring no benefit in this job; "" if it might. `apart`
+    returns True if local steps have left the optimizers in different states on different ranks."""
 
     def useless(mode: str) -> str:
         if mode != "forward":
@@ -170,8 +170,8 @@ def useless_of(scaler: Any, *, clips: bool, apart: Callable[[], bool]) -> Forbid
 
 
 def forbids_of(model: Any, named: Sequence[tuple[str, nn.Parameter]], optimizer: Any) -> Forbids:
-    """Returns a function that returns the reason why model or optimizer exclude a mode; "" if they allow it. It checks at each
-    call, because the optimizer can change."""
+    """Returns a function that returns the reason why model or optimizer exclude a sync mode; "" if they allow it. It checks at
+    each call, because the optimizer can change."""
 
     def forbids(mode: str) -> str:
         try:

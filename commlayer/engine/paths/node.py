@@ -35,7 +35,7 @@ class NodeSum(ABC):
     def __init__(self, buckets: Sequence[ServedBucket]) -> None:
         self.buckets = tuple(buckets)
         self.mine = next((bucket for bucket in buckets if isinstance(bucket, EncodedBucket)), None)
-        """The bucket that this rank encodes; None if it encodes none of them."""
+        """The bucket that this rank encodes; None if this rank encodes none of the buckets."""
 
     @abstractmethod
     def reduce(self, channel: Channel) -> None:
@@ -75,7 +75,7 @@ class ShardedSum(NodeSum):
         self._sizes = [bucket.memory.all.numel() for bucket in buckets]
         most, own_size = max(self._sizes), self._sizes[local]
         self._parts = self._own.all.new_zeros(sum(self._sizes) - own_size)
-        """This rank's gradients in the shards of other ranks, one shard after the other."""
+        """This rank's gradients of the buckets (shards) that other ranks of the node encode, one bucket after the other."""
         self._rows = self._own.all.new_zeros(len(buckets), most)
         """One row for each rank. During the sum: the other ranks' gradients in this rank's shard. After it: all results, as the
         receive buffers."""
