@@ -5,6 +5,7 @@ Gradients are random numbers of a site and a step, so tests compute the weights 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -501,7 +502,9 @@ def main(site: int, script: Script) -> None:
                 "scaler": scaler.state_dict(), "plan": commlayer.records.digest(connection.plan), "codecs": codecs,
                 "buckets": buckets, "invited in vain": invited_in_vain}
         report["weights"] = flat(model.parts)
-    print(json.dumps(report), flush=True)
+    with Path(__file__).open() as lock:  # workers of one site share a pipe, which does not keep long lines apart
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(json.dumps(report), flush=True)
     sys.exit(RAISED if errors else 0)
 
 
