@@ -130,8 +130,7 @@ class Slice(Record, frozen=True):
 
 
 class Why(Record, frozen=True):
-    """The planner's prediction for one bucket, and the alternative that came second. For readers only: no code uses the
-    record."""
+    """The planner's prediction for one bucket, and the second-best alternative. Users see it; no decision depends on it."""
 
     seconds: float
     """Seconds from the bucket's gradients being ready to the arrival of the average, in the simulated step."""
