@@ -396,7 +396,6 @@ class WorkerBucket:
         self.shared: SharedBuffers | None = None
 
     def use(self, every: torch.Tensor, every_y: torch.Tensor) -> None:
-        """Sets the bucket's memory, when it is created."""
         self.memory = BucketMemory(self.layout, every, every_y)
         if self.buffer:
             self.shared = SharedBuffers(self.memory.x, self.layout)

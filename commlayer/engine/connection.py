@@ -210,7 +210,6 @@ class JobContext:
         self.events: list[StalePlan] = []
         """Decisions in `decisions` that also have a structured record."""
         self.on_close: list[Callable[[], None]] = []
-        """Functions to call when the connection closes."""
         self._owner, self._closed = os.getpid(), False
 
     @property

@@ -87,7 +87,6 @@ class LateResult:
 
     @property
     def full(self) -> bool:
-        """True: a result is kept for use."""
         return self._slices > 0
 
     @property

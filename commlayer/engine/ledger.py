@@ -39,7 +39,6 @@ class Ledger:
         self.unreported = 0
         """Bit mask of the slices that were rolled back on this worker, but not yet reported to the server."""
         self.finite = True
-        """True: the last average was finite."""
 
     def open(self, x: torch.Tensor, worth: float) -> None:
         """Begins an exchange: adds the inherited residual times `worth` to the gradients `x`."""

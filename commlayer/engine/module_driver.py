@@ -192,7 +192,6 @@ class ModuleDriver(EpochListener):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Context manager for unequal numbers of batches, as Session.join describes."""
         self._finish_overlap()
         self._uneven.enter()
         try:

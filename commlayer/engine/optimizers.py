@@ -408,7 +408,6 @@ def job_of(model: nn.Module) -> Job:
 
 
 def check_dense(name: str, gradient: torch.Tensor) -> None:
-    """Raises ValueError if the gradient is not dense."""
     if gradient.layout is not torch.strided:
         raise InvalidInput("E-GRADIENT-LAYOUT",
                            f"the gradient of {name} has layout {gradient.layout}, but it must be dense; pass sparse=False "

@@ -211,7 +211,6 @@ def check_plan(
 # ---- constraints on a job's plans, and the inputs from which the current plan was made
 
 def _allow(_mode: str) -> str:
-    """Allows every sync mode."""
     return ""
 
 

@@ -133,7 +133,6 @@ class Replica:
 
     @contextlib.contextmanager
     def averaged(self, context: JobContext) -> Iterator[None]:
-        """Implements Session.averaged."""
         if not isinstance(context, DistributedJob) or (local := context.local) is None:
             yield
             return

@@ -120,7 +120,6 @@ def _begin(
     replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
     plan_for: Callable[[int, int], Plan], align: Sequence[torch.Tensor], must_match: Mapping[str, str],
 ) -> DistributedJob:
-    """Starts a job together with all other ranks."""
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
     nodes, first = members.world // per_node, members.rank == 0

@@ -134,7 +134,6 @@ class Step:
         return self.error
 
     def arrivals(self) -> Arrivals:
-        """Creates a counter of arrivals for one path."""
         self._awaited.append(Arrivals(lambda: self.check_interrupts(self._whole)))
         return self._awaited[-1]
 

@@ -272,13 +272,11 @@ class StepLoop(EpochListener):
     # ---- between two steps
 
     def weigh(self, n: float, total: float | None) -> None:
-        """Sets this worker's weight, as Session.weight describes."""
         local, batch = self.connection.local, self._config.batch
         weights = self.worker.units if local is None else local.weights
         weights.weigh(n / batch, None if total is None else total / batch)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Passes a loss to the controller, as Session.log_loss describes."""
         if self._controller is not None:
             self._controller.report(loss)
 

@@ -253,8 +253,6 @@ SERVED = {"net.push", "server.add", "server.emit", "net.pull", "net.forward"}
 
 
 class Prediction(NamedTuple):
-    """The predicted events of one step."""
-
     timeline: Timeline
     by_node: dict[int, list[Event]]
     """Maps a node's index to the events that a worker on this node would record. Only nodes with ranks have an index."""

@@ -76,7 +76,6 @@ class FinishedPeers:
         return self._missed()
 
     def end(self) -> None:
-        """Records that this worker's current exchange has ended."""
         self._at = None
 
     def _missed(self) -> PeerLost | None:
@@ -177,7 +176,6 @@ class Worker:
 
     @property
     def begun(self) -> bool:
-        """True: the current step has received a gradient or a weight change."""
         return self._assembler.begun
 
     def ready(self, tensor: int, gradient: torch.Tensor) -> None:
