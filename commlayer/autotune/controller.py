@@ -332,7 +332,7 @@ class TuningController:
             self._reset()  # the probe's traffic belongs to no step
 
     def _plan_for(self, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
-        """Searches for a plan for other links, with the costs that are already known."""
+        """Searches for a plan for links whose rates have changed. Codec and computing costs are not measured again."""
         assert self._links is not None
         pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, self._links.watch.slow_s)
         self._set_links(self._links.measured(links, time.monotonic()))

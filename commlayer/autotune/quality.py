@@ -35,15 +35,15 @@ LONG_FADE, FEWEST_SEEN = 0.9, 6
 """The same factor without a given loss budget; and the minimum number of comparisons, because the bounds then describe whole
 models."""
 BACK_OFF, ALLOW = 2.0, 1.25
-"""Factors on the quality floor (the coarsest level allowed): up after a complaint, down after CALM. A loss of accuracy costs
-more than a loss of speed."""
+"""Factors on the quality floor (the lowest ratio that codecs may have): up after a complaint, which is a violated bound, and
+down after CALM. A loss of accuracy costs more than a loss of speed."""
 MOST_BACK_OFF = 16.0
 """Maximum factor on the floor. Consecutive complaints double the factor up to this, because a level may be wrong by a factor
 of thousands."""
 CALM = 5
-"""Number of comparisons without complaint before a coarser level is tried."""
+"""Number of comparisons without complaint (a violated bound) before coarser codecs are tried."""
 MOST_PATIENCE = 16 * CALM
-"""Maximum number of comparisons before a coarser level is tried. Each failed attempt doubles the number up to this."""
+"""Maximum number of comparisons before coarser codecs are tried. Each failed attempt doubles the number up to this."""
 SMOOTH = 0.3
 """Weight of the newest residual in the running mean of residuals."""
 EQUAL = 0.99
@@ -190,9 +190,10 @@ class PlanLevels(Record, frozen=True):
     that it sends as a fraction of the dense bytes (engine/plan_choice.py)."""
 
     level: float
-    """Level of the plan's coarsest codec; 1 without codecs."""
+    """Level of the plan's coarsest codec: its ratio, or its bytes as a fraction of the dense bytes. 1 without codecs."""
     base_level: float
-    """Level of the plan from which the guard made this one finer; otherwise the plan's own level."""
+    """Level (ratio, or fraction of the dense bytes) of the plan from which the guard made this one finer; otherwise equal to
+    `level`."""
     compared: bool
     """True: at least one of the plan's buckets can be compared with exact gradients."""
     finer: bool = False
@@ -216,18 +217,19 @@ class QualityState(Record, frozen=True):
     bounds: Bounds
     plan: PlanLevels
     level: float
-    """The level that the guard requests for the coarsest codec."""
+    """The level (ratio, or fraction of the dense bytes) that the guard requests for the coarsest codec."""
     floor: float
-    """The quality floor: the coarsest level that the comparisons so far permit."""
+    """The quality floor: the lowest level (ratio, or fraction of the dense bytes) that the comparisons so far permit."""
     complained: bool = False
-    """True: a complaint has raised the floor at least once. Only then does the floor limit the planner and the user's plans."""
+    """True: a complaint (a violated bound) has raised the quality floor at least once. Only then does the floor limit the
+    planner and the user's plans."""
     calm: int = 0
-    """Number of comparisons without complaint since the floor last moved."""
+    """Number of comparisons without complaint (a violated bound) since the quality floor last moved."""
     complaints: int = 0
-    """Number of consecutive complaints."""
+    """Number of consecutive comparisons that violated a bound."""
     patience: int = CALM
     lowered: bool = False
-    """True: the floor's latest move was downward."""
+    """True: the latest move of the quality floor was downward, to coarser codecs."""
     mean_residual: float | None = None
     """Running mean of the residual, in norms of the gradient; None before the first comparison under the active plan."""
     last_residual: float = 0.0
@@ -302,8 +304,8 @@ def compared(state: QualityState, now: int) -> QualityState:
 
 
 def is_usable(rows: Sequence[GradientError]) -> bool:
-    """Returns whether the comparisons can be used: not if the optimizer skips the step, nor if residuals of an earlier plan
-    were sent."""
+    """Returns whether the comparisons of this step count. They do not if the optimizer skips the step, or if residuals of an
+    earlier plan were sent."""
     return all(math.isfinite(x) for row in rows for x in row.summed)
 
 

@@ -167,12 +167,9 @@ class EpochProgress:
         return full + bool(rest) <= 1
 
     def is_finished(self) -> bool:
-        """Returns whether the epoch is over. If a worker's loss is announced for a later step but began in this epoch, first
-        takes back that worker's positions.
-
-        Call this only for the steps already trained, not for those drawn in advance: only the former are the same on all
-        workers.
-        """
+        """Returns whether the epoch is over. If a worker was lost in this epoch, but is announced as lost for a later step,
+        first takes back that worker's positions. Call this only for trained steps, which are equal on all workers, not for
+        steps drawn in advance. """
         if not self.is_exhausted():
             return False
         for worker, first in self._schedule.pull(self.step).items():

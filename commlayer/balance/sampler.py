@@ -173,7 +173,7 @@ class Sampler:
         if session is not None:
             session.inspect.followers[self._name] = self._join_state
         try:
-            while not self._finished(session):  # repeats only if a loss arrived after everything was drawn
+            while not self._finished(session):  # repeats only if a worker is lost after everything was drawn
                 step = self.step
                 yield from self._pass(loader, session, weigh)
                 if self.step == step:  # the iterator is exhausted

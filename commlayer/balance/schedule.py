@@ -11,8 +11,8 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 KEEP_STEPS = 64
-"""Maximum number of steps between a worker's loss and its announcement. Fewer steps can complete before a dead worker is
-detected, since no step completes without that worker."""
+"""Maximum number of steps between the death of a worker and the announcement that the worker is lost. Fewer steps can complete
+before a dead worker is detected, since no step completes without that worker."""
 
 Shares = dict[int, int]
 """Maps a worker to its number of samples in a step."""
@@ -92,7 +92,7 @@ class SharesSchedule:
     @classmethod
     def restarted(cls, announcements: Sequence[Announcement], step: int, shares: Shares) -> SharesSchedule:
         """Returns a schedule with these shares from `step` on. It replaces the shares in `announcements`, the result of
-        `since(step)`, but keeps the losses."""
+        `since(step)`, but keeps the announced lost workers."""
         lost = {worker: first for a in announcements if a.step >= step for worker, first in a.lost.items()}
         schedule = cls.of([Announcement(step, shares, lost)])
         schedule.newest_step = step - 1  # allows another announcement for this step
@@ -121,16 +121,18 @@ class SharesSchedule:
         return next(a.shares for a in reversed(self._all) if a.step <= step)
 
     def losses(self, step: int) -> dict[int, int]:
-        """Returns the losses that are announced for exactly this step: the first step without each lost worker."""
+        """Returns the lost workers that are announced for exactly this step, each with the first step averaged without that
+        worker."""
         return next((a.lost for a in self._all if a.step == step), {})
 
     def lost_since(self, step: int) -> list[int]:
-        """Returns, for losses announced for this step and later ones, the first step without the lost worker."""
+        """Returns, for each lost worker that is announced for this step or a later one, the first step averaged without that
+        worker."""
         return [first for a in self._all if a.step >= step for first in a.lost.values()]
 
     def pull(self, step: int) -> dict[int, int]:
-        """Applies, already from `step` on, announced losses that began before `step`, with the shares announced for them.
-        Returns the first step without each lost worker."""
+        """Applies announcements of workers that were lost before `step` already from `step` on, with the shares that belong to
+        the announcements. Returns the first step averaged without each lost worker."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
         if not due:
             return {}

@@ -65,7 +65,7 @@ class Piecewise(Record, frozen=True):
 
 
 class Cubic(Record, frozen=True):
-    """LBB's profile model a3 B^3 + a2 B^2 + a1 B + a0."""
+    """LBB's time model: a batch of B samples takes a3 B^3 + a2 B^2 + a1 B + a0 seconds."""
 
     a3_s: float
     a2_s: float

@@ -15,9 +15,9 @@ from commlayer.errors import CorruptFrame
 from commlayer.records import Record
 
 MAX_KEPT_NBYTES, EACH_NBYTES = 512 << 20, 32 << 20
-"""Maximum size of all values together, and per worker if that is more. Process groups drop values that all members have read,
-so a larger total is a leak. A joining worker needs a window of chunks (10 MB), and a large collective keeps 2.5 MB in each
-process group."""
+"""Maximum size, in bytes, of all values in the store together: MAX_KEPT_NBYTES, or EACH_NBYTES per worker if that is more.
+Process groups drop values that all members have read, so a larger total is a leak. A joining worker needs a window of chunks
+(10 MB), and a large collective keeps 2.5 MB in each process group."""
 MAX_NAME_NBYTES = 256
 KEY_NBYTES = 256
 """Bytes that each key, and each remembered token of an addition, counts in addition to its name and value."""

@@ -48,7 +48,7 @@ class _Wait(NamedTuple):
 
 class RendezvousService:
     """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
-    reason. Finished workers may still call."""
+    reason; not finished workers, which may still call."""
 
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  min_workers: int = 0, clock: Clock = time.monotonic,

@@ -180,7 +180,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             failed = "its coordinator reports the failure" if member is not None and member.failed else ""
         if part.parent or stopped.is_set() or not failed:
             return None
-        log.warning("the job failed (%s); waiting at %s for the next job", without_code(failed), control)
+        log.warning("the job failed (%s); this server waits at %s for the next job", without_code(failed), control)
     # Workers know the coordinator's address, and the coordinator sends them those of the servers.
     return (config if config.join else msgspec.structs.replace(config, port=host_port(control)[1]),
             part._replace(again=True, data_port=data_port))

@@ -49,7 +49,7 @@ class Site(Record, frozen=True):
 
 
 class AdmissionState(Record, frozen=True):
-    """Whether a running job admits sites, and why not."""
+    """Says whether a running job admits sites, and if not, why."""
 
     closed_reason: str = ""
     """Why the job admits no site; "" if it does."""

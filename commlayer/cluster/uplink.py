@@ -315,7 +315,7 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
                     raise
                 first = error
             else:
-                log.info("%s: over TCP at %s", name, server.address)
+                log.info("connected to %s over TCP at %s", name, server.address)
                 carrier = "tcp"
                 return
         if carrier == "tcp" or streams is None:
@@ -330,9 +330,9 @@ def make_dial(transport: StreamTransport, server: ServerInfo, joined: str, confi
             also = "" if error.what == first.what else f"; nor over gRPC: {error.what}"
             raise first.located(what=first.what + also) from first
         if first is None:
-            log.info("%s: over gRPC at %s", name, where)
+            log.info("connected to %s over gRPC at %s", name, where)
         else:
-            log.warning("%s: over gRPC at %s, because TCP failed: %s", name, where, first.what)
+            log.warning("connected to %s over gRPC at %s, because TCP failed: %s", name, where, first.what)
             carrier = "grpc"
 
     return dial

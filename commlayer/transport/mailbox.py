@@ -102,7 +102,8 @@ class Mailbox:
             operation.fail(reason)
 
     def end_generations(self, reason: CommError, generation: int) -> None:
-        """Fails receives of generations before `generation`. Drops their messages, including those that arrive later."""
+        """Fails receives whose generation number (of epoch and plan) is below `generation`. Drops messages of these
+        generations, including those that arrive later."""
         with self._lock:
             self._generation = generation
             places = [place for place in self._posted if place[1] is not None and place[1][1] < generation]

@@ -227,7 +227,8 @@ class ReconnectingTransport(Wrapper):
             request.operation.fail(error)
 
     def end(self, generation: int) -> None:
-        """Drops the requests of generations before `generation`: they fail, and are not sent again."""
+        """Drops requests whose generation number (of epoch and plan) is below `generation`: the requests fail, and are not sent
+        again."""
         reason = CommError("its epoch has ended")
         for link in self._links.values():
             with link.order:

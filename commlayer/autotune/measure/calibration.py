@@ -124,8 +124,8 @@ def measure_collectives(groups: Groups, budget_s: float) -> CollectiveCosts:
 
 
 def _line(groups: Groups, run: Collective, name: str, members: int, budget_s: float) -> Line:
-    """Returns the line of seconds by bytes, divided by the collective's number of sequential messages and of passes over the
-    data."""
+    """Measures one collective and returns its cost: seconds per message and per byte. The fitted line's floor is divided by the
+    number of sequential messages, the slope by the number of times that the collective moves the data."""
     times_s = _timed(groups, run, budget_s)
     move = moves(name, members)
     line = fit(list(times_s), list(times_s.values())) if len(times_s) > 1 else Line(next(iter(times_s.values())))

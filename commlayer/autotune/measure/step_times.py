@@ -317,7 +317,8 @@ class BatchTrial:
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise InvalidInput("E-USER-CODE",
-                                   f"profile: the loss is {what}, allowed: a tensor of one element, not yet passed back")
+                                   f"profile: the loss is {what}, allowed: a tensor of one element, on which "
+                                   "backward() was not called yet")
             loss.backward()
             self._seconds = self._now() - begin
             if self._peak is not None:

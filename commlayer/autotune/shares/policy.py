@@ -38,7 +38,7 @@ def begin(
             raise InvalidInput("E-SAMPLER-RANKS", f"the sampler of rank {rank} is for rank {row.rank:.0f}, allowed: its own")
         if (row.batch, row.step) != (rows[0].batch, rows[0].step):
             raise InvalidInput("E-SAMPLER-RANKS",
-                               f"the sampler of rank {rank} stands at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "
+                               f"the sampler of rank {rank} is at step {row.step:.0f} with batch {row.batch:.0f}, rank 0's "
                                f"at step {rows[0].step:.0f} with batch {rows[0].batch:.0f}, allowed: the same on all")
         if row.last_worker >= len(rows):
             raise InvalidInput("E-SAMPLER-RANKS",
