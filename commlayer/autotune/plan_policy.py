@@ -46,7 +46,7 @@ OFF = 10.0
 STALE = LIMIT
 """The active plan counts as stale if its step time differs from the predicted one by more than this fraction."""
 TO_WIN = 0.05
-"""Smallest fraction of the time to a loss whose possible gain justifies measuring, probing or another search."""
+"""Measuring, probing or another search is worthwhile only if a plan could save this fraction of the time to a loss."""
 SHARES_WORTH = 0.1
 """Computing is measured again if a change of batch shares changes a step's computing by this fraction."""
 WAY = ("codes", "overlap", "local_steps", "fragments")

@@ -181,7 +181,7 @@ class GradientError(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> GradientError:
-        """Creates a comparison from what `numbers` returned."""
+        """Creates a GradientError from the list that `numbers` returned."""
         return cls(Dots(*numbers[:4]), Dots(*numbers[4:8]), LossRise(*numbers[8:10]), *numbers[10:])
 
 
@@ -286,7 +286,7 @@ class Complaint(NamedTuple):
 
 
 def begin(bounds: Bounds, plan: PlanLevels) -> QualityState:
-    """Returns the state before the first step. Plans are never coarser than the first one, nor than `bounds.lowest`."""
+    """Returns the guard's state before the first step. Plans are never coarser than the first one, nor than `bounds.lowest`."""
     bounds = structs.replace(bounds, lowest=min(bounds.lowest, plan.level))
     return QualityState(_bounded(bounds, plan), plan, plan.level, plan.level)
 
@@ -421,5 +421,5 @@ def _scheduled(state: QualityState, rows: Sequence[GradientError], step_s: float
 
 
 def _bounded(bounds: Bounds, plan: PlanLevels) -> Bounds:
-    """Returns the bounds of that plan, if it has any; otherwise `bounds`."""
+    """Returns `bounds` with the plan's own bounds on cosine and residual, if the plan has any."""
     return structs.replace(bounds, cosine=plan.cosine, residual=plan.residual) if plan.cosine or plan.residual else bounds

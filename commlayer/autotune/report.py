@@ -55,7 +55,7 @@ class Report(Record, frozen=True):
 
     @classmethod
     def of(cls, numbers: list[float]) -> Report:
-        """Creates a report from what `numbers` returned."""
+        """Creates a Report from the list that `numbers` returned."""
         first, second = (own := len(cls.__struct_fields__) - 2), own + len(WorkerTime._fields)
         fields: Any = (*numbers[:first], GradientError.of(numbers[second:]), WorkerTime(*numbers[first:second]))
         return cls(*fields)

@@ -75,8 +75,8 @@ class ConsumedLog:
         return merged(zip(edges[::2], edges[1::2], strict=True))
 
     def assign(self, step: int, counts: Mapping[int, int]) -> dict[int, list[Range]]:
-        """Assigns counts[worker] positions to each worker, in the order of worker numbers. The positions are open until
-        `commit`."""
+        """Assigns counts[worker] positions to each worker, in the order of worker numbers. The positions stay open (may be
+        taken back) until `commit`."""
         if step in self._open:
             raise InvalidInput("E-SAMPLER-ARGUMENT", f"consumed log: step {step} is assigned already")
         if sum(counts.values()) > self.left:

@@ -28,7 +28,7 @@ class Announcement(Record, frozen=True):
 
 
 def checked_shares(shares: Sequence[int] | Mapping[int, int], batch: int, least: int) -> Shares:
-    """Validates shares and returns them by worker. A sequence is for workers from 0 on."""
+    """Validates shares and returns them by worker number. If `shares` is a sequence, its first entry is for worker 0."""
     named = dict(shares) if isinstance(shares, Mapping) else dict(enumerate(shares))
     for worker, share in named.items():
         if not isinstance(share, int) or isinstance(share, bool) or share < 0:
@@ -131,8 +131,8 @@ class SharesSchedule:
         return [first for a in self._all if a.step >= step for first in a.lost.values()]
 
     def pull(self, step: int) -> dict[int, int]:
-        """Applies announcements of workers that were lost before `step` already from `step` on, with the shares that belong to
-        the announcements. Returns the first step averaged without each lost worker."""
+        """Moves announcements of workers that were lost before `step` forward to `step`, together with the shares that they
+        announce. Returns the first step averaged without each lost worker."""
         due = [a for a in self._all if a.step >= step and any(first < step for first in a.lost.values())]
         if not due:
             return {}

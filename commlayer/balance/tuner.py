@@ -237,7 +237,7 @@ RESTARTS = 200
 
 
 class _Untried(Exception):
-    """Raised in the objective for settings that have not been tried."""
+    """Raised by the objective function when the search asks for settings that have no known result."""
 
 
 def nelder_mead(space: SearchSpace, tried: Sequence[Settings], values: Sequence[float], seed: int) -> Settings | None:

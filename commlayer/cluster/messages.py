@@ -111,7 +111,7 @@ class JoinReply(Record, frozen=True):
     world: int = 0
     """For a site: number of the job's workers, once ranks are assigned."""
     node: int = ANY
-    """For a site: its index among the `nodes` sites."""
+    """For a site: its index, from 0 to `nodes` - 1."""
     nodes: int = 0
     meeting: str = ""
     """For a site: random name of the coordinator's rendezvous. Each process of the coordinator has a new name."""

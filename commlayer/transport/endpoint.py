@@ -66,7 +66,7 @@ class Settings(NamedTuple):
     refused: Refusal = RefusalLog().refused
     """Called with the address of a refused dialer and the reason."""
     hello_s: float = 5.0
-    """Seconds that a dialer may take to authenticate. Less when many dial at once, because slow ones are evicted."""
+    """Seconds that a dialer may take to authenticate. When many dial at once, slow dialers are disconnected sooner."""
     flush_s: float = 3.0
     """Seconds that close() may take to send queued frames."""
     resume: bool = False

@@ -342,7 +342,7 @@ class BatchTrial:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise MemoryError(f"{KEPT_COPIES} copies of the parameters do not fit") from None
+            raise MemoryError(f"{KEPT_COPIES} copies of the parameters do not fit into memory") from None
 
     @contextlib.contextmanager
     def untouched(self, *, begun: bool) -> Iterator[None]:

@@ -140,8 +140,8 @@ class LoadBalancer:
     def _job(self) -> DistributedJob:
         job = self.session.inspect.connection
         if not isinstance(job, DistributedJob):
-            raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the session has no other ranks, although torch.distributed "
-                                                    "has: attach() after the process group has been created")
+            raise InvalidInput("E-SHARES-ARGUMENT", "LoadBalancer: the session has no other ranks, but torch.distributed "
+                                                    "has: call attach() after the process group has been created")
         return job
 
     # ---- after each step
