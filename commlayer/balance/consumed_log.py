@@ -18,7 +18,7 @@ from commlayer.errors import InvalidInput
 from commlayer.records import Record
 
 Range = tuple[int, int]
-"""A range of positions: the first one, and the one after the last."""
+"""A range of positions in an epoch's order of samples: the first position, and the one after the last."""
 
 
 def merged(ranges: Iterable[Range]) -> list[Range]:

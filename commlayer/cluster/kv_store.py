@@ -43,7 +43,7 @@ class KvStore:
     row was dropped), before any reader sees the change."""
 
     def __init__(self, workers: int = 0, rows: Iterable[tuple[str, Row]] = ()) -> None:
-        """`workers`: number of the job's workers, which the limit on the size of all values depends on."""
+        """`workers`: number of the job's workers, on which the limit on the size of all values depends."""
         self.save: Callable[[str, Row | None], None] = lambda *_: None
         self.rows: dict[str, Row] = dict(rows)
         self.nbytes = sum(_charge(name, row) for name, row in self.rows.items())

@@ -62,7 +62,8 @@ class Registration(Record, frozen=True):
     overdue: Overdue | None = None
     """For a server: its last report of waiting sums; None if no sum waits."""
     hung: tuple[int, ...] = ()
-    """For a server: ranks of workers that were missing in the same step in its last two reports (epoch_change.py)."""
+    """For a server: ranks of workers whose contributions to the same step were missing in the server's last two reports
+    (epoch_change.py)."""
 
     @property
     def present(self) -> bool:

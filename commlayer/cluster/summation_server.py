@@ -168,7 +168,8 @@ class SumServer:
             self._drop(error)  # the member broke the frame format, so its connection has ended already
 
     def dropped(self) -> dict[int, str]:
-        """Returns the reason for each member that was dropped because it broke the protocol, except members that are gone."""
+        """Maps each member that was disconnected because it broke the protocol to the reason. Members that have left the job
+        are not included."""
         with self._dropping:
             return {m: why for m, why in self._dropped.items() if m in self._members}
 
