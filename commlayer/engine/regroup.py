@@ -107,13 +107,13 @@ class EpochMessages:
              waits: tuple[int, float] = (ANY, 0.0)) -> list[bytes]:
         """Waits for values in the store and returns them. `want`: their names, each with the rank that writes it. `put`: names
         and values to write first. `waits`: the waiting rank, and how long others might wait for it."""
-        give_up = math.inf
+        give_up, begin = math.inf, time.monotonic()
         while True:
             try:
                 newer = self.newest is not view
                 rows = site_process_group.kv_client().request(min(until, time.monotonic() + LOOK_S), put=put, want=want,
                                                               wait=not newer, view=view.generation, rank=waits[0],
-                                                              limit_s=waits[1]).values
+                                                              limit_s=waits[1], since=begin).values
             except CommError as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + self._away_s)
