@@ -116,7 +116,7 @@ MISTAKES = [
     ("serve --no-server --bind 0.0.0.0", "E-PLAIN-TEXT", "bind: 0.0.0.0"),
     ("serve --no-server --bind 0.0.0.0 --insecure", "E-SETTING", "bind: 0.0.0.0"),
     ("serve --bind 127.0.0.1:abc", "E-ADDRESS", "--bind: got '127.0.0.1:abc'"),
-    ("serve --bind 127.0.0.1:7000 --port 7001", "E-CLI-OPTION", "--bind 127.0.0.1:7000 beside --port 7001"),
+    ("serve --bind 127.0.0.1:7000 --port 7001", "E-CLI-OPTION", "--bind 127.0.0.1:7000"),
     ("serve --join nowhere", "E-ADDRESS", "join: got 'nowhere'"),
     ("serve --join 127.0.0.1:7000 --no-server", "E-CLI-OPTION", "--no-server with --join 127.0.0.1:7000"),
     ("serve --join 127.0.0.1:7000", "E-SECRET", "--join 127.0.0.1:7000"),
