@@ -199,5 +199,5 @@ def test_a_broken_connection_is_waited_for_within_the_deadline(
 
 
 def test_a_removed_setting_says_what_to_do() -> None:
-    with pytest.raises(RecordError, match=r"^quarantine: .*argument quarantine.*leave it out.*\[E-SETTING\]$"):
+    with pytest.raises(RecordError, match=r"^quarantine: .*argument quarantine.*\[E-SETTING\]$"):
         read({"quarantine": "all"})
