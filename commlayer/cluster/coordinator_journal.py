@@ -75,6 +75,8 @@ class CoordinatorJournal:
 
         try:
             with contextlib.closing(sqlite3.connect(self._path)) as database:
+                # Without it SQLite needs room for a file of shared memory, even for reading.
+                database.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if database.execute("PRAGMA user_version").fetchone() != (VERSION,):
                     raise InvalidInput("E-JOURNAL", "it is of another version")
                 parts = dict(database.execute("SELECT name, data FROM part"))

@@ -78,7 +78,9 @@ def test_a_store_is_the_same_after_each_restart(number: int, tmp_path: Path) -> 
     journal.close()
 
 
-def test_a_kill_loses_nothing_that_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_a_kill_loses_nothing_that_was_written(room: bool, full: Any, tmp_path: Path) -> None:
+    """Also if the disk is full when the coordinator is started again."""
     program = f"""
 import os, signal
 from commlayer.cluster.coordinator_journal import *
@@ -93,6 +95,8 @@ for number in range(1000):
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -9
+    if not room:
+        full(4)
     journal = CoordinatorJournal(str(tmp_path))
     assert (journal.recovered, journal.sites) == (RECORD, SITES)
     assert sorted(row.value[1000:] for row in journal.rows.values()) == [str(n).encode() for n in range(990, 1000)]
