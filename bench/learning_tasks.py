@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 def mlp(seed: int) -> Task:
     torch.manual_seed(seed)
-    return _digits(problem.mlp(96, seed), _classes, seed, {"sgd": 0.02, "adam": 2e-3})
+    return _digits(problem.mlp(96, seed), class_loss, seed, {"sgd": 0.02, "adam": 2e-3})
 
 
 def conv(seed: int) -> Task:
@@ -61,7 +61,7 @@ def conv(seed: int) -> Task:
         nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 48), nn.ReLU(), nn.Linear(48, 10),
     )
-    return _digits(net, _classes, seed, {"sgd": 0.01, "adam": 1e-3})
+    return _digits(net, class_loss, seed, {"sgd": 0.01, "adam": 1e-3})
 
 
 def autoencoder(seed: int) -> Task:
@@ -86,7 +86,7 @@ def words(seed: int) -> Task:
     known = nn.Embedding(WORDS, 32)
     nn.init.normal_(known.weight, std=0.1)
     net = nn.Sequential(known, _Sum(), nn.Linear(32, len(PARTS)))
-    return Task(net, _drawn(learnt, 8, seed), _classes, held, {"sgd": 0.03, "adam": 4e-3})
+    return Task(net, _drawn(learnt, 8, seed), class_loss, held, {"sgd": 0.03, "adam": 4e-3})
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -94,7 +94,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
 }
 
 
-def _classes(model: nn.Module, batch: Batch) -> torch.Tensor:
+def class_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     logits = model(batch[0])
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[1].reshape(-1))
 
@@ -120,7 +120,7 @@ def _letters(model: nn.Module, seed: int, rates: dict[str, float]) -> Task:
         while True:
             yield _rows(learnt, torch.randint(len(learnt) - LENGTH - 1, (2,), generator=generator))
 
-    return Task(model, batches, _classes, _rows(held, torch.linspace(0, len(held) - LENGTH - 2, 64).long()), rates)
+    return Task(model, batches, class_loss, _rows(held, torch.linspace(0, len(held) - LENGTH - 2, 64).long()), rates)
 
 
 def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
@@ -131,11 +131,11 @@ def _rows(text: torch.Tensor, starts: torch.Tensor) -> Batch:
 class Transformer(nn.Module):
     """Predicts the next character with attention."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, letters: int = LETTERS, length: int = LENGTH) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Parameter(torch.zeros(LENGTH, width))
+        self.letters, self.places = nn.Embedding(letters, width), nn.Parameter(torch.zeros(length, width))
         self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]

@@ -25,11 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
-from torch import nn
-from torch.nn import functional
 
 from bench import learning_tasks, report, virtual_training
-from bench.energy_models import Layer
 from bench.learning_run import optimizer_of
 from bench.virtual_training import Variant
 
@@ -65,20 +62,8 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in (learnt, held))  # type: ignore[return-value]
 
 
-class Transformer(nn.Module):
-    """Predicts the next character: 2.2 M parameters at width 192 with 5 layers."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.letters, self.places = nn.Embedding(LETTERS, width), nn.Parameter(torch.zeros(CONTEXT, width))
-        self.layers = nn.Sequential(*(Layer(width) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
-
-    def forward(self, seen: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.layers(self.letters(seen) + self.places)))  # type: ignore[no-any-return]
-
-
 def transformer(width: int, layers: int, size: int, rates: Mapping[str, float], seed: int) -> learning_tasks.Task:
+    """Predicts the next character of `corpus`. `size`: sequences in a batch."""
     torch.manual_seed(seed)
     learnt, held = corpus()
 
@@ -92,10 +77,8 @@ def transformer(width: int, layers: int, size: int, rates: Mapping[str, float], 
         while True:
             yield rows(learnt, torch.randint(len(learnt) - CONTEXT - 1, (size,), generator=generator))
 
-    def loss(model: nn.Module, batch: learning_tasks.Batch) -> torch.Tensor:
-        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
-
-    return learning_tasks.Task(Transformer(width, layers), batches, loss,
+    model = learning_tasks.Transformer(width, layers, LETTERS, CONTEXT)
+    return learning_tasks.Task(model, batches, learning_tasks.class_loss,
                                rows(held, torch.linspace(0, len(held) - CONTEXT - 2, 256).long()), dict(rates))
 
 
@@ -129,7 +112,8 @@ def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "c
              for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
     alone = structs.replace(dense, workers=1)
     first = [Case(dense, STEPS, schedule), Case(alone, STEPS, schedule), *(Case(way, STEPS, schedule) for way in local[:3])]
-    return first + list(first[0].synchronous) + [Case(way, STEPS, schedule) for way in local[3:]]
+    others = [*first[0].synchronous, *(Case(way, STEPS, schedule) for way in local[3:])]
+    return list(dict.fromkeys(first + others))
 
 
 def rate_at(step: int, steps: int, schedule: str) -> float:
