@@ -31,8 +31,8 @@ from commlayer.transport.protocol import peer_name
 
 @dataclasses.dataclass
 class Counters:
-    """Totals since the start of the session, as Session.metrics defines them. Any thread can add bytes and codec time through
-    the methods."""
+    """Totals since the start of the session, and the noise scale, as Session.metrics defines them. Any thread can add bytes and
+    codec time through the methods."""
 
     exchanges: int = 0
     sent_nbytes: int = 0

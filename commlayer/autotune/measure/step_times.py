@@ -57,10 +57,22 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
 
 
 def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch.
+    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch,
+    or if batches or memory do not suffice for the measurement.
 
     Compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
     """
+    try:
+        return _noise_scale(model, loss_of)
+    except Exception as error:
+        if isinstance(error, StopIteration) or out_of_memory(error):
+            return 0.0
+        raise
+    finally:
+        model.zero_grad()
+
+
+def _noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
     parameters = [p for p in model.parameters() if p.requires_grad]
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     squares = [0.0] * DRAWS
@@ -72,7 +84,6 @@ def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
                 gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
                 total += gradient
                 squares[draw] += float(gradient.float().square().sum())
-    model.zero_grad()
     return NoiseScale().plus(squares, sum(float((total / DRAWS).square().sum()) for total in sums)).batches
 
 
