@@ -259,16 +259,15 @@ class TuningController:
         """Sends this rank's report if it is due: after a comparison with exact gradients, and every few steps while links are
         watched or load is balanced."""
         error = None if self.guard is None else self.guard.take_error()
-        watching = watching and self._phase is Phase.WATCHING and self._links is not None
-        wanted = watching or self.shares is not None
+        links = self._links if watching and self._phase is Phase.WATCHING else None
+        wanted = links is not None or self.shares is not None
         if self._reports is None or not (error is not None or (wanted and self._reports.due)):
             return
         request, slow_s = TuningRequest.NOTHING, math.inf
-        if watching:
-            assert self._links is not None
-            slow_s = self._links.watch.slow_s
+        if links is not None:
+            slow_s = links.watch.slow_s
             if self._lead is not None:
-                self._lead, request = plan_policy.next_request(self._lead, self._links, time.monotonic())
+                self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
         own_time = WorkerTime() if self.shares is None else self.shares.row()
         if rows := self._reports.send(request, slow_s, error, own_time):
             self._act_on(rows)
@@ -280,7 +279,7 @@ class TuningController:
             self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
         if rows[0].compared and self.guard is not None:
             change = self.guard.decide([row.error for row in rows], step_s)
-            if change is not None and self._change_codecs(change):
+            if change is not None and self._change_codecs(self.guard, change):
                 return  # rank 0's request, and what the reports say about links, were about the previous plan
         if self._links is None or self._phase is not Phase.WATCHING or not self._planning:
             return
@@ -312,7 +311,7 @@ class TuningController:
             return
         self._say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}: steps take "
                   f"{1e3 * step_s:.1f} ms instead of {1e3 * watch.usual_s:.1f} ms")
-        self._plan_for(links, step_s, waited_s)
+        self._plan_for(state, links, step_s, waited_s)
 
     def _probe(self, state: LinkState, step_s: float) -> None:
         """Probes the links, and searches for a plan if they have become faster. Under a plan for slow links, steps send too
@@ -327,15 +326,14 @@ class TuningController:
         self._say(f"probed the links in {1e3 * took_s:.0f} ms: " + (
             f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
         if faster:
-            self._plan_for(state.with_rates(rates), step_s, state.watch.waited_s)
+            self._plan_for(state, state.with_rates(rates), step_s, state.watch.waited_s)
         else:
             self._reset()  # the probe's traffic belongs to no step
 
-    def _plan_for(self, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
+    def _plan_for(self, state: LinkState, links: tuple[Link, ...], step_s: float, waited_s: float) -> None:
         """Searches for a plan for links whose rates have changed. Codec and computing costs are not measured again."""
-        assert self._links is not None
-        pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, self._links.watch.slow_s)
-        self._set_links(self._links.measured(links, time.monotonic()))
+        pace_s = 0.0 if self._lead is None else plan_policy.pace_since(self._lead, state.watch.slow_s)
+        self._set_links(state.measured(links, time.monotonic()))
         self._search(step_s, pace_s)
         if _links_hold(step_s, waited_s):
             self._await(WAITED_STEPS * step_s)
@@ -373,9 +371,8 @@ class TuningController:
 
     def _set(self, lead: Lead, lines: Sequence[Notice] = ()) -> None:
         """Sets rank 0's state, and carries out what has changed in that state."""
-        before, self._lead = self._lead, lead
+        before, self._lead = self._lead or Lead(), lead
         terms, connection = self._connection.terms, self._connection
-        assert before is not None
         if lead.basis is not before.basis or lead.price is not before.price:
             terms.basis, terms.price = lead.basis, lead.price
         for line in lines:
@@ -414,8 +411,7 @@ class TuningController:
         self._thread.start()
 
     def _take_results(self) -> None:
-        while self._results:
-            assert self._lead is not None
+        while self._results and self._lead is not None:
             order, candidate, why = self._results.popleft()
             self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
 
@@ -440,16 +436,15 @@ class TuningController:
                 self._lead = plan_policy.refused(self._lead)
             self._say(f"kept the current plan: {error}")
             return
-        if self._lead is not None:
-            self._set(*plan_policy.switched(self._lead, self._active, left))
+        if self._lead is not None and proposal is not None:
+            self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
         back = proposal is not None and proposal.back
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
 
-    def _change_codecs(self, change: CodecChange) -> bool:
+    def _change_codecs(self, guard: QualityGuard, change: CodecChange) -> bool:
         """Switches to finer or coarser codecs; collective. Returns whether the plan has changed."""
-        assert self.guard is not None
-        if (plan := self.guard.lifted(change)) is None:
+        if (plan := guard.lifted(change)) is None:
             return False
         try:
             self._do.switch(plan, by_itself=False)
@@ -473,7 +468,7 @@ class TuningController:
         if self.guard is not None:
             change = self.guard.entered(self._steps, by_guard=by_guard)
             if change is not None:
-                self._change_codecs(change)
+                self._change_codecs(self.guard, change)
 
     # ---- the end
 

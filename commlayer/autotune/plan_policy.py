@@ -339,10 +339,9 @@ def _needs(steps: float) -> str:
 # ---- trials
 
 
-def switched(lead: Lead, plan: Plan, left: Plan) -> Decided:
-    """Handles a switch of all ranks to the proposal. `plan`: the plan as ranks run it; `left`: the previous plan."""
-    assert lead.proposal is not None, "rank 0 has proposed no plan"
-    proposed, planned = lead.proposal, lead.proposal.candidate
+def switched(lead: Lead, proposed: Proposal, plan: Plan, left: Plan) -> Decided:
+    """Handles a switch of all ranks to what rank 0 proposed. `plan`: the plan as ranks run it; `left`: the previous plan."""
+    planned = proposed.candidate
     candidate = planned.as_run(plan)
     other = candidate is not planned
     # Step times recorded so far belong to the previous plan.

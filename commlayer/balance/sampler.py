@@ -162,8 +162,7 @@ class Sampler:
         if given is not None and self.epoch < joining_epoch(given):
             self._begin(ConsumedLog(0), self.step)  # the other workers have finished this epoch
             return
-        if given is not None:
-            assert session is not None
+        if given is not None and session is not None:
             self._join(given)
             del session.inspect.given[self._name]
         elif session is not None:

@@ -62,14 +62,13 @@ class Groups:
 
     def _node(self, backend: str | None = None) -> Channel:
         """Creates a group of this node's ranks. Every rank takes part in creating the groups of all nodes."""
-        mine: Channel | None = None
+        mine = dict[int, Channel]()
         for ranks in node_ranks(self.world, self.ranks_per_node):
             group = self.members.group(ranks, timeout_s=self.timeout_s, backend=backend)
             if group is not None:
                 self._nodes.append(group)
-                mine = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")
-        assert mine is not None
-        return mine
+                mine[self.node] = Channel(group, [self.members.ranks[m] for m in ranks], "inside the node")
+        return mine[self.node]
 
     @property
     def inside(self) -> NodeGroups:

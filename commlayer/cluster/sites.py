@@ -108,8 +108,7 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif problem := _problem(state, request, admission):
         return state, JoinReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
-    elif state.begun:
-        assert admission is not None
+    elif state.begun and admission is not None:
         number = state.workers + state.numbers
         site = Site(request, now, number, number, admission.size + request.world)
         state = msgspec.structs.replace(state, present={**state.present, request.token: site},

@@ -246,7 +246,7 @@ class SumServer:
                                        "not set)", peer=peer_name(message.peer))
                 return [self._change_members(message, self._regroup)]
             case Kind.PLAN if self._replan is not None:
-                return [self._switch(message)]
+                return [self._switch(message, self._replan)]
             case kind:
                 raise CorruptFrame(f"sent a {Kind(kind).name} message, which a server does not accept",
                                    peer=peer_name(message.peer))
@@ -258,15 +258,14 @@ class SumServer:
                                peer=peer_name(message.peer))
         return Reply(message.peer, h._replace(kind=Kind.PROBE_OK, sender=self._core.peer, used=0), _ZEROS[: h.used])
 
-    def _switch(self, message: Message) -> Reply:
+    def _switch(self, message: Message, replan: Callable[[bytes, int], Summation]) -> Reply:
         """Switches to a new plan between two steps, when no sum is in progress. A plan that the server cannot apply changes
         nothing."""
         generation, problem = message.header.generation, ""
         with self._switching:
             if generation == self._core.generation + 1 and not self._core.busy():
-                assert self._replan is not None
                 try:
-                    self._core = self._replan(bytes(message.body), generation)
+                    self._core = replan(bytes(message.body), generation)
                 except (ValueError, CommError) as error:
                     problem = str(error)
             elif generation != self._core.generation:
@@ -468,8 +467,8 @@ class DataServer:
             self._plan = decoded = _checked_plan(former.plan if former else plan, view)
             self._ops = ops_of(decoded, server, gradients=view.gradients)
             core = self._core(decoded, server, former.generation if former else view.generation)
-            if former is not None:
-                self._recall(core)
+            if former is not None and self.journal is not None:
+                self._recall(core, self.journal)
             self._write_down(core, former.plan if former else plan, server, view)
         except ValueError as error:
             self._refusal = str(error)
@@ -485,18 +484,17 @@ class DataServer:
 
     def _former(self, view: View, server: int) -> ServerIdentity | None:
         """Returns what the journal records about an earlier process of this server in this job; None if there was none."""
-        former = None if self.journal is None else self.journal.recovered
-        if former is None or (_is_same_job(former.view, view) and former.number == server):
+        if self.journal is None or (former := self.journal.recovered) is None:
+            return None
+        if _is_same_job(former.view, view) and former.number == server:
             return former
-        assert self.journal is not None
         self.journal.ignore("it belongs to another job or to another server")
         return None
 
-    def _recall(self, core: Summation) -> None:
-        assert self.journal is not None
+    def _recall(self, core: Summation, journal: ServerJournal) -> None:
         lost_buckets = []
         for bucket in core.cells:
-            entry = self.journal.entries.get(bucket)
+            entry = journal.entries.get(bucket)
             try:
                 if entry is None:
                     raise CorruptFrame("no intact entry")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.optim.adamw import adamw
@@ -439,8 +439,7 @@ class SparseEntries(NamedTuple):
 def gradient_entries(parameter: torch.Tensor, what: str) -> SparseEntries:
     """Returns the entries of `parameter.grad`, which is sparse COO. Raises a one-line error that begins with `what` if they are
     invalid."""
-    grad = parameter.grad
-    assert grad is not None
+    grad = cast(torch.Tensor, parameter.grad)
     if parameter.device.type != "cpu":
         raise InvalidInput("E-OPTIM-PARAMETER", f"{what}: it is on {parameter.device}, but a sparse gradient requires a "
                                                 "parameter on the CPU; use torch's optimizer on a GPU")

@@ -113,7 +113,7 @@ class Walk:
         """`hosts`: maps the groups of the nodes that sum to each node's fraction of the sum. `emit`: cost of the servers'
         download codec. `owner`: the local rank that encodes if only one rank holds the bucket."""
         self.path, self.groups, self.profile, self.owner = path, groups, profile, owner
-        self.costs, self.emit, self.hosts = costs, emit, hosts
+        self.costs, self.hosts = costs, hosts
         self.arrivals = 0
         """Number of payloads that servers receive for each part of the bucket."""
         self.summed: tuple[int, ...] = ()
@@ -131,8 +131,8 @@ class Walk:
                         (self._encode if op.name == "encode" else self._decode)(op, g)
                 case "push", _:
                     self._push(op)
-                case ("pull" | "forward"), _:
-                    self._results(op, path[place + 1 :])
+                case ("pull" | "forward"), _ if emit is not None:
+                    self._results(op, path[place + 1 :], emit)
                 case _, "node":
                     for g in self.workers:
                         self._inside(op, g)
@@ -275,12 +275,11 @@ class Walk:
                                      tuple(sorted({*held.last, *added[h]})))
         self.summed = tuple(sorted({i for last in added.values() for i in last}))
 
-    def _results(self, op: Op, rest: Path) -> None:
+    def _results(self, op: Op, rest: Path, emit: CodecCost) -> None:
         """Adds downloads: the hosts encode their sums once, or forward merged payloads, and send them to every node."""
-        assert self.emit is not None
         self.returned = True
         pieces = max(self.held[g].flows for g in self.workers)
-        emit, done, merged = self.emit, self.summed, 1.0
+        done, merged = self.summed, 1.0
         if op.name == "pull":
             done = tuple(
                 self._add("server.emit", [(f"server:{self.groups[h].name}",

@@ -256,11 +256,14 @@ def _best(tried: Sequence[Scenario]) -> list[Scenario]:
 def _soonest(choices: Sequence[tuple[Scenario, Choice]], best: PricedPlan | None = None, *, by: float = 0.0) -> PricedPlan:
     """The best of these choices as a complete plan, or `best` unless the gain exceeds the fraction `by`. Choices that cannot
     win are not turned into plans."""
-    for scenario, choice in sorted(choices, key=lambda pair: pair[0].price(pair[1])):
-        if best is None or scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
+    ranked = sorted(choices, key=lambda pair: pair[0].price(pair[1]))
+    if best is None:
+        (scenario, choice), *ranked = ranked
+        best = scenario.placed(choice)
+    for scenario, choice in ranked:
+        if scenario.price(choice) * (1 - PLACED) < best.price * (1 - by):
             priced = scenario.placed(choice)
-            best = priced if best is None or priced.price < best.price * (1 - by) else best
-    assert best is not None
+            best = priced if priced.price < best.price * (1 - by) else best
     return best
 
 

@@ -235,9 +235,9 @@ class Connection:
                 if frame.header.kind == Kind.BYE:
                     self._sock.shutdown(socket.SHUT_WR)
             except OSError as error:
-                self.end(self._lost(error), broken=True)
-                assert self._over is not None
-                frame.operation.fail(self._over)
+                lost = self._lost(error)
+                self.end(lost, broken=True)
+                frame.operation.fail(self._over or lost)
                 break
             with self._work:
                 self._busy = False

@@ -269,12 +269,12 @@ class StreamTransport:
         while not self._closed.wait(REVOCATION_CHECK_S):
             revoked = keys.revoked()
             with self._lock:
-                over = [c for c in self._connections.values() if c.certified is not None and c.certified.serial in revoked]
-            for connection in over:
-                assert connection.certified is not None
-                reason = Refused(f"its certificate ({connection.certified.name}) was revoked", peer=peer_name(connection.peer),
+                over = [(c, c.certified.name) for c in self._connections.values()
+                        if c.certified and c.certified.serial in revoked]
+            for connection, name in over:
+                reason = Refused(f"its certificate ({name}) was revoked", peer=peer_name(connection.peer),
                                  code="E-CERTIFICATE-REVOKED")
-                self._settings.refused(connection.certified.name, reason.what)
+                self._settings.refused(name, reason.what)
                 connection.end(reason)
 
     def _reader(self) -> Reader:

@@ -204,9 +204,8 @@ def certificate_of(der: bytes, name: str, serial: int) -> PeerCertificate:
 
 def of_peer(tls: ssl.SSLObject) -> PeerCertificate:
     """Returns the certificate of the other end, which OpenSSL has already verified."""
-    der = tls.getpeercert(binary_form=True)
+    der = tls.getpeercert(binary_form=True) or b""
     fields: Any = tls.getpeercert()
-    assert der is not None
     subject = {key: value for part in fields["subject"] for key, value in part}
     return certificate_of(der, subject.get("commonName", "?"), int(fields["serialNumber"], 16))
 

@@ -104,7 +104,7 @@ class Rank0:
         assert self.lead.proposal is not None
         proposed, left = self.lead.proposal.candidate, self.active
         self.active = plan or proposed.runnable
-        self.set(*plan_policy.switched(self.lead, self.active, left))
+        self.set(*plan_policy.switched(self.lead, self.lead.proposal, self.active, left))
         return proposed
 
 
