@@ -53,6 +53,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     for name, allowed in (("task", TASKS), ("link", NETWORKS), ("system", SYSTEMS)):
         parser.add_argument(f"--{name}", action="append", choices=allowed, metavar=name.upper(), help=", ".join(allowed))
     parser.add_argument("--seeds", type=int, metavar="N", help="for every row (3 for what the summary is of, 1 for others)")
+    parser.add_argument("--stretch", type=float, default=1.0, metavar="X",
+                        help="slow motion: compute and links X times slower, so that two cores keep up; reports seconds / X")
     parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
 
 
@@ -67,22 +69,22 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
     def key(cell: Cell) -> tuple[Any, ...]:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
-                       "data": data[cell.task]})
+                       "data": data[cell.task], "stretch": args.stretch})
 
     left = [cell for cell in wanted if args.renew or key(cell) not in store]
-    minutes = len(left) * (seconds + AROUND_S) / 60
+    minutes = len(left) * (seconds * args.stretch + AROUND_S) / 60
     say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for link in dict.fromkeys(cell.link for cell in left):
         of_link = [cell for cell in left if cell.link == link]
         if link == NO_LINK:
             for cell in of_link:
-                store.add(measured(None, True, cell, seconds, data[cell.task]))
+                store.add(measured(None, True, cell, seconds, data[cell.task], args.stretch))
             continue
-        with NETWORKS[link].lab() as lab:
+        with NETWORKS[link].stretched(args.stretch).lab() as lab:
             passed = check(lab).passed
             for cell in of_link:
-                store.add(measured(lab, passed, cell, seconds, data[cell.task]))
+                store.add(measured(lab, passed, cell, seconds, data[cell.task], args.stretch))
     rows = [store.rows[key(cell)] for cell in wanted]
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
@@ -96,7 +98,7 @@ def stored(args: argparse.Namespace) -> Result:
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
         (row for row in longest(Store(args.store).rows.values())
-         if row["seconds"] >= seconds and row["data"] == data.get(row["task"])
+         if row["seconds"] >= seconds and row.get("stretch", 1.0) == args.stretch and row["data"] == data.get(row["task"])
          and row["system"] in (args.system or SYSTEMS) and row["task"] in (args.task or TASKS)
          and row["link"] in (NO_LINK, *(args.link or NETWORKS))),
         key=lambda row: (order[row["task"]], order[row["link"]], order[row["system"]], row["seed"]))
@@ -124,24 +126,24 @@ def cells(
     return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 
 
-def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
+def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str, stretch: float = 1.0) -> dict[str, Any]:
     """Measures one row; a row that cannot be measured has the reason under "error"."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
         "group": cell.system.group, "targets": TASKS[cell.task]().targets, "commit": report.commit(),
-        "day": time.strftime("%Y-%m-%d"),
+        "day": time.strftime("%Y-%m-%d"), "stretch": stretch,
     }
     say(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
     if reason := cell.system.missing():
         say(reason)
         return row | {"error": reason}
-    network = NETWORKS.get(cell.link)
+    network = NETWORKS[cell.link].stretched(stretch) if cell.link in NETWORKS else None
     way = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": RANKS,
-           "slow": network.slow if network else (1.0,) * RANKS}
+           "slow": network.slow if network else (stretch,) * RANKS}
     during = (lambda over: network.play(lab, over)) if network and network.events and lab else None
     try:
         ranks = 1 if cell.system.name == "ideal" else RANKS
-        result = trained(lab, way, seconds, ranks, python=cell.system.python(), during=during)
+        result = _unstretched(trained(lab, way, seconds * stretch, ranks, python=cell.system.python(), during=during), stretch)
     except (RuntimeError, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         row["error"] = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))[:200]
@@ -150,6 +152,11 @@ def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: st
     row |= {key: value for key, value in result._asdict().items() if key != "sound"} | {"void": void(passed, result)}
     say(f"{result.s_per_step:.2f} s a step, loss {result.curve[-1][2]:.3f} {row['void']}")
     return row
+
+
+def _unstretched(result: Run, stretch: float) -> Run:
+    curve = [(step, seconds / stretch, loss) for step, seconds, loss in result.curve]
+    return result._replace(curve=curve, s_per_step=result.s_per_step / stretch)
 
 
 def void(passed: bool, result: Run) -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bench.lab import Lab
 
 RANKS = 4
+QUEUE_S = 0.1
 ONE_PEER = RANKS - 1
 """The host that is slow or disconnects for a while. Not rank 0, which hosts the rendezvous."""
 
@@ -31,9 +32,18 @@ class Network(NamedTuple):
     events: tuple[Event, ...] = ()
     slow: tuple[float, ...] = (1.0,) * RANKS
     """Factor of each host's compute time."""
+    stretch: float = 1.0
 
     def lab(self) -> Lab:
-        return Lab(hosts=RANKS, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3)
+        return Lab(hosts=RANKS, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3,
+                   queue_s=QUEUE_S * self.stretch)
+
+    def stretched(self, times: float) -> Network:
+        """The same network in slow motion: every time is `times` as long, every rate that many times lower."""
+        return self._replace(
+            up=_scaled(self.up, 1 / times), down=_scaled(self.down, 1 / times), round_ms=self.round_ms * times,
+            events=tuple(event._replace(at_s=event.at_s * times, mbps=event.mbps / times) for event in self.events),
+            slow=tuple(factor * times for factor in self.slow), stretch=self.stretch * times)
 
     def play(self, lab: Lab, over: threading.Event) -> None:
         """Applies the events at their times; restores the links once `over` is set."""
@@ -49,8 +59,12 @@ class Network(NamedTuple):
             lab.set(host, **link._asdict())
 
 
-def _bps(mbps: float | Sequence[float]) -> float | list[float]:
-    return mbps * 1e6 if isinstance(mbps, int | float) else [rate * 1e6 for rate in mbps]
+def _bps(mbps: float | Sequence[float]) -> float | Sequence[float]:
+    return _scaled(mbps, 1e6)
+
+
+def _scaled(rate: float | Sequence[float], factor: float) -> float | Sequence[float]:
+    return rate * factor if isinstance(rate, int | float) else [each * factor for each in rate]
 
 
 TRACE = (
