@@ -131,7 +131,7 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
 def train(case: Case) -> list[float]:
     def make(seed: int) -> virtual_training.TrainingTask:
         task = TASKS[case.way.task](seed)
-        rate = case.way.rate or task.rates[case.way.optimizer]
+        rate = case.way.rate or task.rates["adam" if case.way.optimizer == "muon" else case.way.optimizer]
         return virtual_training.TrainingTask(task.model, lambda model: optimizer_of(case.way, model, rate), task.batches,
                                              task.loss, task.validation)
 
@@ -177,7 +177,7 @@ def factor_of(case: Case, store: Store) -> float | None:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=[*TASKS], action="append", help="only this task; may be repeated")
-    parser.add_argument("--optimizer", choices=["adam", "sgd"], default="adam")
+    parser.add_argument("--optimizer", choices=["adam", "sgd", "muon"], default="adam")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
