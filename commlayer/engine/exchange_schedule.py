@@ -181,6 +181,7 @@ class ExchangeSchedule(EpochListener):
                 self._lengths.rest()
                 self._unhook()
             return
+        before = 0 if connection.local is None else connection.local.every
         schedule: dict[str, Any] = {"fragments": plan.fragments, "overlap": plan.overlap == "round"}
         if connection.local is None:
             weights = StepWeights(units.weight, units.total if units.weight_known else None)
@@ -189,6 +190,8 @@ class ExchangeSchedule(EpochListener):
             connection.local.unpaid.owe(connection.worker.unpaid)
             self._counted = False
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
+        if plan.local_steps != before:
+            connection.log(f"local steps: an exchange every {plan.local_steps} steps; outer optimizer: {self._outer}")
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:

@@ -26,9 +26,10 @@ class OuterSGD(msgspec.Struct, frozen=True):
     nesterov: bool = True
     matched: bool = False
     """Norm-matched averaging: rescales the average to the root mean square norm of the workers' changes, by at most the
-    square root of the number of workers. With Adam, a worker's steps have about the same length for any noise in its
-    gradients, so the mean of several workers' steps is too short. With SGD the mean is correct. attach() enables this for
-    Adam and its variants."""
+    square root of the number of workers. Adam, Lion and Muon divide a gradient by its own size, so a worker's steps have about
+    the same length for any noise in its gradients, and the mean of several workers' steps is too short. The more the workers
+    agree, the closer the factor is to 1. With SGD the mean is correct. If workers have data of different kinds, their changes
+    disagree for another reason than noise, and the plain average can be better."""
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:
@@ -36,6 +37,16 @@ class OuterSGD(msgspec.Struct, frozen=True):
         if not 0 <= self.momentum < 1:
             raise InvalidInput("E-OPTIM-ARGUMENT", f"OuterSGD: momentum is {self.momentum}, allowed: a number of at least 0 "
                                                    "and below 1")
+
+    def __str__(self) -> str:
+        """
+        >>> str(OuterSGD(matched=True)), str(OuterSGD(lr=0.7, momentum=0.9))
+        ('norm-matched averaging', 'SGD with lr=0.7, Nesterov momentum 0.9')
+        """
+        if self.lr == 1 and not self.momentum:
+            return "norm-matched averaging" if self.matched else "averaging"
+        momentum = f", {'Nesterov ' * self.nesterov}momentum {self.momentum:g}" if self.momentum else ""
+        return f"SGD with lr={self.lr:g}{momentum}{', norm-matched' if self.matched else ''}"
 
     def step(self, starts: torch.Tensor, change: torch.Tensor, velocity: torch.Tensor | None) -> None:
         """Updates `starts` by the mean change of the same elements, as torch.optim.SGD does with a gradient.
@@ -49,7 +60,8 @@ class OuterSGD(msgspec.Struct, frozen=True):
 
 
 def usual(family: Family) -> OuterSGD:
-    """Returns the default outer optimizer: averaging, norm-matched if optimizers of that family need it."""
+    """Returns the default outer optimizer: averaging, norm-matched if optimizers of that family need it. None of its constants
+    depends on the number of local steps, so a plan can change that number alone."""
     return OuterSGD(matched=family == "adam")
 
 
