@@ -78,6 +78,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-SERVER-STATE": ("A server's saved codec state cannot be read.", "Load an earlier save."),
     "E-CHECKPOINT": ("A checkpoint cannot be written or loaded.", "The message names the file and the cause."),
     "E-TRACE": ("A trace cannot be made or read.", "Set `trace` to a file name and train some steps."),
+    "E-EVENTS": ("Events cannot be read or written: there are none, the file is damaged, or it has another format.",
+                 "The message says which, and what to give instead."),
     "E-CLI-OPTION": ("A command's option has a wrong value, or contradicts another one.",
                      "The message names the option and what is allowed."),
     "E-PACKAGE": ("A command needs a package that is not installed.", "Install the extra that the message names."),

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that come from the code: api.md, cli.md, settings.md and errors.md.
+"""Writes the pages of docs/reference that come from the code: api.md, cli.md, settings.md, errors.md and events.md.
 
 `make docs` runs `python docs/generate.py`. tests/unit/test_docs.py fails while a page is not current.
 """
@@ -12,7 +12,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -22,6 +23,7 @@ from commlayer.cli.main import app
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.inspection import Inspection
 from commlayer.errors import CODES
+from commlayer.observe import events
 
 FOLDER = Path(__file__).parent / "reference"
 WIDTH = 124
@@ -33,7 +35,7 @@ def settings() -> str:
     fields = config.Config.__struct_fields__
     if sorted(fields) != sorted(name for names in config.GROUPS.values() for name in names):
         raise ValueError(f"config.py: GROUPS names other settings than config.py has: {sorted(fields)}")
-    hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _setting_texts(), config.Config()
+    hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _texts_of(config, "Config"), config.Config()
     lines = [
         "# Settings", "", MADE, "",
         *_wrap("Sources, the first one that has the setting wins: `attach(..., config={...})`, the environment "
@@ -53,15 +55,15 @@ def settings() -> str:
     return "\n".join([*lines, ""])
 
 
-def _setting_texts() -> dict[str, str]:
-    """By setting, the string below its field in config.py, in one line."""
-    tree = ast.parse(inspect.getsource(config))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Config")
+def _texts_of(module: ModuleType, kind: str) -> dict[str, str]:
+    """By field of the module's class `kind`, the string below it, in one line."""
+    tree = ast.parse(inspect.getsource(module))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
     texts = {}
     for field, text in zip(body, [*body[1:], body[0]], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)):
-                raise ValueError(f"config.py: the setting {field.target.id} has no text below it")
+                raise ValueError(f"{module.__name__}: {kind}.{field.target.id} has no text below it")
             texts[field.target.id] = " ".join(text.value.value.split())
     return texts
 
@@ -78,6 +80,45 @@ def errors() -> str:
         "prints one line and ends with exit code 2.", "",
         "| code | meaning | remedy |", "| --- | --- | --- |",
         *(_row(f"`{code}`", meaning, remedy) for code, (meaning, remedy) in CODES.items()), ""))
+
+
+# ---- events
+
+
+def event_kinds() -> str:
+    lines = [
+        "# Events", "", MADE, "",
+        *_wrap("While a job runs, its processes append events to a stream: one JSON object a line. "
+               "`commlayer top`, the metrics and reports read it. [watch.md](../how-to/watch.md) shows how to get it."), "",
+        *_wrap("A reader ignores kinds and fields that it does not know. Fields are never renamed or removed without another "
+               "`format` in the event `job`. Times in a coordinator's stream refer to the coordinator's clock."), "",
+        "| file | who writes it | contents |", "| --- | --- | --- |",
+        "| `rank-N.jsonl` | each rank, with the setting `events` (`COMMLAYER_EVENTS=DIR`) | its own events; those that all "
+        "ranks know are in rank 0's |",
+        "| `events.jsonl` | `commlayer serve --events DIR` | the events of all members and the coordinator's |", "",
+        *_wrap(f"A text has at most {events.MAX_TEXT_CHARS} characters. Writing stops when a file has "
+               f"{events.MAX_FILE_NBYTES >> 30} GiB."), "",
+        "| field of every event | type | meaning |", "| --- | --- | --- |",
+        _row("`event`", "text", "The kind."), *_event_fields(events.Event),
+    ]
+    for kind in events.KINDS:
+        lines += ["", f"## {kind.__struct_config__.tag}", "", *_wrap(_one_line(kind.__doc__)), "",
+                  "| field | type | meaning |", "| --- | --- | --- |", *_event_fields(kind)]
+    return "\n".join([*lines, ""])
+
+
+def _event_fields(kind: type[events.Event]) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for name, text in _texts_of(events, kind.__name__).items():
+        yield _row(f"`{name}`", _json_type(hints[name]), text)
+
+
+def _json_type(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    names = {int: "integer", float: "number", str: "text", bool: "boolean", type(None): "null",
+             tuple[str, ...]: "list of texts"}
+    return names[hint] if hint in names else " or ".join(names[each] for each in get_args(hint))
 
 
 # ---- commands
@@ -270,7 +311,7 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-PAGES = {"api.md": api, "cli.md": cli, "settings.md": settings, "errors.md": errors}
+PAGES = {"api.md": api, "cli.md": cli, "settings.md": settings, "errors.md": errors, "events.md": event_kinds}
 
 
 def main() -> int:

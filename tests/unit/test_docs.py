@@ -244,7 +244,7 @@ def test_a_setting_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     source = "class Config:\n    join: str = ''\n    bind: str = ''\n"
     monkeypatch.setattr(generate.inspect, "getsource", lambda _: source)
     with pytest.raises(ValueError, match=r"\bjoin\b"):
-        generate._setting_texts()
+        generate._texts_of(generate.config, "Config")
 
 
 # ---- docs/reference/codecs.md: every codec is in its table, and the table is what the code says

@@ -1,0 +1,68 @@
+"""Reads the files of an event stream: events.jsonl of a coordinator, or rank-N.jsonl of the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from commlayer.errors import InvalidInput, short_line
+from commlayer.observe.events import FORMAT, Event, JobEvent, decode
+from commlayer.records import MALFORMED
+
+WHERE = "give a folder that COMMLAYER_EVENTS or `commlayer serve --events` named"
+
+
+class EventFiles:
+    """The events in a folder or in one file. `read` returns the new ones, so it can follow a job that runs."""
+
+    ahead_s = 0.0
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: dict[Path, tuple[int, int]] = {}
+        """Maps a file to the number of bytes and of lines that were read."""
+        if not path.exists():
+            raise InvalidInput("E-EVENTS", f"{path}: no such file or folder; {WHERE}")
+
+    def read(self) -> list[Event]:
+        """Returns the events that were not returned before, in order of time."""
+        events = [event for file in self._files() for event in self._new(file)]
+        return sorted(events, key=lambda event: event.time)
+
+    def _files(self) -> list[Path]:
+        """A coordinator's file contains the events of all ranks."""
+        if not self._path.is_dir():
+            return [self._path]
+        whole = self._path / "events.jsonl"
+        return [whole] if whole.exists() else sorted(self._path.glob("rank-*.jsonl"))
+
+    def _new(self, file: Path) -> list[Event]:
+        begin, number = self._read.get(file, (0, 0))
+        try:
+            with file.open("rb") as stream:
+                stream.seek(begin)
+                data = stream.read()
+        except OSError as error:
+            raise InvalidInput("E-EVENTS", f"{file} cannot be read: {error.strerror}; {WHERE}") from None
+        data = data[:data.rfind(b"\n") + 1]  # the last line might be incomplete
+        lines = data.splitlines()
+        self._read[file] = begin + len(data), number + len(lines)
+        return [event for place, line in enumerate(lines, number + 1) if (event := _event(line, file, place)) is not None]
+
+
+def read_run(path: Path) -> list[Event]:
+    """Returns all events in a folder or file. Raises InvalidInput if there are none."""
+    events = EventFiles(path).read()
+    if not events:
+        raise InvalidInput("E-EVENTS", f"{path}: has no events; {WHERE}")
+    return events
+
+
+def _event(line: bytes, file: Path, number: int) -> Event | None:
+    try:
+        event = decode(line)
+    except (*MALFORMED, RecursionError) as error:
+        raise InvalidInput("E-EVENTS", f"{file}:{number} is not an event ({short_line(error, 100)}); {WHERE}") from None
+    if isinstance(event, JobEvent) and event.format > FORMAT:
+        raise InvalidInput("E-EVENTS", f"{file}:{number} has format {event.format}, but this version reads formats up to "
+                                       f"{FORMAT}: install commlayer {event.version}, which wrote it")
+    return event

@@ -1,0 +1,412 @@
+"""The event stream of a job: what happens while the job runs, as records that are one JSON object a line.
+
+Every process appends its events to an EventLog. A file (EventFile), heartbeats to the coordinator, and readers such as
+`commlayer top` take them from there. docs/reference/events.md is generated from the records below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import structs
+
+from commlayer.errors import InvalidInput, short_line
+
+log = logging.getLogger("commlayer")
+
+FORMAT = 1
+"""Version of the stream's format. New kinds and new fields do not change it, because readers ignore what they do not know."""
+COORDINATOR = -1
+"""Rank of the coordinator in its events."""
+MAX_TEXT_CHARS, MAX_NAMES = 1000, 16
+"""Maximum number of characters of a text in an event, and of names in a list."""
+MAX_LINE_NBYTES = 24 << 10
+"""Maximum size of an event as a line. All texts together are shorter."""
+MAX_INTEGER = 1 << 62
+
+WaitKind = Literal["join", "step", "call", "heartbeat"]
+LogLevel = Literal["info", "warning", "error"]
+MemberState = Literal["joined", "left", "dead", "waiting"]
+PlanReason = Literal["start", "automatic", "rollback", "quality", "requested", "members"]
+
+
+# ---- The records. The string below a field is its description in docs/reference/events.md.
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Base class of all events, with the fields that all events have."""
+
+    time: float = 0.0
+    """Seconds since 1970."""
+    rank: int = COORDINATOR
+    """Rank that the sender had when it joined the job; it does not change when members leave. -1: the coordinator."""
+
+
+class JobEvent(Event, tag="job", frozen=True, kw_only=True):
+    """A process begins to train, or the coordinator starts a job. A coordinator's event of another run starts a new job."""
+
+    run: str = ""
+    """Identifies the run. It is the same on all ranks of a job."""
+    name: str = ""
+    """Name of the training script."""
+    host: str = ""
+    """Name of the sender's machine, as other members see it."""
+    world: int = 1
+    """Number of workers."""
+    version: str = ""
+    """Version of commlayer."""
+    settings: str = ""
+    """Digest of the sender's settings, without secrets."""
+    format: int = FORMAT
+    """Version of the format of this stream."""
+
+
+class StepEvent(Event, tag="step", frozen=True, kw_only=True):
+    """Training steps of one rank. One event covers the steps since the rank's previous one, at most one event a second. Seconds
+    are means per step; bytes and samples are sums."""
+
+    step: int = 0
+    """Number of training steps since the job began."""
+    steps: int = 1
+    """Number of steps that the event covers."""
+    step_s: float = 0.0
+    """Seconds per step. 0: unknown, as for the first step."""
+    compute_s: float = 0.0
+    """Seconds per step in which training did not wait for communication."""
+    exposed_s: float = 0.0
+    """Seconds per step in which training waited for communication."""
+    hidden_s: float = 0.0
+    """Seconds per step of communication that ran while training computed."""
+    sent_bytes: int = 0
+    """Payload bytes sent to servers and other nodes."""
+    received_bytes: int = 0
+    """Payload bytes received from servers and other nodes."""
+    dense_bytes: int = 0
+    """Bytes of these steps' gradients as float32: what synchronous training without compression would send."""
+    loss: float | None = None
+    """The last loss that the script passed to `session.log_loss`; null if there was none, or if it was not finite."""
+    share: float = 0.0
+    """This rank's fraction of the batch of all ranks."""
+    samples: float = 0.0
+    """Samples of these steps, as passed to `session.weight`; 0: unknown."""
+
+
+class WaitEvent(Event, tag="wait", frozen=True, kw_only=True):
+    """The sender waits for members. Repeated while the wait lasts, and sent once more when it is over."""
+
+    what: WaitKind = "step"
+    """What is missing: processes that have not joined, contributions to a step, a call between two steps (as for a
+    checkpoint), or heartbeats."""
+    names: tuple[str, ...] = ()
+    """The members that are waited for, such as `worker 1`; empty if they are not known."""
+    waited_s: float = 0.0
+    """Seconds since the wait began; 0 if the event ends a wait of unknown length."""
+    limit_s: float = 0.0
+    """Seconds after which the wait fails; 0: no limit known to the sender."""
+    over: bool = False
+    """True: the wait has ended."""
+
+
+class LinkEvent(Event, tag="link", frozen=True, kw_only=True):
+    """Rates of the link of the sender's node, in bytes per second; 0: unknown."""
+
+    up_bytes_per_s: float = 0.0
+    """Upload rate in recent steps."""
+    down_bytes_per_s: float = 0.0
+    """Download rate in recent steps."""
+    planned_up_bytes_per_s: float = 0.0
+    """Upload rate for which the plan was made."""
+    planned_down_bytes_per_s: float = 0.0
+    """Download rate for which the plan was made."""
+    rtt_s: float = 0.0
+    """Smallest round-trip time of a heartbeat to the coordinator."""
+
+
+class PlanEvent(Event, tag="plan", frozen=True, kw_only=True):
+    """A plan takes effect on the sender. All ranks have the same plan after the same step."""
+
+    digest: str = ""
+    """Digest of the plan, as in plan files and logs."""
+    summary: str = ""
+    """Number of buckets, main codec, sync mode and prediction in a few words."""
+    codec: str = ""
+    """Codec of most elements."""
+    local_steps: int = 1
+    """Steps per exchange; 1: every step is synchronized."""
+    step_s: float = 0.0
+    """Predicted seconds per step; 0: no prediction."""
+    convergence_factor: float = 0.0
+    """Predicted number of steps to a loss, relative to uncompressed synchronous training; 0: no prediction."""
+    reason: PlanReason = "start"
+    """Why: the job starts, the controller found it, it takes back a slower plan, the quality guard changed codecs, the script
+    requested it, or members have changed."""
+
+
+class MemberEvent(Event, tag="member", frozen=True, kw_only=True):
+    """The state of a member changes."""
+
+    member: str = ""
+    """Kind and number of the member, such as `worker 2` or `server 0`."""
+    name: str = ""
+    """Name of the member's machine."""
+    state: MemberState = "joined"
+    """The new state. `waiting`: registered for a job that has not begun. `left`: in order, or with an error as `reason`."""
+    reason: str = ""
+    """Why the member left or is dead; empty if it finished."""
+
+
+class QualityEvent(Event, tag="quality", frozen=True, kw_only=True):
+    """The quality guard has compared sent with exact gradients, or changed codecs."""
+
+    cosine: float = 0.0
+    """Cosine between the averaged and the exact gradient; 0 if this event reports no comparison."""
+    residual: float = 0.0
+    """Norm of the residual, relative to that of the gradient."""
+    before: float = 0.0
+    """Level of the coarsest codec before a change: its ratio, or its bytes as a fraction of dense bytes. 0: no change."""
+    after: float = 0.0
+    """Level after the change."""
+    reason: str = ""
+    """Why codecs were changed."""
+
+
+class NoiseScaleEvent(Event, tag="noise_scale", frozen=True, kw_only=True):
+    """The gradient noise scale, each time that it is estimated again."""
+
+    batches: float = 0.0
+    """The noise scale in batches of one worker. If it is far above the number of workers, more workers save steps."""
+
+
+class CheckpointEvent(Event, tag="checkpoint", frozen=True, kw_only=True):
+    """All ranks have written or read a checkpoint."""
+
+    action: Literal["saved", "loaded"] = "saved"
+    """What was done."""
+    step: int = 0
+    """Number of training steps in the checkpoint."""
+    directory: str = ""
+    """The folder that the script named."""
+
+
+class LogEvent(Event, tag="log", frozen=True, kw_only=True):
+    """A message that the sender also logs."""
+
+    level: LogLevel = "info"
+    """Severity of the message."""
+    code: str = ""
+    """Error code, such as `E-DEADLINE`; empty for messages without a code."""
+    text: str = ""
+    """The message."""
+
+
+AnyEvent = (JobEvent | StepEvent | WaitEvent | LinkEvent | PlanEvent | MemberEvent | QualityEvent | NoiseScaleEvent
+            | CheckpointEvent | LogEvent)
+KINDS: tuple[type[Event], ...] = (JobEvent, StepEvent, WaitEvent, LinkEvent, PlanEvent, MemberEvent, QualityEvent,
+                                  NoiseScaleEvent, CheckpointEvent, LogEvent)
+TAGS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
+
+E = TypeVar("E", bound=Event)
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+
+
+class _Tag(msgspec.Struct):
+    event: str
+
+
+_TAG_DECODER = msgspec.json.Decoder(_Tag)
+
+
+def encode(event: Event) -> bytes:
+    """Returns the event as one line of JSON, without the line break."""
+    return _ENCODER.encode(event)
+
+
+def decode(line: bytes) -> AnyEvent | None:
+    """Reads an event; None for a kind that this version does not know. Raises msgspec.MsgspecError or UnicodeDecodeError for
+    malformed lines."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError:
+        if _TAG_DECODER.decode(line).event in TAGS:
+            raise
+        return None
+
+
+def clean(event: E) -> E:
+    """Returns the event with control characters escaped, long text shortened, and numbers replaced that are not finite (JSON
+    has none) or very large.
+
+    >>> clean(LogEvent(text="no room\\nworker 0: forged")).text
+    'no room\\\\nworker 0: forged'
+    >>> clean(StepEvent(loss=math.nan, step_s=math.inf)) == StepEvent()
+    True
+    """
+    changes: dict[str, Any] = {}
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if isinstance(value, str):
+            good: Any = short_line(value, MAX_TEXT_CHARS) if len(value) > MAX_TEXT_CHARS or not value.isprintable() else value
+        elif isinstance(value, int):
+            good = value if abs(value) < MAX_INTEGER else 0
+        elif isinstance(value, float):
+            good = value if math.isfinite(value) else None if name == "loss" else 0.0
+        elif isinstance(value, tuple):
+            good = tuple(short_line(each, MAX_TEXT_CHARS // MAX_NAMES) for each in value[:MAX_NAMES])
+        else:
+            continue
+        if good is not value and good != value:
+            changes[name] = good
+    return structs.replace(event, **changes) if changes else event
+
+
+Key = tuple[Any, ...]
+
+
+def key_of(event: Event) -> Key | None:
+    """Returns what an event describes. The next event with the same key replaces it in a view of the job. None: events of this
+    kind replace no other."""
+    match event:
+        case LogEvent():
+            return None
+        case MemberEvent():
+            return ("member", event.member)
+        case WaitEvent():
+            return ("wait", event.rank, event.what)
+    return (event.__struct_config__.tag, event.rank)
+
+
+# ---- The log of one process.
+
+class Batch(NamedTuple):
+    """Lines of an EventLog. `cursor`: number of the next line, with which to ask again. `missed`: number of lines before these
+    that the log had dropped."""
+
+    lines: tuple[bytes, ...]
+    cursor: int
+    missed: int = 0
+
+
+class EventLog:
+    """The newest events of one process, as lines of JSON. Thread-safe. Appending takes microseconds and waits for no reader.
+
+    Lines are numbered from 0. The oldest ones are dropped when the log is full.
+    """
+
+    def __init__(self, rank: int = COORDINATOR, *, most: int = 1024, most_nbytes: int = 1 << 20, retains: bool = False,
+                 clock: Callable[[], float] = time.time) -> None:
+        """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (key_of) when it would be
+        dropped, so a new reader still gets the complete state of the job. Keys must then be bounded."""
+        self.rank, self.id = rank, secrets.token_hex(8)
+        self._most, self._most_nbytes, self._retains, self._clock = most, most_nbytes, retains, clock
+        self._lock = threading.Lock()
+        self._lines: deque[tuple[Key | None, bytes]] = deque()
+        self._nbytes = self._first = 0
+        """`_nbytes`: size of the kept lines. `_first`: number of the oldest one."""
+        self._newest: dict[Key, int] = {}
+        self._retained: dict[Key, tuple[int, bytes]] = {}
+
+    def append(self, event: Event) -> None:
+        if not event.time:
+            event = structs.replace(event, time=self._clock(), rank=self.rank)
+        line, key = encode(clean(event)), key_of(event) if self._retains else None
+        with self._lock:
+            if key is not None:
+                self._retained.pop(key, None)
+                self._newest[key] = self._first + len(self._lines)
+            self._lines.append((key, line))
+            self._nbytes += len(line)
+            while self._nbytes > self._most_nbytes or len(self._lines) > self._most:
+                self._drop()
+
+    def _drop(self) -> None:
+        key, line = self._lines.popleft()
+        self._nbytes -= len(line)
+        if key is not None and self._newest[key] == self._first:
+            del self._newest[key]
+            self._retained[key] = self._first, line
+        self._first += 1
+
+    def since(self, cursor: int, *, most: int = 1024, most_nbytes: int = 1 << 20) -> Batch:
+        """Returns the lines from number `cursor` on, at most `most` lines and `most_nbytes` bytes, but at least one if there is
+        one."""
+        with self._lock:
+            retained = sorted(each for each in self._retained.values() if each[0] >= cursor)
+            begin = max(0, cursor - self._first)
+            kept = list(itertools.islice(self._lines, begin, begin + most)) if len(retained) < most else []
+            first = self._first + begin
+        numbered = [*retained, *((first + place, line) for place, (_, line) in enumerate(kept))][:most]
+        lines, nbytes, after = list[bytes](), 0, max(cursor, first)
+        for number, line in numbered:
+            if lines and nbytes + len(line) > most_nbytes:
+                break
+            lines.append(line)
+            nbytes, after = nbytes + len(line), number + 1
+        return Batch(tuple(lines), after, max(0, first - begin - max(0, cursor) - len(retained)))
+
+
+# ---- The file of one process.
+
+WRITE_S = 0.5
+"""Seconds between two writes of new events."""
+CLOSE_S = 5.0
+"""Seconds that close() waits for the last write, for example to a network disk that does not answer."""
+MAX_FILE_NBYTES = 1 << 30
+
+
+class EventFile:
+    """Appends the events of an EventLog to a file, on a thread of its own, until close(). A full disk stops the file, not the
+    training."""
+
+    def __init__(self, events: EventLog, path: Path) -> None:
+        """Creates the folder and opens the file."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as error:
+            raise InvalidInput("E-EVENTS", f"events: {path} cannot be written: {error.strerror}; set events to a folder that "
+                                           "can be written, or leave it out") from None
+        self._events, self._path, self._cursor = events, path, 0
+        self._left_nbytes = MAX_FILE_NBYTES - self._file.tell()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commlayer-events", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(WRITE_S):
+                self._write()
+            self._write()
+        except OSError as error:
+            log.warning("%s: no more events are written: %s", self._path, error.strerror)
+
+    def _write(self) -> None:
+        while (batch := self._events.since(self._cursor)).lines:
+            self._cursor = batch.cursor
+            data = b"\n".join((*batch.lines, b""))
+            self._left_nbytes -= len(data)
+            if self._left_nbytes < 0:
+                raise OSError(0, f"the file has reached {MAX_FILE_NBYTES >> 20} MiB")
+            self._file.write(data)
+            self._file.flush()
+            if batch.missed:
+                log.warning("%s: %d events were dropped, because they came faster than they were written", self._path,
+                            batch.missed)
+
+    def close(self) -> None:
+        """Writes the last events and closes the file. Idempotent."""
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            with contextlib.suppress(OSError):  # of a full disk, which was logged
+                self._file.close()

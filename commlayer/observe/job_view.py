@@ -1,0 +1,326 @@
+"""The state of a job as its events tell it. `commlayer top`, metrics and reports show a JobView and keep no state of their own.
+
+A view knows no clock. Callers pass the current time, in the clock of the events.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+
+import msgspec
+from msgspec import structs
+
+from commlayer.observe.events import (
+    COORDINATOR,
+    CheckpointEvent,
+    Event,
+    JobEvent,
+    LinkEvent,
+    LogEvent,
+    MemberEvent,
+    MemberState,
+    NoiseScaleEvent,
+    PlanEvent,
+    QualityEvent,
+    StepEvent,
+    WaitEvent,
+    WaitKind,
+)
+
+RECENT = 100
+"""Number of latest notable events that a view keeps."""
+STALE_S = 30.0
+"""Seconds after which a wait is no longer shown unless it is reported again. Waits that last are reported every few seconds."""
+QUIET_S = 10.0
+"""Seconds without events from a worker after which it counts as silent, if no coordinator reports on it."""
+
+
+class Totals(msgspec.Struct):
+    """Sums over all steps of one worker. Seconds of the first step are not known."""
+
+    steps: int = 0
+    timed_steps: int = 0
+    """Number of steps whose seconds are known."""
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    exposed_s: float = 0.0
+    hidden_s: float = 0.0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    dense_bytes: int = 0
+    samples: float = 0.0
+
+    def add(self, step: StepEvent) -> None:
+        self.steps += step.steps
+        self.timed_steps += step.steps if step.step_s else 0
+        self.step_s += step.steps * step.step_s
+        self.compute_s += step.steps * step.compute_s
+        self.exposed_s += step.steps * step.exposed_s
+        self.hidden_s += step.steps * step.hidden_s
+        self.sent_bytes += step.sent_bytes
+        self.received_bytes += step.received_bytes
+        self.dense_bytes += step.dense_bytes
+        self.samples += step.samples
+
+
+class WorkerView(msgspec.Struct):
+    """One worker. `number`: the rank that it had when it joined."""
+
+    number: int
+    name: str = ""
+    state: MemberState = "joined"
+    reason: str = ""
+    seen: float = 0.0
+    """Time of its last event."""
+    step: StepEvent = StepEvent(steps=0)
+    """Its last event about steps, with `steps` 0 before the first one."""
+    link: LinkEvent = LinkEvent()
+    totals: Totals = msgspec.field(default_factory=Totals)
+
+    @property
+    def present(self) -> bool:
+        return self.state in ("joined", "waiting")
+
+    @property
+    def up_bytes_per_s(self) -> float:
+        """Upload rate: measured on the link, or else the bytes of recent steps over the time of their exchanges."""
+        return self.link.up_bytes_per_s or self._while_exchanging(self.step.sent_bytes)
+
+    @property
+    def down_bytes_per_s(self) -> float:
+        return self.link.down_bytes_per_s or self._while_exchanging(self.step.received_bytes)
+
+    def _while_exchanging(self, nbytes: int) -> float:
+        seconds = self.step.steps * (self.step.exposed_s + self.step.hidden_s)
+        return nbytes / seconds if seconds > 0 else 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        seconds = self.step.steps * self.step.step_s
+        return self.step.samples / seconds if seconds > 0 else 0.0
+
+
+class JobView:
+    """One job, from the events that were applied so far. Events of one sender must be applied in order."""
+
+    def __init__(self) -> None:
+        self.recent: deque[Event] = deque(maxlen=RECENT)
+        """The latest events that a person would want to read: everything but steps, links and repeated waits."""
+        self.time = 0.0
+        """Time of the newest event."""
+        self.coordinated = False
+        """True: a coordinator's events are among them, so it reports on silent members."""
+        self._clear(JobEvent())
+
+    def _clear(self, job: JobEvent) -> None:
+        self.job, self.begun = job, job.time
+        """`begun`: time of the job's first event."""
+        self.workers: dict[int, WorkerView] = {}
+        self.others: dict[str, MemberEvent] = {}
+        """Servers, and homes before the job begins, by their names in events."""
+        self.plan = PlanEvent()
+        """The plan in force; without a digest before the first one."""
+        self.waits: dict[tuple[int, WaitKind], WaitEvent] = {}
+        self.quality, self.noise_scale, self.checkpoint = QualityEvent(), NoiseScaleEvent(), CheckpointEvent()
+        self.plan_changes: Counter[str] = Counter()
+        """Number of plan changes after the start, by reason."""
+
+    # ---- events
+
+    def apply(self, event: Event) -> None:
+        self.time = max(self.time, event.time)
+        self.coordinated = self.coordinated or event.rank == COORDINATOR
+        if isinstance(event, JobEvent):
+            self._apply_job(event)
+        worker = self._worker(event.rank) if event.rank >= 0 else None
+        if worker is not None:
+            worker.seen = max(worker.seen, event.time)
+        match event:
+            case StepEvent() if worker is not None:
+                worker.step = event
+                worker.totals.add(event)
+                self.waits.pop((event.rank, "step"), None)
+                self.waits.pop((event.rank, "call"), None)
+            case LinkEvent() if worker is not None:
+                worker.link = event
+            case WaitEvent():
+                self._apply_wait(event)
+            case PlanEvent() if event.digest != self.plan.digest:
+                self.plan_changes.update([event.reason] if event.reason != "start" else [])
+                self.plan = event
+                self.recent.append(event)
+            case MemberEvent():
+                self._apply_member(event)
+            case QualityEvent():
+                self.quality = event if event.cosine else structs.replace(event, cosine=self.quality.cosine,
+                                                                          residual=self.quality.residual)
+                if event.after:
+                    self.recent.append(event)
+            case NoiseScaleEvent():
+                self.noise_scale = event
+            case CheckpointEvent():
+                self.checkpoint = event
+                self.recent.append(event)
+            case LogEvent():
+                self.recent.append(event)
+
+    def _apply_job(self, event: JobEvent) -> None:
+        if event.run != self.job.run:
+            self._clear(event)
+        self.job = structs.replace(self.job, world=event.world, name=event.name or self.job.name,
+                                   version=event.version or self.job.version)
+        if event.rank >= 0 and event.host:
+            self._worker(event.rank).name = event.host
+
+    def _apply_wait(self, event: WaitEvent) -> None:
+        key = event.rank, event.what
+        before = self.waits.pop(key, None)
+        if not event.over:
+            self.waits[key] = event
+        if event.over or before is None or before.names != event.names:
+            self.recent.append(event)
+
+    def _apply_member(self, event: MemberEvent) -> None:
+        kind, _, number = event.member.partition(" ")
+        if kind == "worker" and number.isdecimal():
+            worker = self._worker(int(number))
+            if (worker.state, worker.reason) == (event.state, event.reason) and worker.name:
+                return
+            worker.name, worker.state, worker.reason = event.name or worker.name, event.state, event.reason
+            if not worker.present:
+                self.waits = {key: wait for key, wait in self.waits.items() if key[0] != worker.number}
+        else:
+            self.others[event.member] = event
+        self.recent.append(event)
+
+    def _worker(self, number: int) -> WorkerView:
+        if number not in self.workers:
+            self.workers[number] = WorkerView(number)
+        return self.workers[number]
+
+    # ---- questions
+
+    @property
+    def present(self) -> list[WorkerView]:
+        """Workers that have not left, by number."""
+        return [worker for _, worker in sorted(self.workers.items()) if worker.present]
+
+    @property
+    def over(self) -> bool:
+        """True: the job had workers, and all of them have left or died."""
+        return bool(self.workers) and not self.present
+
+    @property
+    def step(self) -> int:
+        return max((worker.step.step for worker in self.workers.values()), default=0)
+
+    @property
+    def step_s(self) -> float:
+        """Median step time of the present workers; 0: unknown."""
+        times_s = [worker.step.step_s for worker in self.present if worker.step.step_s]
+        return median(times_s) if times_s else 0.0
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the workers' last losses; None if no worker has reported one."""
+        losses = [worker.step.loss for worker in self.present if worker.step.loss is not None]
+        return fmean(losses) if losses else None
+
+    @property
+    def samples_per_s(self) -> float:
+        return sum(worker.samples_per_s for worker in self.present)
+
+    @property
+    def compression(self) -> float:
+        """Bytes that uncompressed synchronous training would have sent, over the bytes sent; 0: unknown."""
+        sent = sum(worker.totals.sent_bytes for worker in self.workers.values())
+        return sum(worker.totals.dense_bytes for worker in self.workers.values()) / sent if sent else 0.0
+
+    def current_waits(self, now: float) -> list[WaitEvent]:
+        """The waits that still last, with `waited_s` at the time `now`. One for each set of members that are waited for:
+        members without heartbeats first, because they are the cause of other waits."""
+        order: Sequence[WaitKind] = ("heartbeat", "join", "step", "call")
+        waits: dict[tuple[str, ...], WaitEvent] = {}
+        for wait in sorted(self.waits.values(), key=lambda wait: order.index(wait.what)):
+            age_s = max(0.0, now - wait.time)
+            if age_s > STALE_S:
+                continue
+            wait = structs.replace(wait, waited_s=wait.waited_s + age_s)
+            known = waits.get(wait.names)
+            if known is None:
+                waits[wait.names] = wait
+            elif known.what == wait.what:
+                limits_s = [each.limit_s for each in (known, wait) if each.limit_s]
+                waits[wait.names] = structs.replace(known, waited_s=max(known.waited_s, wait.waited_s),
+                                                    limit_s=min(limits_s, default=0.0))
+        named = [wait for wait in waits.values() if wait.names]
+        return named or list(waits.values())
+
+    def waiting(self, now: float) -> list[str]:
+        """What the job waits for at the time `now`, in words."""
+        return [self.words(wait) for wait in self.current_waits(now)]
+
+    def status(self, worker: WorkerView, now: float) -> str:
+        """The state of a worker in one word."""
+        peer = f"worker {worker.number}"
+        if not worker.present:
+            return worker.state
+        if any(wait.what == "heartbeat" and peer in wait.names for wait in self.waits.values()):
+            return "silent"
+        if (worker.number, "step") in self.waits or (worker.number, "call") in self.waits:
+            return "waits"
+        if not worker.step.steps:
+            return "starts"
+        quiet_s = max(QUIET_S, 3 * worker.step.step_s)
+        return "silent" if not self.coordinated and now - worker.seen > quiet_s else "trains"
+
+    # ---- words
+
+    def display(self, peer: str) -> str:
+        """The name of a member for people: that of its machine, with its number unless the machine has only one worker.
+
+        >>> view = JobView()
+        >>> view.apply(MemberEvent(member="worker 2", name="ben"))
+        >>> view.display("worker 2"), view.display("server 0")
+        ('ben', 'server 0')
+        """
+        kind, _, number = peer.partition(" ")
+        if kind == "worker" and number.isdecimal() and (worker := self.workers.get(int(number))) is not None and worker.name:
+            alone = sum(other.name == worker.name for other in self.workers.values()) == 1
+            return worker.name if alone else f"{worker.name}#{number}"
+        return peer.removeprefix("home ")
+
+    def words(self, event: Event) -> str:
+        """An event in words, for a list of events."""
+        match event:
+            case WaitEvent():
+                names = _listed([self.display(name) for name in event.names]) or "other ranks"
+                if event.over:
+                    return f"no longer waiting for {names}"
+                what = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")
+                of = f" of {event.limit_s:.0f}" if event.limit_s else ""
+                return f"waiting for {names}{what}, {event.waited_s:.0f}{of} s"
+            case PlanEvent():
+                return f"plan {event.digest[:8]} ({event.reason}): {event.summary}"
+            case MemberEvent():
+                state = {"joined": "joined", "left": "left", "dead": "is dead", "waiting": "waits for the others"}[event.state]
+                return f"{self.display(event.member)} {state}{event.reason and f': {event.reason}'}"
+            case QualityEvent():
+                finer = "finer" if event.after > event.before else "coarser"
+                return f"codecs are {finer}, {event.before:.3g} to {event.after:.3g} of the gradient: {event.reason}"
+            case CheckpointEvent():
+                return f"checkpoint {event.action} at step {event.step:,} in {event.directory}"
+            case LogEvent():
+                return f"{event.text} [{event.code}]" if event.code else event.text
+        return type(event).__name__
+
+    def recent_words(self) -> Iterator[tuple[float, str]]:
+        """The latest events with their times, oldest first."""
+        for event in self.recent:
+            yield event.time, self.words(event)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
