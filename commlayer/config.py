@@ -150,6 +150,9 @@ class Config(Record, frozen=True):
     learning: Text = ""
     """Path of a table written by `python -m bench.own_learning`: convergence factors measured on the user's task. Empty: the
     built-in table."""
+    events: Text = ""
+    """Folder in which each rank writes its events, as rank-N.jsonl; for `commlayer serve`, those of the job, as events.jsonl.
+    `commlayer top` shows them. Empty: none."""
     shape: Text = ""
     """Link shaping inside the process, for the demo only. Empty: none."""
 
@@ -158,7 +161,7 @@ GROUPS = {
     "Network": ("join", "bind", "advertise", "port"),
     "Security": ("keys", "insecure", "token", "token_file"),
     "Fault tolerance": ("min_workers", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
-    "Training": ("max_loss", "servers", "drift", "trace"),
+    "Training": ("max_loss", "servers", "drift", "trace", "events"),
     "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",
                "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",
                "drift_steps", "shape"),

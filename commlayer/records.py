@@ -289,6 +289,8 @@ class View(Record, frozen=True):
     gradients: int = -1
     """Number of gradients among the job's tensors; the following tensors are buffers, which servers average too. -1: all are
     gradients."""
+    run: str = ""
+    """Identifies the run in events; the same in all epochs of a job."""
 
 
 def encode(record: Record) -> bytes:

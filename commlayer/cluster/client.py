@@ -11,6 +11,7 @@ import ssl
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -19,6 +20,8 @@ import msgspec
 from commlayer import config as settings
 from commlayer.cluster import child_processes, messages
 from commlayer.cluster.messages import (
+    MAX_EVENTS,
+    MAX_EVENTS_NBYTES,
     MAX_NBYTES,
     MAX_PLAN_NBYTES,
     MAX_REPLY_NBYTES,
@@ -32,6 +35,7 @@ from commlayer.cluster.messages import (
 )
 from commlayer.config import Config, host_port
 from commlayer.errors import CommError, CorruptFrame, DeadlineExceeded, InvalidInput, PeerLost, Refused, without_code
+from commlayer.observe.events import Batch, EventLog
 from commlayer.records import Record, View
 from commlayer.transport import framing
 from commlayer.transport.connection import close_channel, track
@@ -60,6 +64,10 @@ container has started."""
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
 answered."""
+ROUND_TRIPS = 16
+"""Number of latest heartbeats whose shortest round-trip time is that of the link."""
+LAST_EVENTS_S = 1.0
+"""Timeout of the call with a leaving process's last events."""
 CHANNEL_CLOSE_S = 1.0
 """How long close() waits for gRPC's thread that watches a channel. The thread polls every 0.2 s."""
 OnSilence = Callable[[float], None]
@@ -273,6 +281,42 @@ class MembershipEvents(NamedTuple):
     left: OnLeft
 
 
+class HeartbeatReport:
+    """What a process adds to its heartbeats. The worker's Uplink or the server's DataServer sets `fields`, a function that
+    returns fields about data connections and sums. The session of a worker sets `events`, its newest events."""
+
+    def __init__(self) -> None:
+        self.fields: Callable[[], Mapping[str, Any]] = dict
+        self.events = EventLog(most=0)
+        self._sent = Batch((), 0)
+        """The events of the last heartbeat."""
+        self._acknowledged = 0
+        """Number of the first event that the coordinator might not have."""
+        self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS)
+
+    @property
+    def rtt_s(self) -> float:
+        """The shortest round-trip time of recent heartbeats; 0: unknown."""
+        return min(self._round_trips_s, default=0.0)
+
+    def next(self) -> dict[str, Any]:
+        """Returns the fields of the next heartbeat."""
+        fields = dict(self.fields())
+        self._sent = batch = self.events.since(self._acknowledged, most=MAX_EVENTS, most_nbytes=MAX_EVENTS_NBYTES)
+        if batch.lines:
+            fields |= {"events": batch.lines, "first_event": batch.cursor - len(batch.lines), "time_s": time.time()}
+        return fields
+
+    def answered(self, round_trip_s: float) -> None:
+        """Called when the coordinator has answered the last heartbeat."""
+        self._acknowledged = self._sent.cursor
+        self._round_trips_s.append(round_trip_s)
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self.events.since(self._acknowledged, most=1).lines)
+
+
 class Membership:
     """This process's registration in the job.
 
@@ -301,9 +345,7 @@ class Membership:
         self._channel, self._token, self._config, self._events = link, request.token, config, events
         self.reachable = True
         """Whether the coordinator answered the last heartbeat."""
-        self.report: Callable[[], Mapping[str, Any]] = dict
-        """Function that returns the fields of the next heartbeat about data connections and sums. The worker's Uplink or the
-        server's DataServer sets this function."""
+        self.report = HeartbeatReport()
         self._closing = threading.Event()
         self._failed = False
         self._keeper = child_processes.start_sidecar({
@@ -319,6 +361,9 @@ class Membership:
             self.close()
             return False
         self._stop()
+        if self.reachable and self.report.unsent:
+            with contextlib.suppress(CommError):
+                self._send_beat(LAST_EVENTS_S)
         # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried.
         patience_s = self._config.dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
         pulse = self._channel.leave(self._token, reason, exchanges, deadline=time.monotonic() + patience_s,
@@ -346,15 +391,21 @@ class Membership:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2 * self._call_s)
 
+    def _send_beat(self, timeout_s: float) -> HeartbeatReply:
+        beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
+                         **self.report.next())
+        begin = time.monotonic()
+        pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, timeout_s)
+        self.report.answered(time.monotonic() - begin)
+        return pulse
+
     def _beat(self) -> None:
         known, silent_s, mark = True, 0.0, time.monotonic()
         while not self._closing.is_set():
             began = time.monotonic()
             wait_s = max(MIN_CALL_S, min(self._call_s, self._config.dead_after_s - silent_s))
             try:
-                beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
-                                 **self.report())
-                pulse = self._channel.call("Heartbeat", beat, HeartbeatReply, wait_s)
+                pulse = self._send_beat(wait_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from commlayer.cluster.process_groups import Members, PendingCollective, rows_of_all, torch_errors
 from commlayer.errors import CommError, InvalidInput
+from commlayer.observe.events import WaitKind
 
 
 class NodeGroups(NamedTuple):
@@ -37,6 +38,8 @@ class NodeGroups(NamedTuple):
 
 class Groups:
     """The process group of all ranks and, if nodes have several ranks, the groups of this node's ranks."""
+
+    wait_kind: WaitKind = "call"
 
     def __init__(self, ranks_per_node: int, timeout_s: float, device: torch.device, members: Members | None = None) -> None:
         """Creates the groups; a collective call. `timeout_s`: timeout of their collectives. `members`: the ranks that take

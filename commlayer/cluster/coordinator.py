@@ -21,6 +21,7 @@ from commlayer import config as settings
 from commlayer.cluster import epoch_change, membership, messages
 from commlayer.cluster.coordinator_journal import CoordinatorJournal, CoordinatorRecord, journaled_part, resumed_state
 from commlayer.cluster.grpc_server import Answer, GrpcPort, RpcServer, check_free
+from commlayer.cluster.job_events import JobEvents, log_of_job, waits_of
 from commlayer.cluster.messages import (
     MAX_PLAN_NBYTES,
     MAX_STATUS_NBYTES,
@@ -35,6 +36,7 @@ from commlayer.cluster.rendezvous_service import RendezvousService
 from commlayer.cluster.sites import AdmissionState, PendingWait
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, InvalidInput, coded, without_code
+from commlayer.observe.events import EventLog
 from commlayer.records import Record, ServerInfo, View
 from commlayer.transport import framing, grpc_stream
 from commlayer.transport.grpc_stream import AcceptStream
@@ -64,14 +66,14 @@ class Coordinator:
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-                 journal: CoordinatorJournal | None = None, job_token: str = "", embedded: bool = False) -> None:
+                 journal: CoordinatorJournal | None = None, embedded: bool = False, events: EventLog | None = None) -> None:
         """Starts to listen, and starts a thread that detects failures.
 
         `workers`: number of workers to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
-        `journal`: records this job; a job that it already contains is resumed. `job_token`: the secret, if this process
-        generated it; "" otherwise. `embedded`: True: a training process started this coordinator. All its members are in one
-        cluster, so a silent process counts as dead at once. An embedded coordinator serves only one job; any other coordinator
-        is replaced for the next job if its job failed.
+        `journal`: records this job; a job that it already contains is resumed. `embedded`: True: a training process started
+        this coordinator. All its members are in one cluster, so a silent process counts as dead at once. An embedded
+        coordinator serves only one job; any other coordinator is replaced for the next job if its job failed. `events`: the log
+        for the job's events; None: a new one.
         """
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
@@ -80,7 +82,8 @@ class Coordinator:
             if not 0 <= count <= SERVER_BASE:
                 raise InvalidInput("E-SETTING", f"{what}: got {count}, allowed: 0 to {SERVER_BASE}")
         self.over, self._empty = ended or threading.Event(), threading.Event()
-        self._journal, self._made, self._embedded = journal, job_token, embedded
+        self._journal, self._embedded = journal, embedded
+        self.events = JobEvents(events or log_of_job())
         if journal is not None and journal.recovered is not None:
             self._state = resumed_state(journal.recovered, clock())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
@@ -103,6 +106,7 @@ class Coordinator:
                                              noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
         if self._state.view is not None:
             self._rendezvous.begin()
+            self.events.changed(membership.State(0, 0), self._state)
         self._port.start(RpcServer({
             CHALLENGE: self._challenge,
             "KvRequest": self._method("KvRequest", messages.KvRequest, self._rendezvous.handle),
@@ -111,6 +115,7 @@ class Coordinator:
             "Heartbeat": self._method("Heartbeat", messages.Heartbeat, self._heartbeat),
             "Leave": self._method("Leave", messages.Leave, self._leave),
             "Status": self._method("Status", messages.StatusRequest, self._about),
+            "Events": self._method("Events", messages.EventsRequest, self._events),
         }, [self._port.streams(self._port.accept_stream)], self._broke))
         self._ticker = threading.Thread(target=self._tick, name="commlayer-membership", daemon=True)
         self._ticker.start()
@@ -231,6 +236,7 @@ class Coordinator:
             state = epoch_change.record_overdue(state, request.token, request.overdue, now, self._patience_s)
             pulse = epoch_change.explain_end(state, pulse)
             self._set(state)
+            self.events.received(request, self._state, now)
             over = pulse.job_done and not self._staying()
             settled = epoch_change.settled_generation(self._state)
         self._rendezvous.forget(settled)
@@ -257,7 +263,14 @@ class Coordinator:
         return msgspec.structs.replace(reply, begun=True, plan=view.plan, closed_reason=shut, full=admission.full,
                                        free_seats=0 if shut else state.workers - admission.size)
 
+    def _events(self, request: messages.EventsRequest) -> Record:
+        log = self.events.log
+        batch = log.since(request.cursor if request.log == log.id else 0, most=8192,
+                          most_nbytes=messages.MAX_REPLY_EVENTS_NBYTES)
+        return messages.EventsReply(log.id, batch.cursor, batch.lines, time.time())
+
     def _tick(self) -> None:
+        begin = self._clock()
         while not self._closing.wait(TICK_S):
             with self._lock:
                 ended_ranks = {p.rank for p in self._state.registrations.values() if p.join.kind == "worker" and not p.present}
@@ -271,6 +284,10 @@ class Coordinator:
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
                 self._set(self._without_awaited(state))
+                self.events.waits(waits_of(self._state, self._rendezvous.pending_waits(), self._clock(), begin,
+                                           TOLD_HEARTBEATS * self._config.heartbeat_s, self._config.dead_after_s,
+                                           self._patience_s), self._clock())
+            self.events.homes(self._rendezvous.homes())
             try:
                 self._drop_revoked()
             except Exception:  # without this thread no failure would be detected
@@ -308,11 +325,12 @@ class Coordinator:
         if view is not None and former is None:
             self._rendezvous.begin()  # first, since a journal with registrations must also have the sites' values
         if self._journal is not None and view is not None and journaled_part(before) != journaled_part(state):
-            self._journal.write(CoordinatorRecord(self.address, self._made, state))
+            self._journal.write(CoordinatorRecord(self.address, self._journal.token, state))
         for token, place in state.registrations.items():
             known = before.registrations.get(token)
             if known is not None and place.dead and not known.dead:
                 log.warning("%s: %s", place.peer, place.dead)
+        self.events.changed(before, state)
         if view is not None and (former is None or view.generation != former.generation):
             self._log_epoch(view, former)
         if membership.over(state) and not self._staying():

@@ -53,6 +53,7 @@ class CoordinatorJournal:
     """The coordinator's journal in a folder, which is locked against other coordinators. Thread-safe.
 
     `recovered`, `sites` and `rows`: what a previous coordinator recorded; None and empty if there is nothing to resume.
+    `token`: the secret to record, if this process generated it.
     """
 
     def __init__(self, folder: str) -> None:
@@ -64,6 +65,7 @@ class CoordinatorJournal:
         self.recovered: CoordinatorRecord | None = None
         self.sites: Sites | None = None
         self.rows: Mapping[str, Row] = {}
+        self.token = ""
         if self._path.exists():
             self._read()
         if self.recovered is None:

@@ -290,6 +290,13 @@ def missing(state: State) -> str:
     return "; ".join(parts)
 
 
+def missing_peers(state: State) -> tuple[str, ...]:
+    """Returns the names of the first processes that have not joined yet; empty if the number of workers is unknown."""
+    absent = (f"{kind} {rank}" for kind, total in (("worker", state.workers), ("server", state.servers))
+              for rank in range(total) if rank not in _ranks(state, kind))
+    return tuple(itertools.islice(absent, MAX_LISTED)) if state.workers else ()
+
+
 def _problem(state: State, request: Join) -> str:
     """Returns why the registration request is refused; "" if it is not."""
     if problem := incompatible(request, next((p.join.version for p in state.registrations.values()), "")):
@@ -345,7 +352,8 @@ def _completed(state: State) -> State:
     members = tuple(Member(p.rank, p.join.node, p.join.name, p.join.pid, p.join.certificate) for p in workers)
     servers = _placed([p for p in seated if p.join.kind == "server"], workers)
     first = workers[0].join
-    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients)
+    run = digest_of("".join(sorted(state.registrations)).encode())  # tokens are random, so no two runs are equal
+    view = View(1, members, servers, digest_of(first.plan), gradients=first.gradients, run=run)
     places = {t: msgspec.structs.replace(p, join=msgspec.structs.replace(p.join, plan=b"")) for t,
               p in state.registrations.items()}
     return msgspec.structs.replace(state, view=view, plan=first.plan, registrations=places)

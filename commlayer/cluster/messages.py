@@ -9,14 +9,15 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from commlayer.errors import CorruptFrame, coded, short_line
+from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
-PROTOCOL = 3
+PROTOCOL = 4
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -27,7 +28,13 @@ PART_NBYTES = 192 << 10
 MAX_NBYTES = 256 << 10
 """Largest size of a call. An unauthenticated client may send this much, so plans are uploaded in chunks."""
 
+MAX_EVENTS, MAX_EVENTS_NBYTES = 64, 32 << 10
+"""Maximum number of events in a heartbeat, and the size from which a sender leaves further events for the next one."""
+MAX_REPLY_EVENTS_NBYTES = 1 << 20
+"""Maximum size of the events in one reply."""
+
 R = TypeVar("R", bound=Record)
+Line = Annotated[bytes, msgspec.Meta(max_length=MAX_LINE_NBYTES)]
 Kind = Literal["worker", "server", "site"]
 ANY = -1
 """Value of a rank, node or index that means: the coordinator chooses it."""
@@ -173,6 +180,12 @@ class Heartbeat(Record, frozen=True):
     """Generation of the epoch that a worker has switched to. Replies then omit peers that left before that epoch."""
     overdue: Overdue | None = None
     """For a server: its report of waiting sums; None if no sum waits."""
+    events: Annotated[tuple[Line, ...], msgspec.Meta(max_length=MAX_EVENTS)] = ()
+    """The sender's newest events (observe/events.py), as lines of JSON. Events of a heartbeat without a reply are repeated."""
+    first_event: int = 0
+    """Number of the first of these events in the sender's log, by which repeated events are recognized."""
+    time_s: float = 0.0
+    """The sender's clock, in seconds since 1970; 0 without events."""
 
 
 class HeartbeatReply(Record, frozen=True):
@@ -277,6 +290,24 @@ class StatusReply(Record, frozen=True):
 
 
 MAX_STATUS_NBYTES = 192 << 10
+
+
+class EventsRequest(Record, frozen=True):
+    """Asks for the events of the job, from line number `cursor` of the coordinator's log `log` on. A cursor of another log
+    counts as 0."""
+
+    log: str = ""
+    cursor: int = 0
+
+
+class EventsReply(Record, frozen=True):
+    """Reply to EventsRequest: lines of JSON (observe/events.py), and the cursor with which to ask for the next ones."""
+
+    log: str
+    cursor: int
+    lines: tuple[bytes, ...] = ()
+    time_s: float = 0.0
+    """The coordinator's clock, to which the times of all events refer."""
 
 
 def site_request(workers: int, place: int = ANY, *, name: str = "") -> Join:

@@ -162,6 +162,12 @@ class RendezvousService:
         return [PendingWait(of, {rank: now - wait.begin_s for rank, wait in waits.items()},
                             max(wait.limit_s for wait in waits.values())) for (_, of), waits in waiting.items()]
 
+    def homes(self) -> dict[str, str]:
+        """Returns the names of the registered sites by token, until the job begins."""
+        with self._lock:
+            sites = {} if self._state.begun else self._state.present
+            return {token: site.request.certificate or site.request.name for token, site in sites.items()}
+
     def closed_reason(self) -> str:
         """Returns why the running job admits no site; "" if it does."""
         admission = self._admission() or sites.AdmissionState()

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,12 +25,15 @@ import msgspec
 from commlayer.cluster import child_processes, client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
+from commlayer.observe.events import EventFile, EventLog
 from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
     from commlayer.cluster.summation_server import DataServer
+    from commlayer.observe.web import WebServer
 
 log = logging.getLogger("commlayer")
 
@@ -62,6 +66,8 @@ class ServeOptions(NamedTuple):
     job_token: str = ""
     again: bool = False
     data_port: int = messages.ANY
+    metrics: tuple[str, int] | None = None
+    """Host and port for Prometheus; None: no metrics."""
 
 
 def run(config: Config, part: ServeOptions) -> None:
@@ -81,20 +87,39 @@ def run(config: Config, part: ServeOptions) -> None:
     logging.basicConfig(level=logging.WARNING if part.parent else logging.INFO, format="commlayer serve: %(message)s")
     if part.parent:
         config = msgspec.structs.replace(config, journal="")  # an embedded server is never restarted
-    terminated, events = threading.Event(), [threading.Event(), threading.Event()]
+    terminated, ends = threading.Event(), [threading.Event(), threading.Event()]
 
     def terminate() -> None:
         terminated.set()
-        _stop(*events)
+        _stop(*ends)
 
     on_signal(signal.SIGTERM, terminate, SHUTDOWN_S + config.dead_after_s)
     following: tuple[Config, ServeOptions] | None = (config, part)
-    while following is not None and not terminated.is_set():
-        following = _serve(*following, *events)
-        events[:] = threading.Event(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        events = log_of_job()
+        if config.events and not config.join and not part.parent:
+            stack.callback(EventFile(events, Path(config.events) / "events.jsonl").close)
+        if part.metrics is not None:
+            stack.callback(_serve_metrics(*part.metrics, config, events).close)
+        while following is not None and not terminated.is_set():
+            following = _serve(*following, ends[0], ends[1], events)
+            ends[:] = threading.Event(), threading.Event()
 
 
-def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event
+def _serve_metrics(host: str, port: int, config: Config, events: EventLog) -> WebServer:
+    from commlayer.observe.web import Follower, WebServer, read_token  # imported late, because most servers need no HTTP
+
+    if not is_loopback(host) and not config.insecure:
+        raise InvalidInput("E-PLAIN-TEXT", f"--metrics {host}: HTTP is not encrypted, and this is not a loopback address: use "
+                                           "127.0.0.1 and a tunnel, or --insecure if you trust the network")
+    token = read_token(config.token)
+    server = WebServer(host, port, token, {"/metrics": Follower(events).metrics})
+    log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
+             "" if is_loopback(host) else f" with the header Authorization: Bearer {token}")
+    return server
+
+
+def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event, events: EventLog
            ) -> tuple[Config, ServeOptions] | None:
     """Serves one job. Returns the settings with which to serve the next one if the job failed, otherwise None."""
     goes_on = functools.partial(_can_resume, config, end, stopped)
@@ -119,8 +144,10 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 port = config.port or host_port(journal.recovered.address)[1]
                 part = part._replace(job_token=journal.recovered.token)
                 config = msgspec.structs.replace(config, port=port, token=part.job_token or config.token)
+            if journal is not None:
+                journal.token = part.job_token
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
-                                      job_token=part.job_token, embedded=part.parent > 0)
+                                      embedded=part.parent > 0, events=events)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
         if part.parent:
@@ -154,7 +181,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
                 if not end.is_set():
                     raise
             else:
-                member.report = serving.report
+                member.report.fields = serving.report
                 stack.callback(lambda: member.close() if goes_on() else member.leave(reason[0]))
                 try:
                     # The coordinator of an embedded server starts no other epochs.

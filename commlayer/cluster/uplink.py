@@ -72,7 +72,7 @@ class Uplink:
         self.transport = ReconnectingTransport(
             shaped_by(config.shape, self._carrier, self.view), self._carrier,
             ReconnectPolicy(window_s, refused_is_over=self.embedded), self.recycle)
-        self.membership.report = lambda: {"missed": self._carrier.missed()}
+        self.membership.report.fields = lambda: {"missed": self._carrier.missed()}
 
     def limit_kept(self, nbytes: int) -> None:
         """Sets the maximum bytes, per server, that are in flight or stored by this process without a posted receive."""

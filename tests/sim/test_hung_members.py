@@ -210,7 +210,7 @@ def test_a_servers_heartbeat_brings_it(opened: list[Any]) -> None:
     with ThreadPoolExecutor(3) as pool:
         seats = list(pool.map(lambda request: client.join(coordinator.address, request, quick(), Failures()), requests))
     opened.extend(seats)
-    seats[0].report = lambda: {"overdue": Overdue(3, (1,), 5.0)}
+    seats[0].report.fields = lambda: {"overdue": Overdue(3, (1,), 5.0)}
     until(lambda: seats[0].newest.generation > 1, "there is another view")
     assert [m.rank for m in seats[0].newest.members] == [0]
     dead = coordinator._state.registrations[requests[2].token].dead
