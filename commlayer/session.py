@@ -118,8 +118,8 @@ class Session:
         self._driver.weight(own, summed)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Passes a step's training loss to the quality guard, which compares later losses with it. A tensor is read later, so
-        the call does not wait for the device."""
+        """Passes a step's training loss to the event stream (`commlayer top`), and to the quality guard, which compares later
+        losses with it. A tensor is read later, so the call does not wait for the device."""
         self._driver.log_loss(loss)
 
     def synchronize(self) -> None:
@@ -205,6 +205,7 @@ class Session:
             raise InvalidInput("E-PLAN-SWITCH", "switching to another plan needs other workers, but this job has only one")
         self._driver.complete()
         go_over(context, plan, requested=True)
+        context.note_plan("requested")
         context.terms.auto = False  # automatic tuning keeps a plan that the user chose
         context.worker.recorder.switch(on=False)
 
@@ -258,6 +259,8 @@ class Session:
           ring, 2 (n - 1) / n x b each way; others as direct sends. Sums inside a node do not count.
         - `encode_s`, `decode_s`: seconds in codecs.
         - `exposed_s`: seconds that training waited for results after backward passes.
+        - `exchange_s`: seconds from sending an exchange's first bucket to the arrival of its last result. The part of it that
+          is not in `exposed_s` was hidden behind computation.
         - `guard_s`: seconds of comparing compressed with exact gradients, for the quality guard.
         - `noise_scale`: the gradient noise scale in batches of one worker, as the quality guard's comparisons show it; 0: not
           known. If it is far above the number of workers, more workers save nearly as many steps as they add data.

@@ -40,6 +40,7 @@ from commlayer.autotune.quality import CodecChange
 from commlayer.autotune.report import Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
 from commlayer.errors import CommError
+from commlayer.observe.events import QualityEvent
 from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
@@ -299,6 +300,10 @@ class TuningController:
         """Starts a new search if steps show that links have changed. Faster links make no step slower, so rank 0 orders that
         search later."""
         traffic, waited_s = tuple(row.carried for row in rows[:: self._per_node]), min(row.waited_s for row in rows)
+        groups = self._connection.groups
+        if groups.local == 0:
+            own = traffic[groups.node]
+            self._connection.stream.rates(Rates(own.up.bps, own.down.bps), state.watch.planned[groups.node])
         watch, rates = state.watch.observe(SeenStep(step_s, waited_s, traffic))
         self._links = state = structs.replace(state, watch=watch)
         if rates is None:
@@ -439,6 +444,7 @@ class TuningController:
         if self._lead is not None and proposal is not None:
             self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
         back = proposal is not None and proposal.back
+        self._connection.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
         self._entered(own=True)
 
@@ -451,6 +457,9 @@ class TuningController:
         except ValueError as error:  # raised on all ranks, and nothing has changed
             self._say(f"{change.reason}, but the current plan stays: {error}", logging.WARNING)
             return False
+        self._connection.note_plan("quality")
+        if self._connection.rank == 0:
+            self._connection.stream.log.append(QualityEvent(before=change.before, after=change.after, reason=change.reason))
         self._say(f"{change.reason}: codecs are {'finer' if change.finer else 'coarser'} from now on, {change.before:.3g} -> "
                   f"{change.after:.3g} of the gradient", logging.WARNING if change.finer else logging.INFO)
         self._entered(by_guard=True)

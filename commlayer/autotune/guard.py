@@ -20,6 +20,7 @@ from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.gradient_comparison import SampledPiece
 from commlayer.loss_budget import BUDGET
+from commlayer.observe.events import NoiseScaleEvent, QualityEvent
 from commlayer.observe.fidelity import Dots
 from commlayer.observe.noise_scale import NoiseScale
 from commlayer.records import Plan
@@ -130,6 +131,8 @@ class QualityGuard:
         self._noise = self._noise.plus([nodes**2 * square for square in squares], summed)
         batches = self._noise.known * self._groups.ranks_per_node
         self._connection.worker.counters.noise_scale = batches
+        if batches and self._connection.rank == 0:
+            self._connection.stream.log.append(NoiseScaleEvent(batches=batches))
         if batches and not 0.5 < self._logged_noise / batches < 2:
             self._logged_noise, world = batches, self._groups.world
             steps = (1 + batches) / (1 + batches / world)
@@ -139,6 +142,9 @@ class QualityGuard:
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
         self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)
         self._observe_noise(rows)
+        if quality.is_usable(rows) and self._connection.rank == 0:
+            self._connection.stream.log.append(QualityEvent(cosine=self._state.summed.fidelity().cosine,
+                                                            residual=self._state.mean_residual or 0.0))
         self._connection.terms.floor = self._state.planner_floor if self.acts else self._connection.terms.floor
         if complaint is not None:
             self._connection.say(f'{complaint.text}; the plan stays as the user set it (guard="act" would make its codecs '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -115,6 +116,7 @@ class BucketAssembler:
         if bucket is self.last and not self._ending:
             return  # wait until backward has ended: if it fails, this bucket is missing and the others notice
         path = self._paths[bucket.id]
+        self._step.sent_at = self._step.sent_at or time.monotonic()
         if not path.ordered:
             path.begin(bucket)
             return

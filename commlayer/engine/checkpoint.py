@@ -40,6 +40,7 @@ from commlayer.engine.replica import Replica, broadcast_bytes, on_host
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.switch import switch
 from commlayer.errors import CommError, InvalidInput, PeerLost, coded
+from commlayer.observe.events import CheckpointEvent
 from commlayer.records import Bucket, Plan, Record
 
 log = logging.getLogger("commlayer")
@@ -134,6 +135,8 @@ def save(
         _save(context, job, replica, directory, extra, model=model)
     else:
         job.anew(lambda: _save(context, job, replica, directory, extra, model=model))
+    if context.rank == 0:
+        context.stream.log.append(CheckpointEvent(action="saved", step=context.passes, directory=str(directory)))
 
 
 def _save(
@@ -268,6 +271,8 @@ def load_codecs(context: JobContext, found: FoundCheckpoint, directory: Path, lo
     """Restores the codec state of ranks and servers. If a member leaves meanwhile, or fails to restore its state, the job ends
     on all ranks, because some ranks might have restored their state already."""
     context.passes = found.mark.step
+    if context.rank == 0:
+        context.stream.log.append(CheckpointEvent(action="loaded", step=context.passes, directory=str(directory)))
     if not isinstance(context, DistributedJob):
         if found.mark.plan:
             context.say("resume(): the residuals in the checkpoint are dropped, because this job has one worker")

@@ -28,15 +28,18 @@ from commlayer.engine.local_steps import OuterSteps
 from commlayer.engine.optimizers import OptimizerMemory
 from commlayer.engine.plan_choice import PlanTerms
 from commlayer.engine.plan_handover import hand_over
-from commlayer.engine.step import Counters, EpochChanged, RootCause, Waiting, WaitNotices, WorkerListener
+from commlayer.engine.run_events import NO_UNITS, RunEvents
+from commlayer.engine.step import Counters, EpochChanged, RootCause, Units, Waiting, WaitNotices, WorkerListener
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError, InvalidState, cause_of
+from commlayer.observe.events import PlanReason
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
 
 log = logging.getLogger("commlayer")
 
 T = TypeVar("T")
+NO_COUNTERS = Counters()
 
 
 class WaitsFor(NamedTuple):
@@ -210,6 +213,8 @@ class JobContext:
         self.events: list[StalePlan] = []
         """Decisions in `decisions` that also have a structured record."""
         self.on_close: list[Callable[[], None]] = []
+        self.stream = RunEvents()
+        """The event stream of this rank."""
         self._owner, self._closed = os.getpid(), False
 
     @property
@@ -243,6 +248,11 @@ class JobContext:
 
     def passed(self) -> None:
         self.passes, self.passed_s = self.passes + 1, time.perf_counter()
+        self.stream.step(self.passes, self.passed_s, *self._counted)
+
+    @property
+    def _counted(self) -> tuple[Counters, Units]:
+        return NO_COUNTERS, NO_UNITS
 
     def metrics(self) -> dict[str, float]:
         return {"steps": self.passes, **Counters().as_dict(), "reconnects": 0, "resent_nbytes": 0, "kept_nbytes": 0}
@@ -258,12 +268,15 @@ class JobContext:
         decision, so this rank logs it even if another rank logs for its node."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
+            self.stream.text(self.decisions[-1], level)
             log.log(level, "%s", self.decisions[-1])
         else:
             self.log(self.decisions[-1], level)
 
     def log(self, line: str, level: int = logging.INFO) -> None:
         """Logs an event that all ranks know, once on each node and in each home."""
+        if self.rank == 0:
+            self.stream.text(line, level)
         if self.logs:
             log.log(level, "%s", line)
 
@@ -278,12 +291,15 @@ class JobContext:
             return  # a forked copy of the trainer is not a member of the job
         self._closed = True
         atexit.unregister(self.at_exit)
+        self.stream.flush()
         self._leave(reason)
         for end in self.on_close:
             end()
+        self.stream.close()
 
     def _leave(self, reason: str) -> None:
         """Leaves the job, before the functions in `on_close` are called."""
+        self.stream.left(reason)
 
     def at_exit(self) -> None:
         """Closes the connection when the process exits, if the script has not closed it. The exception that ended the script is
@@ -317,8 +333,11 @@ class DistributedJob(JobContext, WorkerListener):
         """Runs local steps and their exchanges; None unless the plan has local steps."""
         self.listeners: list[EpochListener] = []
         self._verdict = RootCause()
+        self.stream.log.rank, self.stream.dense_nbytes = own, 4 * job.numel
+        self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
+        uplink.membership.report.events = self.stream.log
         self.follow(self.worker_for(plan, job, groups.device, generation))
-        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, self.log)
+        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, self.log, self.stream.log)
         self.on_close += [rows.close, notices.close]
 
     def listen(self, listener: EpochListener) -> None:
@@ -349,6 +368,15 @@ class DistributedJob(JobContext, WorkerListener):
     @property
     def carried(self) -> int:
         return self.passes - (0 if self.local is None else self.local.behind)
+
+    @property
+    def _counted(self) -> tuple[Counters, Units]:
+        return self.worker.counters, self.worker.units
+
+    def note_plan(self, reason: PlanReason) -> None:
+        """Adds the current plan to the event stream. Rank 0 does this for all ranks."""
+        if self.rank == 0:
+            self.stream.plan(self.plan, reason)
 
     def stepped_apart(self) -> bool:
         """Returns True if local steps have left the optimizers in different states on different ranks."""
@@ -476,6 +504,7 @@ class DistributedJob(JobContext, WorkerListener):
         error = worker.error or self._verdict.error
         worker.close()
         reason = reason or ("" if error is None else f"it had an error: {error}".splitlines()[0])
+        self.stream.left(reason)
         if reason:
             self.rows.forget()
         leave_job(self.uplink, self.embedded, reason, worker.step, stay_s=self.waits.stay_s, notice_s=self.waits.notice_s)

@@ -73,10 +73,12 @@ class SoloDriver:
             self.in_join = False
 
     def weight(self, n: float, total: float | None) -> None:
-        """Does nothing: an average over one worker has no weights."""
+        """Sets the number of samples in events. An average over one worker has no weights."""
+        self.connection.stream.weigh(n)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
-        """Does nothing: without compression there is no quality guard."""
+        """Passes the loss to the event stream. Without compression there is no quality guard."""
+        self.connection.stream.loss(loss)
 
     def synchronize(self) -> None:
         """Does nothing: one worker's gradients are their own average."""

@@ -442,6 +442,7 @@ class MembershipChange(MemberChanges):
         old.close()
         old.forget_states()
         job_context.uplink.transport.end(generation)
+        job_context.note_plan("members")
         self._stands = self._stands.gone_over()
         for listener in job_context.listeners:
             listener.after_regroup()

@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import runpy
+import secrets
 import signal
 import socket
 import sys
@@ -60,6 +61,7 @@ from commlayer.engine.plan_choice import PlanTerms, agreed_plan, check_plan, fro
 from commlayer.engine.regroup import MembershipChange, forbidding, unfit
 from commlayer.engine.replica import Replica, enter
 from commlayer.engine.replica import align as align_tensors
+from commlayer.engine.run_events import check_folder
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
@@ -82,6 +84,7 @@ def connect(
     state to workers that join later, or receives it if this rank joins; None: workers cannot leave or join.
     """
     kernels.choose(config.backend)
+    check_folder(config)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
     met = start.meet(config, model=job.digest(), must=must, settings=settings or {}, matched=memory.matched)
     # Child processes of this rank's servers get the same limit.
@@ -102,7 +105,11 @@ def connect(
         # A single process also reports an error in the plan, but ignores the plan's number of nodes.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
-        return JobContext(terms, logs=met.logs)
+        alone = JobContext(terms, logs=met.logs)
+        alone.stream.open(config, rank=0, world=1, run=secrets.token_hex(8), host=socket.gethostname())
+        if config.events:
+            atexit.register(alone.at_exit)
+        return alone
     silent_s = max(config.dead_after_s, reconnect_window_s(config)) if config.join else config.dead_after_s
     waits = WaitsFor(notice_s(config), verdict_s(config), config.deadline_s, silent_s)
     if met.launch.joins >= 0:
@@ -111,6 +118,10 @@ def connect(
         context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, plan_for, align,
                          compared(must, config))
         print_one_line(context.rank)
+    me = next((member for member in context.uplink.view.members if member.rank == context.id), None)
+    context.stream.open(config, rank=context.id, world=context.world, run=context.uplink.view.run,
+                        host="" if me is None else me.certificate or me.name)
+    context.note_plan("start")
     atexit.register(context.at_exit)
     return context
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
+from msgspec import structs
 
 from commlayer.cluster.client import root_cause
 from commlayer.cluster.process_groups import ANY_PEER
@@ -25,6 +26,7 @@ from commlayer.cluster.summation import as_float32
 from commlayer.cluster.uplink import Uplink
 from commlayer.engine.buckets import WorkerBucket
 from commlayer.errors import CommError, InvalidInput, PeerLost
+from commlayer.observe.events import EventLog, WaitEvent, WaitKind
 from commlayer.observe.step_trace import Recorder
 from commlayer.transport.protocol import peer_name
 
@@ -40,6 +42,7 @@ class Counters:
     encode_s: float = 0.0
     decode_s: float = 0.0
     exposed_s: float = 0.0
+    exchange_s: float = 0.0
     guard_s: float = 0.0
     noise_scale: float = 0.0
     """Gradient noise scale in batches of one worker; 0: not known."""
@@ -113,6 +116,8 @@ class Step:
         """Limit in seconds of the training thread's current or last wait, without the time for the coordinator's decision
         (`patience`)."""
         self.counters, self.recorder = Counters(), Recorder()
+        self.sent_at = 0.0
+        """Value of time.monotonic() when the first bucket of the current exchange was sent; 0 before."""
         self._lock = threading.Lock()
         self._awaited: list[Arrivals] = []
 
@@ -150,6 +155,8 @@ class Arrivals:
         self._check_interrupts = check_interrupts
         self._left = 0
         self._ended = False
+        self.last_at = 0.0
+        """Value of time.monotonic() when the last of all buckets arrived."""
 
     def expect(self, count: int) -> None:
         self._left = count
@@ -162,6 +169,7 @@ class Arrivals:
         with self._lock:
             self._left -= 1
             if self._left == 0:
+                self.last_at = time.monotonic()
                 self._all.set()
         self._next.set()
 
@@ -434,6 +442,8 @@ class RootCause:
 
 FIRST_S = 5.0
 GROWTH = 2.0
+EVENT_S = 2.0
+"""Seconds of a wait after which it is an event, and between two events about it."""
 LOOK_S = 1.0
 """Seconds between two checks whether the training thread still waits. The training thread only stores when its wait began, or
 0; the logging thread reads this value."""
@@ -441,6 +451,9 @@ LOOK_S = 1.0
 
 class Waiting(Protocol):
     """An object that waits for peers: the current worker, or the process groups of a call between two steps."""
+
+    @property
+    def wait_kind(self) -> WaitKind: ...
 
     @property
     def waiting_since(self) -> float: ...
@@ -455,19 +468,29 @@ class WaitNotices:
     """Thread that logs which peers the training thread waits for, until close()."""
 
     def __init__(self, waiting: Callable[[], Waiting], called: Callable[[str], str], silent_s: float,
-                 log: Callable[[str, int], None]) -> None:
+                 log: Callable[[str, int], None], events: EventLog) -> None:
         """Starts the thread. `called` returns a peer's name for the user. A peer that is silent for `silent_s` seconds counts
-        as dead."""
-        self._waiting, self._called, self._silent_s, self._log = waiting, called, silent_s, log
+        as dead. `events` receives an event about each wait of EVENT_S and more."""
+        self._waiting, self._called, self._silent_s, self._log, self._events = waiting, called, silent_s, log, events
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlayer-waits", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         since, peers, next_s = 0.0, "", FIRST_S
+        shown: WaitEvent | None = None
         while not self._closing.wait(LOOK_S):
             waiting, now = self._waiting(), time.monotonic()
-            if (begun := waiting.waiting_since) != since:
+            begun = waiting.waiting_since
+            if shown is not None and begun != since:
+                self._events.append(structs.replace(shown, waited_s=now - since, over=True))
+                shown = None
+            elif begun and begun == since and now - since >= EVENT_S:
+                names = waiting.missing()
+                if shown is None or shown.names != names or now - since - shown.waited_s >= EVENT_S:
+                    shown = WaitEvent(what=waiting.wait_kind, names=names, waited_s=now - since, limit_s=waiting.waits_s)
+                    self._events.append(shown)
+            if begun != since:
                 if peers:
                     self._log(f"continues after {now - since:.0f} s of waiting for {peers}", logging.WARNING)
                 since, peers, next_s = begun, "", FIRST_S

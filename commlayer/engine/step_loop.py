@@ -275,8 +275,10 @@ class StepLoop(EpochListener):
         local, batch = self.connection.local, self._config.batch
         weights = self.worker.units if local is None else local.weights
         weights.weigh(n / batch, None if total is None else total / batch)
+        self.connection.stream.weigh(n)
 
     def log_loss(self, loss: float | torch.Tensor) -> None:
+        self.connection.stream.loss(loss)
         if self._controller is not None:
             self._controller.report(loss)
 

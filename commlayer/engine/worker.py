@@ -40,6 +40,7 @@ from commlayer.engine.late_results import LateResults
 from commlayer.engine.paths.table import make_paths
 from commlayer.engine.step import Counters, Step, Stopwatch, Units, WorkerListener, aborted_by
 from commlayer.errors import CommError, InvalidInput, PeerLost, StepAbandoned
+from commlayer.observe.events import WaitKind
 from commlayer.observe.step_trace import Recorder
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan
@@ -98,6 +99,8 @@ the page faults would take longer than the memory is worth."""
 
 class Worker:
     """Executes one plan on one rank, during one epoch."""
+
+    wait_kind: WaitKind = "step"
 
     def __init__(
         self, job: Job, plan: Plan, codecs: Mapping[int, Codec], device: torch.device,
@@ -245,6 +248,10 @@ class Worker:
             for path in self._paths.fragments[fragment]:
                 if self.now.error is None:
                     path.finish(begin + deadline_s + self._listener.patience())
+        if self.now.sent_at:
+            arrived_at = max((path.arrived_at for path in self._paths.fragments[fragment]), default=0.0)
+            self.counters.exchange_s += max(0.0, arrived_at - self.now.sent_at)
+        self.now.sent_at = 0.0
         buckets = [bucket for bucket in self.fragments[fragment] if not bucket.late]
         if reason := aborted_by(buckets, by_this_worker=self.units.broken):
             self._finalize(finite=False)

@@ -46,8 +46,8 @@ from commlayer.records import Job, Timing
 
 WORLD = 2
 STEPS, H = 9, 4
-KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "guard_s", "noise_scale",
-        "reconnects", "resent_nbytes", "kept_nbytes"]
+KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "exchange_s", "guard_s",
+        "noise_scale", "reconnects", "resent_nbytes", "kept_nbytes"]
 
 _ranks = ranks_first(WORLD)
 

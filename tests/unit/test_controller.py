@@ -27,6 +27,7 @@ from commlayer.autotune.job_actions import Measured
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.report import Reports
 from commlayer.engine.plan_choice import PlanTerms
+from commlayer.engine.run_events import RunEvents
 from commlayer.errors import InvalidInput
 from commlayer.observe.link_monitor import FACTOR, IN_A_ROW, PAYLOAD, SETTLED, Direction, Rates, Throughput
 from commlayer.observe.prediction_check import StalePlan
@@ -72,6 +73,8 @@ class Job:
         self.on_close: list[Any] = []
         self.events: list[StalePlan] = []
         self.lines: list[str] = []
+        self.reasons: list[str] = []
+        self.stream, self.groups = RunEvents(), SimpleNamespace(local=0, node=rank)
         self.paced: list[tuple[Link, ...]] = []
         self.recording = False
         self.bps, self.share = FAST_BPS, 0.1
@@ -84,6 +87,9 @@ class Job:
 
     def say(self, text: str, level: int = 20) -> None:
         self.lines.append(text)
+
+    def note_plan(self, reason: str) -> None:
+        self.reasons.append(reason)
 
     def step(self, step_s: float = 0.4, waited_s: float = 0.04, times: int = 1) -> None:
         for _ in range(times):
@@ -248,6 +254,7 @@ def test_all_ranks_switch_after_the_same_step_and_roll_back(refuses: bool) -> No
         assert lines(jobs, "kept the current plan")[0].startswith("kept the current plan: ")
     else:
         assert sum("switched " in line for line in jobs[1].lines) == 2
+        assert jobs[0].reasons == ["automatic", "rollback"]
 
 
 def test_no_search_outlives_the_session() -> None:

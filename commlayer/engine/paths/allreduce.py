@@ -62,6 +62,7 @@ class AllReducePath(Path[CollectiveBucket]):
             hosts.wait(deadline or 0.0, self._step.failed)
             own.exchange.received_weight = float(total)
         pending.wait(deadline or 0.0, self._step.failed)
+        self._arrivals.last_at = time.monotonic()  # torch does not report when it arrived
         self._step.recorder.add("all.allreduce", bucket.id, begin)
         own.read_used()
         del self._issued[bucket.id]

@@ -47,6 +47,11 @@ class Path(ABC, Generic[B]):
         bucket.exchange.done = True
         self._arrivals.arrived()
 
+    @property
+    def arrived_at(self) -> float:
+        """Value of time.monotonic() when the last result of the path's last complete exchange arrived."""
+        return self._arrivals.last_at
+
     def finish(self, deadline: float) -> None:
         """Waits until the results of all buckets can be written, and the step can continue. Called after `begin` for all.
 

@@ -1,0 +1,275 @@
+"""Events of a running job: from workers to the coordinator, over real sockets; and what the coordinator adds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_pool
+from support.attached import data, mlp
+from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.membership import running, several, worker
+from support.rank_pool import Servers, pool, ranks_first
+from torch import nn
+
+import commlayer
+from commlayer.cluster import client, membership, messages
+from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.event_client import EventClient
+from commlayer.cluster.job_events import BURST, JobEvents, changes, waits_of
+from commlayer.cluster.membership import State
+from commlayer.cluster.sites import PendingWait
+from commlayer.errors import CorruptFrame, Refused
+from commlayer.observe import events
+from commlayer.observe.event_files import read_run
+from commlayer.observe.events import (
+    Event,
+    EventLog,
+    JobEvent,
+    LogEvent,
+    MemberEvent,
+    PlanEvent,
+    StepEvent,
+    WaitEvent,
+)
+from commlayer.observe.job_view import JobView
+
+_ranks = ranks_first(2)
+
+
+def read(log: EventLog) -> list[Event]:
+    return [event for line in log.since(0, most=10_000).lines if (event := events.decode(line)) is not None]
+
+
+# ---- the coordinator's own events, as functions of its state
+
+def test_the_begin_of_a_job_names_its_members() -> None:
+    before = State(0, 0)
+    state = running(2)
+    job, *members = changes(before, state)
+    assert isinstance(job, JobEvent)
+    assert state.view is not None
+    assert (job.run, job.world) == (state.view.run, 2)
+    assert sorted((m.member, m.state) for m in members if isinstance(m, MemberEvent)) == [
+        ("server 0", "joined"), ("worker 0", "joined"), ("worker 1", "joined")]
+
+
+@pytest.mark.parametrize(("after", "expected"), [
+    (lambda state: membership.leave(state, "w1", "finished"), ("worker 1", "left", "")),
+    (lambda state: membership.leave(state, "w1", "no memory"), ("worker 1", "left", "no memory")),
+    (lambda state: membership.evict(state, ["w1"], "hangs"), ("worker 1", "dead", "hangs")),
+    (lambda state: state, None),
+])
+def test_a_change_of_a_member_is_one_event(after: Any, expected: Any) -> None:
+    state = running(3)
+    found = [(e.member, e.state, e.reason) for e in changes(state, after(state)) if isinstance(e, MemberEvent)]
+    assert found == ([expected] if expected else [])
+
+
+def test_processes_that_wait_for_a_job_are_waiting_and_may_leave() -> None:
+    empty = State(3, 0)
+    state, _ = membership.join(empty, worker(0, world=3), 0.0)
+    assert [(e.member, e.state) for e in changes(empty, state) if isinstance(e, MemberEvent)] == [("worker 0", "waiting")]
+    gone = membership.leave(state, "w0", "bye")
+    assert [(e.member, e.state) for e in changes(state, gone) if isinstance(e, MemberEvent)] == [("worker 0", "left")]
+
+
+def waits(state: State, now: float, pending: list[PendingWait] | None = None) -> list[tuple[Any, ...]]:
+    found = waits_of(state, pending or [], now, 0.0, 3.0, 10.0, 60.0)
+    return [(wait.what, wait.names, wait.waited_s, wait.limit_s) for wait in found]
+
+
+def test_what_the_coordinator_waits_for() -> None:
+    joining, _ = membership.join(State(3, 1), worker(1, world=3), 0.0)
+    assert waits(joining, 7.0) == [("join", ("worker 0", "worker 2", "server 0"), 7.0, 0.0)]
+    assert waits(State(0, 1), 7.0) == []  # nobody knows yet for how many
+    state = several(2, servers=1)
+    assert waits(state, 2.0) == []
+    for token in ("w0", "s0"):
+        state, _ = membership.heartbeat(state, token, 12.0)
+    assert waits(state, 12.0) == [("heartbeat", ("worker 1",), 12.0, 60.0)]
+    assert waits(several(2, servers=1), 0.0, [PendingWait(1, {0: 5.0}, 600.0)]) == [("call", ("worker 1",), 5.0, 600.0)]
+    assert waits(several(2, servers=1), 0.0, [PendingWait(1, {0: 0.5}, 600.0)]) == []
+
+
+def test_a_wait_is_repeated_seldom_and_ended_once() -> None:
+    job = JobEvents(EventLog(retains=True))
+    for tenth in range(120):
+        job.waits([WaitEvent(what="heartbeat", names=("worker 1",), waited_s=tenth / 10)], tenth / 10)
+    job.waits([], 12.1)
+    job.waits([], 12.2)
+    found = [event for event in read(job.log) if isinstance(event, WaitEvent)]
+    assert [event.over for event in found] == [False, False, False, True]
+    assert found[-1].names == ("worker 1",)
+
+
+# ---- events of members
+
+def beat(token: str, *sent: Event, first: int = 0, ahead_s: float = 0.0) -> messages.Heartbeat:
+    return messages.Heartbeat(token, events=tuple(map(events.encode, sent)), first_event=first, time_s=time.time() + ahead_s)
+
+
+def test_a_repeated_heartbeat_adds_its_events_once() -> None:
+    job, state = JobEvents(EventLog(retains=True)), running(2)
+    one, two, three = (LogEvent(time=time.time(), text=text) for text in ("one", "two", "three"))
+    job.received(beat("w1", one, two), state, 0.0)
+    job.received(beat("w1", one, two), state, 1.0)
+    job.received(beat("w1", two, three, first=1), state, 2.0)
+    assert [(event.rank, event.text) for event in read(job.log) if isinstance(event, LogEvent)] == [
+        (1, "one"), (1, "two"), (1, "three")]
+
+
+def test_a_member_speaks_only_for_itself() -> None:
+    job, state = JobEvents(EventLog(retains=True)), running(2)
+    job.received(beat("w1", StepEvent(time=time.time(), rank=0, step=5), MemberEvent(time=1.0, member="worker 0", state="dead"),
+                      JobEvent(time=time.time(), run="another", world=9)), state, 0.0)
+    job.received(beat("s0", LogEvent(time=time.time(), text="of a server")), state, 0.0)
+    job.received(beat("stranger", LogEvent(time=time.time(), text="of a stranger")), state, 0.0)
+    step, began = read(job.log)
+    assert state.view is not None
+    assert isinstance(began, JobEvent)
+    assert (step.rank, began.rank, began.run, began.world) == (1, 1, state.view.run, 2)
+
+
+def test_clocks_that_differ_are_corrected() -> None:
+    job, state = JobEvents(EventLog(retains=True)), running(2)
+    job.received(beat("w1", LogEvent(time=time.time() + 3600, text="x"), ahead_s=3600), state, 0.0)
+    (event,) = read(job.log)
+    assert event.time == pytest.approx(time.time(), abs=60)
+
+
+def test_a_flood_is_cut_off_and_the_others_are_heard() -> None:
+    job, state = JobEvents(EventLog(retains=True)), running(2)
+    for number in range(100):
+        flood = [LogEvent(time=time.time(), text="flood")] * messages.MAX_EVENTS
+        job.received(beat("w1", *flood, first=number * messages.MAX_EVENTS), state, 0.01 * number)
+    job.received(beat("w0", LogEvent(time=time.time(), text="heard")), state, 1.0)
+    texts = [event.text for event in read(job.log) if isinstance(event, LogEvent)]
+    assert texts.count("flood") <= BURST + 20
+    assert "heard" in texts
+
+
+@pytest.mark.parametrize("line", [b"no json", b'{"event":"step","step":"x"}', b'{"event":"log","x":' + b"[" * 9000])
+def test_a_malformed_event_breaks_the_protocol(line: bytes) -> None:
+    with pytest.raises(CorruptFrame):
+        JobEvents(EventLog()).received(messages.Heartbeat("w1", events=(line,), time_s=time.time()), running(2), 0.0)
+
+
+@pytest.mark.parametrize("sent", [(b"x" * (events.MAX_LINE_NBYTES + 1),), (b"{}",) * (messages.MAX_EVENTS + 1)])
+def test_sizes_are_checked_when_a_heartbeat_is_decoded(sent: tuple[bytes, ...]) -> None:
+    data = messages.pack(messages.Heartbeat("w1", events=sent))
+    with pytest.raises(CorruptFrame):
+        messages.unpack(data, messages.Heartbeat, "w1")
+
+
+# ---- over sockets
+
+def joined(opened: list[Any], count: int = 2, **fields: Any) -> tuple[Coordinator, list[client.Membership]]:
+    config = quick(**fields)
+    coordinator = Coordinator(config, workers=count)
+    opened.append(coordinator)
+    with ThreadPoolExecutor(count) as threads:
+        requests = [messages.worker_request("job", rank, count, plan=b"a plan") for rank in range(count)]
+        seats = [threads.submit(client.join, coordinator.address, request, config, Failures()) for request in requests]
+        members = [seat.result(WAIT_S) for seat in seats]
+    opened.extend(members)
+    return coordinator, members
+
+
+def test_events_reach_whoever_has_the_secret(opened: list[Any]) -> None:
+    coordinator, members = joined(opened)
+    log = EventLog(1)
+    members[1].report.events = log
+    for step in range(200):
+        log.append(StepEvent(step=step))
+    with contextlib.closing(EventClient(quick(join=coordinator.address))) as reader:
+        got = list[Event]()
+
+        def steps() -> list[int]:
+            got.extend(reader.read())
+            return [event.step for event in got if isinstance(event, StepEvent)]
+
+        until(lambda: steps() == list(range(200)), "all events have arrived, once and in order")
+        assert {event.member for event in got if isinstance(event, MemberEvent) and event.state == "joined"} == {
+            "worker 0", "worker 1"}
+        assert members[1].report.rtt_s > 0
+        log.append(StepEvent(step=200))
+        members[1].leave()
+        until(lambda: steps()[-1] == 200, "a member that leaves sends its last events first")
+        until(lambda: bool(steps()) and any(isinstance(e, MemberEvent) and e.state == "left" for e in got), "and leaves")
+
+
+def test_without_the_secret_there_are_no_events(opened: list[Any]) -> None:
+    coordinator = Coordinator(quick(token="a-good-secret"), workers=2)
+    opened.append(coordinator)
+    for token in ("", "another-secret"):
+        with contextlib.closing(EventClient(quick(join=coordinator.address, **({"token": token} if token else {})))) as reader:
+            with pytest.raises(Refused) as refused:
+                reader.read()
+            assert refused.value.code == "E-SECRET"
+
+
+def test_a_silent_member_is_named_with_the_seconds_that_are_left(opened: list[Any]) -> None:
+    coordinator, members = joined(opened, dead_after_s=20.0, reconnect_s=20.0)
+    members[1].close()
+    view = JobView()
+    with contextlib.closing(EventClient(quick(join=coordinator.address))) as reader:
+
+        def waiting() -> list[WaitEvent]:
+            for event in reader.read():
+                view.apply(event)
+            return view.current_waits(view.time)
+
+        until(lambda: bool(waiting()), "the coordinator waits for worker 1")
+        (wait,) = waiting()
+        assert (wait.what, wait.names, wait.limit_s) == ("heartbeat", ("worker 1",), 20.0)
+
+
+# ---- a training job
+
+def train(rank: int, folder: str, address: str, every: int) -> tuple[str, float]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = rank_pool.quick(events=folder, **({"join": address} if address else {}))
+    sync = {"sync": commlayer.LocalSteps(every)} if every > 1 else {}
+    with commlayer.attach(model, optimizer, compression="int8", config=config, **sync) as session:
+        session.weight(16)
+        for number in range(12):
+            x, y = data(rank, number)
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            session.log_loss(loss)
+            optimizer.step()
+            time.sleep(0.15)
+        return session.inspect.connection.uplink.view.run, session.metrics()["exchange_s"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_training_job_writes_its_events(tmp_path: Path, every: int, own: bool) -> None:
+    """With its own coordinator, or with another one that has the events of all ranks."""
+    with contextlib.ExitStack() as stack:
+        address = "" if own else stack.enter_context(Servers(2, 1)).address
+        (run, exchange_s), _ = pool(2).call(train, str(tmp_path), address, every)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.jsonl", "rank-1.jsonl"]
+    view = JobView()
+    found = read_run(tmp_path)
+    for event in found:
+        view.apply(event)
+    assert (view.job.run, view.job.world, view.over) == (run, 2, True)
+    for each in view.workers.values():
+        assert (each.totals.steps, each.step.step, each.totals.samples) == (12, 12, 12 * 16.0)
+        assert each.totals.dense_bytes == 12 * 4 * sum(p.numel() for p in mlp().parameters())
+        assert 0 < each.totals.sent_bytes < each.totals.dense_bytes
+        assert each.totals.compute_s + each.totals.exposed_s == pytest.approx(each.totals.step_s)
+        assert each.step.share == pytest.approx(0.5)
+        assert each.step.loss is not None
+    assert exchange_s > 0
+    assert len([event for event in found if isinstance(event, StepEvent)]) <= 2 * 6, "at most one a second, first and last"
+    assert [(event.reason, event.local_steps) for event in found if isinstance(event, PlanEvent)] == [("start", every)]
