@@ -13,6 +13,7 @@ from commlayer.cli.doctor import doctor
 from commlayer.cli.join import join
 from commlayer.cli.profile import profile
 from commlayer.cli.serve import serve
+from commlayer.cli.top import top
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cluster import messages
@@ -40,6 +41,7 @@ def commlayer(
 app.command()(demo)
 app.command()(plan.estimate)
 app.command()(serve)
+app.command()(top)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(join)
 app.command()(tune)

@@ -25,7 +25,7 @@ MIDDLE = {"compressors", "planner", "transport", "balance", "optim", "observe"}
 FILES_OF_PLANS = {"plan_file", "loss_budget"}
 BELOW = BOTTOM | MIDDLE | FILES_OF_PLANS | {"cluster", "engine", "autotune"}
 SURFACE = {"session", "ddp"}
-TOP = {"cli", "demo", "doctor", "", "__main__"}
+TOP = {"cli", "demo", "doctor", "integrations", "", "__main__"}
 """The package's own __init__ is the part "": it names everything, lazily."""
 
 ALLOWED: dict[str, set[str]] = {

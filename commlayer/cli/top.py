@@ -1,0 +1,187 @@
+"""`commlayer top`: shows a running job, or replays a finished one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from commlayer.cli.options import Insecure, Keys
+from commlayer.config import read_config
+from commlayer.errors import CommError, InvalidInput
+from commlayer.transport.secret import REMEDY
+
+if TYPE_CHECKING:
+    from commlayer.observe.events import Event
+    from commlayer.observe.job_view import JobView
+
+LOOK_S, FRAME_S = 1.0, 0.25
+"""Seconds between two looks at a running job, and between two frames of a replay."""
+LINE_S = 10.0
+"""Seconds between two lines about a running job, if output is not a terminal."""
+FASTEST = 1e6
+
+
+class Source(Protocol):
+    """The events of a running job. `ahead_s`: seconds by which their clock is ahead of this process's."""
+
+    @property
+    def ahead_s(self) -> float: ...
+
+    def read(self) -> list[Event]: ...
+
+
+def top(
+    job: Annotated[str, typer.Argument(help="host:port of `commlayer serve`, or a folder of events.", metavar="JOB")] = "",
+    keys: Keys = "", insecure: Insecure = False,
+    replay: Annotated[Path | None, typer.Option(help="Show a finished run: its folder or file of events.",
+                                                metavar="RUN")] = None,
+    at: Annotated[float, typer.Option(help="With --replay: begin this many seconds after the start.", metavar="SECONDS",
+                                      min=0.0)] = 0.0,
+    speed: Annotated[float, typer.Option(help="With --replay: times as fast as the run; 0: show one moment and end.",
+                                         metavar="X", min=0.0, max=FASTEST)] = 10.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and end.")] = False,
+) -> None:
+    """Watch a job: members, steps, links, plan, and what it waits for. Ctrl-C ends the view, not the job."""
+    if bool(job) == (replay is not None):
+        raise InvalidInput("E-CLI-OPTION", f"got {'JOB and --replay' if job else 'neither JOB nor --replay'}: give host:port "
+                                           "of `commlayer serve`, or a folder of events, or --replay RUN")
+    with contextlib.suppress(KeyboardInterrupt):
+        if replay is not None:
+            _replay(replay, at, 0.0 if once else speed)
+        elif ":" in job and not Path(job).exists():
+            _watch_coordinator(job, keys, insecure, once=once)
+        else:
+            _watch_files(Path(job), once=once)
+
+
+def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -> None:
+    options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
+    config = read_config({name: value for name, value in options.items() if value})
+    if not config.token:
+        raise InvalidInput("E-SECRET", f"watching {config.join} needs the job's secret: {REMEDY}")
+    # Imported late: it loads grpc, which --help does not need.
+    from commlayer.cluster.event_client import EventClient
+
+    with contextlib.closing(EventClient(config)) as client:
+        _watch(client, once=once)
+
+
+def _watch_files(path: Path, *, once: bool) -> None:
+    from commlayer.observe.event_files import WHERE, EventFiles
+
+    files = EventFiles(path)
+    if not files.read():
+        raise InvalidInput("E-EVENTS", f"{path}: has no events yet: start the job first, or {WHERE}")
+    _watch(EventFiles(path), once=once)
+
+
+def _watch(source: Source, *, once: bool) -> None:
+    """Shows the job until its last worker has left. A coordinator that stops answering is shown, and asked again."""
+    from commlayer.observe.job_view import JobView
+
+    view, events = JobView(), source.read()
+    with _output(view) as show:
+        while True:
+            for event in events:
+                view.apply(event)
+                show.event(event)
+            show.state(time.time() + source.ahead_s, last=once or view.over)
+            if once or view.over:
+                return
+            time.sleep(LOOK_S)
+            try:
+                events, show.note = source.read(), ""
+            except CommError as error:
+                events, show.note = [], str(error)
+
+
+def _replay(path: Path, at: float, speed: float) -> None:
+    from commlayer.observe.event_files import read_run
+    from commlayer.observe.job_view import JobView
+
+    events, view = read_run(path), JobView()
+    start, end = events[0].time, events[-1].time
+    now = start + at
+    if now > end:
+        raise InvalidInput("E-CLI-OPTION", f"--at {at:g}: the run has {end - start:.0f} s; give fewer seconds")
+    place = 0
+    with _output(view) as show:
+        while True:
+            while place < len(events) and events[place].time <= now:
+                view.apply(events[place])
+                if events[place].time >= start + at:
+                    show.event(events[place])
+                place += 1
+            show.note = f"replay: {now - start:.0f} of {end - start:.0f} s"
+            if not speed or now >= end:
+                break
+            show.state(now)
+            if show.paced:
+                time.sleep(FRAME_S)
+            now = min(end, now + FRAME_S * speed) if show.paced else end
+        show.state(now, last=True)
+
+
+class _Screen:
+    """Draws the view in a terminal."""
+
+    paced = True
+
+    def __init__(self, view: JobView, console: Any, live: Any) -> None:
+        self._view, self._console, self._live, self.note = view, console, live, ""
+
+    def event(self, event: Event) -> None:
+        """Does nothing: the screen lists the latest events."""
+
+    def state(self, now: float, *, last: bool = False) -> None:
+        from commlayer.cli.top_screen import screen
+
+        size = self._console.size
+        self._live.update(screen(self._view, now, width=size.width, height=size.height, note=self.note), refresh=True)
+
+
+class _Lines:
+    """Writes lines: one for each event of interest, and one about the job every LINE_S."""
+
+    paced = False
+
+    def __init__(self, view: JobView) -> None:
+        self._view, self.note, self._next = view, "", 0.0
+
+    def event(self, event: Event) -> None:
+        from commlayer.cli.top_screen import line_of
+
+        if line := line_of(self._view, event):
+            print(line)
+
+    def state(self, now: float, *, last: bool = False) -> None:
+        from commlayer.cli.top_screen import summary, worker_lines
+
+        if last or now >= self._next:
+            self._next = now + LINE_S
+            print(summary(self._view, now) + (f" ({self.note})" if self.note else ""), flush=True)
+            for line in worker_lines(self._view, now) if last else ():
+                print(line)
+
+
+@contextlib.contextmanager
+def _output(view: JobView) -> Iterator[_Screen | _Lines]:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        try:
+            yield _Lines(view)
+        except BrokenPipeError:  # the reader of the pipe has ended; Python would report that again at its exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        yield _Screen(view, console, live)

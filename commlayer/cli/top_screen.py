@@ -1,0 +1,195 @@
+"""What `commlayer top` shows: a JobView as a screen for terminals, and as lines for pipes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commlayer.observe.events import Event
+from commlayer.observe.job_view import JobView, WorkerView
+
+BAR = 12
+"""Width of the bar of a step's time, in characters."""
+FEWEST_ROWS, RECENT_ROWS = 4, 6
+"""Smallest number of workers on a screen, and largest number of latest events."""
+WIDE = 100
+"""Width of a screen from which it has space for the planned rates and for losses."""
+GAP = "   "
+STYLES = {"dead": "red", "silent": "red", "waits": "yellow", "left": "dim"}
+CALM = {"trains": 1, "left": 2}
+"""Order of workers by status if not all fit: those that need attention first."""
+
+
+def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note: str = "") -> RenderableType:
+    """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
+    head = [_title(view, now), *_plan(view), *_numbers(view, width)]
+    waits = [Text(line, style="bold yellow") for line in view.waiting(now)[:3]]
+    latest = list(view.recent_words())[-min(RECENT_ROWS, height // 4):]
+    recent = [Text.assemble((f"{clock(at)} ", "dim"), text) for at, text in latest]
+    left = height - len(head) - len(waits) - len(recent) - 6 - bool(note)
+    parts: list[RenderableType] = [*head, *waits, _workers(view, now, width, max(FEWEST_ROWS, left))]
+    parts += [Text("latest events", style="bold"), *recent] if recent else []
+    parts += [Text(note, style="dim")] if note else []
+    for part in parts:
+        if isinstance(part, Text):
+            part.no_wrap, part.overflow = True, "ellipsis"
+    return Group(*parts)
+
+
+def _title(view: JobView, now: float) -> Text:
+    job, present = view.job, len(view.present)
+    name = job.name or "a job"
+    running = span(now - view.begun) if view.begun else "not begun"
+    state = "ended" if view.over else f"{present} of {max(job.world, present)} workers"
+    return Text.assemble(("commlayer top ", "bold"), f"{name}, run {job.run[:8] or '-'}, {state}, {running}")
+
+
+def _plan(view: JobView) -> Iterator[Text]:
+    plan = view.plan
+    if plan.digest:
+        yield Text(f"plan {plan.digest[:8]} ({plan.reason}): {plan.summary}")
+
+
+def _numbers(view: JobView, width: int) -> Iterator[Text]:
+    """As many lines as the numbers need."""
+    line = ""
+    for part in numbers(view):
+        if line and len(line) + len(GAP) + len(part) > width:
+            yield Text(line)
+            line = ""
+        line = f"{line}{GAP}{part}" if line else part
+    if line:
+        yield Text(line)
+
+
+def numbers(view: JobView) -> Iterator[str]:
+    """The numbers of the whole job, as short texts; only those that are known."""
+    if view.step:
+        yield f"step {view.step:,}"
+    if view.step_s:
+        yield f"{duration(view.step_s)} a step" + (f" ({duration(view.plan.step_s)} planned)" if view.plan.step_s else "")
+    if view.plan.convergence_factor:
+        yield f"convergence factor {view.plan.convergence_factor:.2f}"
+    if view.loss is not None:
+        yield f"loss {view.loss:.4g}"
+    if view.samples_per_s:
+        yield f"{view.samples_per_s:,.0f} samples/s"
+    if view.compression:
+        yield f"sent 1/{view.compression:.3g} of dense"
+    if view.noise_scale.batches:
+        yield f"noise scale {view.noise_scale.batches:.3g} batches"
+
+
+def _workers(view: JobView, now: float, width: int, most: int) -> Table:
+    wide = width >= WIDE
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), expand=False)
+    grid.add_column("worker", no_wrap=True, overflow="ellipsis", max_width=24 if wide else 14)
+    grid.add_column("state", no_wrap=True)
+    for name in ("step", "time"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("compute/exposed", no_wrap=True)
+    grid.add_column("hidden", justify="right", no_wrap=True)
+    for name in (("up of plan", "down of plan", "share", "loss") if wide else ("up Mb/s", "down", "share")):
+        grid.add_column(name, justify="right", no_wrap=True)
+    rows = sorted(view.workers.values(), key=lambda worker: worker.number)
+    if len(rows) > most:
+        urgent = sorted(rows, key=lambda worker: (CALM.get(view.status(worker, now), 0), -worker.step.step_s))
+        rows = sorted(urgent[:most - 1], key=lambda worker: worker.number)
+    for worker in rows:
+        grid.add_row(*_row(view, worker, now, wide=wide))
+    if hidden := len(view.workers) - len(rows):
+        grid.add_row(f"{hidden} more", style="dim")
+    return grid
+
+
+def _row(view: JobView, worker: WorkerView, now: float, *, wide: bool) -> Iterator[RenderableType]:
+    status, step = view.status(worker, now), worker.step
+    yield f"{worker.number} {worker.name}"
+    yield Text(status, style=STYLES.get(status, ""))
+    yield f"{step.step:,}" if step.steps else "-"
+    yield duration(step.step_s) if step.step_s else "-"
+    yield bar(step.exposed_s / step.step_s) if step.step_s else Text("-")
+    yield f"{step.hidden_s / step.step_s:.0%}" if step.step_s else "-"
+    for measured, planned in ((worker.up_bytes_per_s, worker.link.planned_up_bytes_per_s),
+                              (worker.down_bytes_per_s, worker.link.planned_down_bytes_per_s)):
+        yield megabits(measured) + (f"/{megabits(planned)}" if planned and wide else "")
+    yield f"{step.share:.0%}" if step.share else "-"
+    if wide:
+        yield "-" if step.loss is None else f"{step.loss:.4g}"
+
+
+def bar(exposed: float) -> Text:
+    """The parts of a step's time: computing, and waiting for communication.
+
+    >>> bar(0.25).plain
+    '█████████░░░ 25%'
+    """
+    waits = round(BAR * min(1.0, max(0.0, exposed)))
+    return Text.assemble(("█" * (BAR - waits), "green"), ("░" * waits, "yellow"), f" {exposed:.0%}")
+
+
+def megabits(bytes_per_s: float) -> str:
+    return f"{8e-6 * bytes_per_s:.3g}" if bytes_per_s else "-"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(0.0123), duration(2.5)
+    ('12.3 ms', '2.5 s')
+    """
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def span(seconds: float) -> str:
+    """
+    >>> span(75), span(-1)
+    ('0:01:15', '0:00:00')
+    """
+    whole = max(0, int(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def clock(at: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # of a damaged file
+        return "--:--:--"
+
+
+# ---- lines
+
+def summary(view: JobView, now: float) -> str:
+    """The job in one line."""
+    exposed = [worker.step.exposed_s / worker.step.step_s for worker in view.present if worker.step.step_s]
+    parts = [*numbers(view), *([f"{max(exposed):.0%} exposed"] if exposed else []),
+             "ended" if view.over else f"{len(view.present)} of {max(view.job.world, len(view.present))} workers",
+             *view.waiting(now)]
+    return f"{clock(now)} {', '.join(parts)}"
+
+
+def worker_lines(view: JobView, now: float) -> Iterator[str]:
+    """Each worker in one line."""
+    for _, worker in sorted(view.workers.items()):
+        step, link = worker.step, worker.link
+        parts = [f"worker {worker.number} {worker.name}: {view.status(worker, now)}", f"step {step.step:,}"]
+        parts += [worker.reason] if worker.reason else []
+        if step.step_s:
+            parts.append(f"{duration(step.step_s)} a step ({step.exposed_s / step.step_s:.0%} exposed, "
+                         f"{step.hidden_s / step.step_s:.0%} hidden)")
+        for way, measured, planned in (("up", worker.up_bytes_per_s, link.planned_up_bytes_per_s),
+                                       ("down", worker.down_bytes_per_s, link.planned_down_bytes_per_s)):
+            if measured:
+                parts.append(f"{way} {megabits(measured)}{f' of {megabits(planned)} planned' if planned else ''} Mb/s")
+        parts += [f"{step.share:.0%} of the batch"] if step.share else []
+        yield ", ".join(parts)
+
+
+def line_of(view: JobView, event: Event) -> str:
+    """A line about an event that `view` has just applied, if a reader of a pipe wants to see it; otherwise ""."""
+    shown = bool(view.recent) and view.recent[-1] is event
+    return f"{clock(event.time)} {view.words(event)}" if shown else ""

@@ -1,0 +1,305 @@
+"""`commlayer top`, metrics, their server, and trackers: what people see of a job's events."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.commands import commlayer_called  # noqa: F401  (a fixture)
+
+from commlayer.cli.top_screen import line_of, screen, summary, worker_lines
+from commlayer.errors import InvalidInput
+from commlayer.integrations.tracking import log_to, scalars
+from commlayer.observe import events
+from commlayer.observe.events import (
+    Event,
+    EventLog,
+    JobEvent,
+    LinkEvent,
+    LogEvent,
+    MemberEvent,
+    NoiseScaleEvent,
+    PlanEvent,
+    QualityEvent,
+    StepEvent,
+    WaitEvent,
+)
+from commlayer.observe.job_view import JobView
+from commlayer.observe.metrics import exposition
+from commlayer.observe.web import Follower, Page, WebServer, read_token
+
+START = 1_700_000_000.0
+
+
+def stream(world: int = 3, seconds: int = 30, *, trouble: bool = True) -> Iterator[Event]:
+    """A job of `world` homes: one becomes silent, returns, and one dies."""
+    yield JobEvent(time=START, run="5f0c2a91d3e4b687", name="train.py", world=world, version="0.1.0")
+    for number in range(world):
+        yield MemberEvent(time=START, member=f"worker {number}", name=f"home-{number}")
+    yield PlanEvent(time=START + 1, rank=0, digest="1a2b3c4d5e6f7081", codec="int4()", local_steps=8, step_s=0.21,
+                    convergence_factor=1.08, summary="12 buckets, mostly int4(), H=8, 210.0 ms a step predicted")
+    for second in range(2, seconds):
+        at = START + second
+        for number in range(world):
+            if trouble and number == world - 1 and 10 <= second < 20:
+                continue
+            exposed_s = 0.02 + 0.01 * number % 0.1
+            yield StepEvent(time=at, rank=number, step=5 * second, steps=5, step_s=0.2 + exposed_s, compute_s=0.2,
+                            exposed_s=exposed_s, hidden_s=0.1, sent_bytes=1_000_000, received_bytes=1_000_000,
+                            dense_bytes=27_000_000, loss=4.0 / second, share=1 / world, samples=160.0)
+            if second % 5 == 0:
+                yield LinkEvent(time=at, rank=number, up_bytes_per_s=1.2e6, down_bytes_per_s=1.1e7,
+                                planned_up_bytes_per_s=1.25e6, planned_down_bytes_per_s=1.25e7, rtt_s=0.03)
+        if trouble and 13 <= second < 20:
+            yield WaitEvent(time=at, what="heartbeat", names=(f"worker {world - 1}",), waited_s=second - 9.0, limit_s=60.0)
+        if trouble and second == 20:
+            yield WaitEvent(time=at, what="heartbeat", names=(f"worker {world - 1}",), over=True)
+    yield QualityEvent(time=START + seconds, rank=0, cosine=0.93, residual=1.5)
+    yield NoiseScaleEvent(time=START + seconds, rank=0, batches=12.0)
+    if trouble:
+        yield LogEvent(time=START + seconds, rank=0, level="warning", code="E-PEER-LOST", text="worker 1: connection lost")
+        yield MemberEvent(time=START + seconds, member="worker 1", name="home-1", state="dead",
+                          reason="no heartbeat for 60.0 s")
+
+
+def view_at(seconds: float, world: int = 3) -> JobView:
+    view = JobView()
+    for event in stream(world):
+        if event.time <= START + seconds:
+            view.apply(event)
+    return view
+
+
+def shown(view: JobView, seconds: float, width: int = 80, height: int = 24) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    console.print(screen(view, START + seconds, width=width, height=height))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+# ---- the screen
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_a_screen_fits_and_says_what_matters(width: int) -> None:
+    lines = shown(view_at(19), 19, width)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= 24
+    assert "waiting for home-2, which sends no heartbeats, 10 of 60 s" in text
+    assert re.search(r"home-2 +silent", text)
+    assert re.search(r"home-0 +trains +95", text)
+    assert "convergence factor 1.08" in text
+    assert "50%" not in text  # of the batch: a third each
+    assert "33%" in text
+
+
+@pytest.mark.parametrize("height", [12, 24, 50])
+def test_a_job_of_64_members_fits_and_shows_who_needs_attention(height: int) -> None:
+    lines = shown(view_at(19, 64), 19, height=height)
+    assert len(lines) <= max(height, 18)
+    assert any("home-63" in line and "silent" in line for line in lines)
+    assert any("more" in line for line in lines)
+
+
+def test_a_refresh_of_64_members_is_fast() -> None:
+    """With a second's events of all members, and all of them on the screen."""
+    view = view_at(19, 64)
+    latest = [event for event in stream(64) if START + 19 < event.time <= START + 20]
+    assert len(latest) >= 64
+    begin = time.thread_time()
+    for event in latest:
+        view.apply(event)
+    shown(view, 20, width=160, height=80)
+    assert time.thread_time() - begin < 0.2
+
+
+def test_before_and_after_the_job() -> None:
+    assert "a job, run -" in "\n".join(shown(JobView(), 0))
+    assert "is dead: no heartbeat for 60.0 s" in "\n".join(shown(view_at(99), 40, width=120))
+
+
+def test_lines_for_pipes() -> None:
+    view, lines = JobView(), list[str]()
+    for event in stream():
+        view.apply(event)
+        lines += [line_of(view, event)]
+    text = "\n".join(filter(None, lines))
+    assert text.count("home-0 joined") == 1
+    assert text.count("waiting for home-2, which sends no heartbeats, 4 of 60 s") == 1
+    assert text.count("no longer waiting for home-2") == 1
+    assert "worker 1: connection lost [E-PEER-LOST]" in text
+    assert re.search(r"^\d\d:\d\d:\d\d step 145, .*2 of 3 workers", summary(view, START + 31))
+    assert len(list(worker_lines(view, START + 31))) == 3
+
+
+# ---- the command
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    (tmp_path / "events.jsonl").write_bytes(b"".join(events.encode(event) + b"\n" for event in stream()))
+    return tmp_path
+
+
+def test_a_replay_shows_the_chosen_moment(commlayer: Any, run_folder: Path) -> None:
+    code, output, _ = commlayer("top", "--replay", str(run_folder), "--at", "19", "--speed", "0")
+    assert code == 0
+    assert "waiting for home-2, which sends no heartbeats, 10 of 60 s" in output
+    assert "is dead" not in output
+    assert "home-1 is dead" in commlayer("top", "--replay", str(run_folder / "events.jsonl"))[1]
+
+
+def test_a_folder_is_shown_once(commlayer: Any, run_folder: Path) -> None:
+    code, output, _ = commlayer("top", str(run_folder), "--once")
+    assert code == 0
+    assert "2 of 3 workers" in output
+
+
+@pytest.mark.parametrize(("arguments", "code"), [
+    ([], "E-CLI-OPTION"),
+    (["FOLDER", "--replay", "FOLDER"], "E-CLI-OPTION"),
+    (["--replay", "FOLDER", "--at", "1000"], "E-CLI-OPTION"),
+    (["/nonexistent"], "E-EVENTS"),
+    (["--replay", "/nonexistent"], "E-EVENTS"),
+    (["EMPTY"], "E-EVENTS"),
+    (["--replay", "EMPTY"], "E-EVENTS"),
+    (["host:port"], "E-ADDRESS"),
+    (["127.0.0.1:9"], "E-SECRET"),
+    (["10.0.0.1:7000"], "E-PLAIN-TEXT"),
+])
+def test_mistakes_are_one_line_with_a_code(commlayer: Any, run_folder: Path, tmp_path: Path, arguments: list[str], code: str,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    for name in ("COMMLAYER_TOKEN", "COMMLAYER_KEYS", "COMMLAYER_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+    words = {"FOLDER": str(run_folder), "EMPTY": str(tmp_path / "empty")}
+    status, _, error = commlayer("top", *(words.get(each, each) for each in arguments))
+    assert status == 2
+    assert f"[{code}]" in error
+    assert error.count("\n") == 1
+
+
+# ---- metrics
+
+SAMPLE = re.compile(r'^commlayer_[a-z_]+(\{([a-z]+="(\\.|[^"\\])*",?)*\})? -?\d[\d.e+-]*$')
+
+
+def test_metrics_are_in_the_format_of_prometheus() -> None:
+    text = exposition(view_at(99), START + 31)
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    for line in text.splitlines():
+        if line.startswith("#"):
+            continue
+        assert SAMPLE.match(line), line
+        name = line.partition("{")[0]
+        assert name in kinds or name.removesuffix("_sum").removesuffix("_count") in kinds
+        assert (kinds.get(name) == "counter") == name.endswith("_total")
+    assert 'commlayer_step_total{run="5f0c2a91d3e4b687",rank="0",host="home-0"} 140.0' in text
+    assert 'commlayer_peers{run="5f0c2a91d3e4b687",state="dead"} 1.0' in text
+    assert 'plan="1a2b3c4d5e6f7081",every="8",codec="int4()"} 1.0' in text
+    assert "commlayer_guard_cosine_ratio" in text
+    assert exposition(JobView(), START)  # of a job that has not begun
+
+
+def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "how-to" / "grafana.json").read_text())
+    there = set(re.findall(r"^# TYPE (\S+)", exposition(view_at(19), START + 19) + exposition(view_at(99), START + 31), re.M))
+    there |= {f"{name}{suffix}" for name in there for suffix in ("_sum", "_count")}
+    there.add("commlayer_plan_changes_total")
+    asked = {name for panel in dashboard["panels"] for target in panel.get("targets", [])
+             for name in re.findall(r"commlayer_\w+", target["expr"])}
+    assert len(asked) >= 10
+    assert asked <= there
+
+
+def fetched(address: str, path: str, token: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_metrics_are_served_and_follow_the_log() -> None:
+    log = EventLog(retains=True)
+    with closing(WebServer("127.0.0.1", 0, "secret", {"/metrics": Follower(log).metrics})) as server:
+        assert fetched(server.address, "/metrics")[0] == 200
+        for event in stream():
+            log.append(event)
+        status, text = fetched(server.address, "/metrics")
+        assert status == 200
+        assert "commlayer_step_total" in text
+        assert fetched(server.address, "/")[0] == 404
+
+
+def test_other_addresses_than_loopback_need_the_token() -> None:
+    token = read_token("the job's secret")
+    assert "secret" not in token
+    with closing(WebServer("0.0.0.0", 0, token, {"/x": lambda: Page("text/plain", b"data")})) as server:
+        address = server.address.replace("0.0.0.0", "127.0.0.1")
+        assert [fetched(address, "/x", given)[0] for given in ("", "wrong", token)] == [401, 401, 200]
+        assert fetched(address, "/absent")[0] == 401
+
+
+def test_a_port_that_is_taken_is_one_error() -> None:
+    with closing(WebServer("127.0.0.1", 0, "", {})) as server:
+        with pytest.raises(InvalidInput) as refused:
+            WebServer("127.0.0.1", int(server.address.rpartition(":")[2]), "", {})
+        assert refused.value.code == "E-ADDRESS"
+
+
+@pytest.mark.parametrize(("options", "code"), [
+    (["--metrics", "nonsense"], "E-ADDRESS"), (["--metrics", "99999"], "E-ADDRESS"),
+    (["--metrics", "0.0.0.0:0"], "E-ADDRESS"), (["--metrics", "0.0.0.0:1"], "E-PLAIN-TEXT"),
+    (["--join", "127.0.0.1:9", "--metrics", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
+    (["--events", "/proc/none"], "E-EVENTS"),
+])
+def test_mistakes_of_serve_about_events_are_one_line(options: list[str], code: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "commlayer", "serve", *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"[{code}]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- trackers
+
+class FakeSession:
+    step = 0
+
+    def metrics(self) -> dict[str, float]:
+        return {"steps": 3, "sent_nbytes": 2e6, "exposed_s": 0.5}
+
+
+def test_counters_are_one_flat_dict_with_slashes() -> None:
+    assert scalars(FakeSession()) == {"comm/steps": 3.0, "comm/sent_MB": 2.0, "comm/exposed_s": 0.5}
+
+
+def test_values_reach_each_kind_of_tracker() -> None:
+    session, rows = FakeSession(), list[Any]()
+    board = SimpleNamespace(add_scalar=lambda name, value, step: rows.append((step, name, value)))
+    tracker = SimpleNamespace(log=lambda values, step: rows.append((step, values["loss"])))
+    for writer in (board, tracker, lambda values, step: rows.append((step, values["loss"])), None):
+        log = log_to(session, writer, every=2, prefix="")
+        for session.step in (1, 2):
+            log(loss=0.25)
+    assert rows == [(2, "steps", 3.0), (2, "sent_MB", 2.0), (2, "exposed_s", 0.5), (2, "loss", 0.25), (2, 0.25), (2, 0.25)]
+
+
+@pytest.mark.parametrize("arguments", [{"writer": 5}, {"writer": None, "every": 0}])
+def test_what_cannot_log_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        log_to(FakeSession(), **arguments)
+    assert refused.value.code == "E-ARGUMENT"
