@@ -294,6 +294,9 @@ class _Told:
     def read(self) -> list[tuple[float, float]]:
         return self._sums.told
 
+    def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
+        """Virtual workers do not report the agreement of their changes."""
+
 
 class _Rank:
     """One worker, as its OuterSteps sees it."""

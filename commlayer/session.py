@@ -264,6 +264,8 @@ class Session:
         - `guard_s`: seconds of comparing compressed with exact gradients, for the quality guard.
         - `noise_scale`: the gradient noise scale in batches of one worker, as the quality guard's comparisons show it; 0: not
           known. If it is far above the number of workers, more workers save nearly as many steps as they add data.
+        - `agreement`: mean cosine between two workers' weight changes under local steps with norm-matched averaging; 0: not
+          known. See docs/explanation/plans.md.
         - `reconnects`, `resent_nbytes`, `kept_nbytes`: number of reconnections, bytes sent again after them, bytes kept in
           memory for that.
         """

@@ -21,6 +21,7 @@ from commlayer.engine.replica import align
 from commlayer.engine.step import EpochChanged
 from commlayer.engine.worker import Worker
 from commlayer.errors import CommError
+from commlayer.observe.noise_scale import Agreement
 from commlayer.optim import OuterSGD
 
 
@@ -245,6 +246,10 @@ class ExchangeSchedule(EpochListener):
 
 # ---- exchanges the norms of weight changes between ranks: one small row of numbers per fragment and rank
 
+LEAST_AGREEMENT = 0.01
+"""A smaller agreement is logged as no further change."""
+
+
 class UpdateNorms:
     """Exchanges the norms of weight changes between the ranks of one attached model, under successive plans. All ranks begin
     exchanges in the same order.
@@ -258,10 +263,13 @@ class UpdateNorms:
         self._connection, self._deadline_s = connection, deadline_s
         self._rows = connection.rows.rows("lengths of changes")
         self._error: CommError | None = None
+        self._agreement, self._logged = Agreement(), 0.0
+        """Of the changes under the current plan, and the last logged agreement."""
 
     def go(self, every: int) -> bool:
         """Prepares for a plan of `every` local steps per exchange. All ranks call it together. Returns True if norms are
         exchanged."""
+        self._agreement = Agreement()
         try:
             self._connection.rows.allow(self._deadline_s * every)
             return self._connection.matched
@@ -292,6 +300,19 @@ class UpdateNorms:
             with contextlib.suppress(EpochChanged):
                 self._connection.broke(failure)
             return []
+
+    def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
+        """Updates the agreement of the ranks' changes; logs it when it is known and when it has halved or doubled."""
+        self._agreement, connection = self._agreement.plus(rows, square), self._connection
+        plan = connection.worker.plan
+        if self._agreement.exchanges < plan.fragments:
+            return
+        connection.worker.counters.agreement = agreement = self._agreement.cosine
+        seen = max(agreement, LEAST_AGREEMENT)
+        if not 0.5 < self._logged / seen < 2:
+            self._logged = seen
+            connection.log(f"agreement of the workers' weight changes over {plan.local_steps} local steps: {agreement:.2f} "
+                           "(mean cosine; 1: equal, 0: nothing in common)")
 
     def _failed(self) -> BaseException | None:
         gone = self._connection.members.pending(0.0)

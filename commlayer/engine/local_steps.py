@@ -406,9 +406,12 @@ class OuterSteps:
         means = sent.weights(len(self.starts))
         finite = math.isfinite(largest_of(means))
         if finite:
-            scale = scale_of(lengths, square_of(means)) if lengths else 1.0
-            for mean in means if scale != 1 else ():
-                mean.mul_(scale)
+            if lengths and self._lengths is not None:
+                square = square_of(means)
+                scale = scale_of(lengths, square)
+                for mean in means if scale != 1 else ():
+                    mean.mul_(scale)
+                self._lengths.observe(lengths, square)
             self._advance(sent)
         for n, parts in sent.ranges.items():
             values = tensors[n].contiguous()
@@ -525,6 +528,10 @@ class Lengths(Protocol):
 
     def read(self) -> Sequence[Sequence[float]]:
         """Returns the rows (weight, square) of the last `start`, in rank order; empty if members have left since."""
+        ...
+
+    def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
+        """Receives the rows of an exchange and the sum of squares of the changes' mean, which are the same on all ranks."""
         ...
 
 

@@ -33,8 +33,8 @@ from commlayer.transport.protocol import peer_name
 
 @dataclasses.dataclass
 class Counters:
-    """Totals since the start of the session, and the noise scale, as Session.metrics defines them. Any thread can add bytes and
-    codec time through the methods."""
+    """Totals since the start of the session, noise scale and agreement, as Session.metrics defines them. Any thread can add
+    bytes and codec time through the methods."""
 
     exchanges: int = 0
     sent_nbytes: int = 0
@@ -46,6 +46,8 @@ class Counters:
     guard_s: float = 0.0
     noise_scale: float = 0.0
     """Gradient noise scale in batches of one worker; 0: not known."""
+    agreement: float = 0.0
+    """Mean cosine between two workers' changes in local steps; 0: not known."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()

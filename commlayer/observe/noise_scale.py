@@ -6,6 +6,7 @@ many steps as with an unlimited batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,3 +48,30 @@ class NoiseScale(NamedTuple):
     def known(self) -> float:
         """The noise scale in batches of one worker; 0 until enough steps were seen."""
         return self.batches if self.steps >= ENOUGH else 0.0
+
+
+class Agreement(NamedTuple):
+    """A running estimate of how much the weight changes of several workers have in common."""
+
+    common: float = 0.0
+    """Weighted sum over exchanges of the inner products of two workers' changes, over all pairs."""
+    most: float = 0.0
+    """The same sum if all changes had one direction: products of their norms."""
+    exchanges: int = 0
+
+    def plus(self, rows: Sequence[Sequence[float]], mean: float) -> Agreement:
+        """Adds one exchange. `rows`: weight and squared norm of each worker's change. `mean`: squared norm of their weighted
+        mean. An exchange with fewer than two changes does not count."""
+        counted = [(weight, square) for weight, square in rows if weight > 0]
+        own = math.fsum(weight**2 * square for weight, square in counted)
+        most = math.fsum(weight * math.sqrt(square) for weight, square in counted) ** 2 - own
+        common = math.fsum(weight for weight, _ in counted) ** 2 * mean - own
+        if len(counted) < 2 or not (most > 0 and math.isfinite(most + common)):
+            return self
+        return Agreement(MEMORY * self.common + common, MEMORY * self.most + most, self.exchanges + 1)
+
+    @property
+    def cosine(self) -> float:
+        """Mean cosine between two workers' changes, weighted like their mean: 1 if they have one direction, 0 if they have
+        nothing in common."""
+        return self.common / self.most if self.most else 0.0

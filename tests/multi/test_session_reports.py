@@ -47,7 +47,7 @@ from commlayer.records import Job, Timing
 WORLD = 2
 STEPS, H = 9, 4
 KEYS = ["steps", "exchanges", "sent_nbytes", "received_nbytes", "encode_s", "decode_s", "exposed_s", "exchange_s", "guard_s",
-        "noise_scale", "reconnects", "resent_nbytes", "kept_nbytes"]
+        "noise_scale", "agreement", "reconnects", "resent_nbytes", "kept_nbytes"]
 
 _ranks = ranks_first(WORLD)
 
@@ -129,6 +129,40 @@ def test_the_noise_scale_of_gradients_is_a_metric(noise: float) -> None:
     assert first == second
     assert first[0] == 0.0
     assert first[-1] == pytest.approx(noise**2, rel=0.3)
+
+
+def agreeing(rank: int, address: str) -> tuple[list[float], int]:
+    """Trains on gradients that are equal on both ranks in three quarters of the elements and opposite in the others."""
+    signs = torch.ones(1, 4096)
+    signs[:, 3072:] = 1 - 2 * rank
+    model = nn.Linear(4096, 1, bias=False)
+    optimizer, found, lines = torch.optim.Adam(model.parameters(), lr=1e-3), [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("commlayer")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address),
+                              sync=commlayer.LocalSteps(H, overlap=False)) as session:
+            for _ in range(3 * H):
+                optimizer.zero_grad()
+                model(signs).sum().backward()
+                optimizer.step()
+                found.append(session.metrics()["agreement"])
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return found, sum("agreement of the workers" in line for line in lines)
+
+
+def test_the_agreement_of_local_changes_is_a_metric_and_is_logged_once() -> None:
+    with Servers(WORLD, 1) as servers:
+        (first, lines), (second, _) = pool(WORLD).call(agreeing, servers.address)
+    assert first == second
+    assert first[: H - 1] == [0.0] * (H - 1)
+    assert first[H:] == pytest.approx([0.5] * 2 * H, abs=0.01)
+    assert lines == 1
 
 
 # ---- observers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from commlayer.cluster.summation import Summation
 from commlayer.cluster.summation_server import SumServer, follow_stalls
 from commlayer.compressors import codec_of
 from commlayer.engine.worker import Worker
+from commlayer.observe.noise_scale import Agreement
 from commlayer.planner import default_plan
 from commlayer.records import Job, Plan, TensorInfo
 from commlayer.transport.protocol import SERVER_BASE
@@ -93,6 +94,7 @@ class ToldRows:
     def __init__(self, world: int) -> None:
         self._world, self._told = world, [list[tuple[float, ...]]() for _ in range(world)]
         self._heard, self._news = [0] * world, threading.Condition()
+        self.seen = [Agreement() for _ in range(world)]
 
     def of(self, rank: int) -> Any:
         return _ToldBy(self, rank)
@@ -120,6 +122,9 @@ class _ToldBy:
 
     def read(self) -> list[tuple[float, ...]]:
         return self._rows.hear(self._rank)
+
+    def observe(self, rows: Sequence[Sequence[float]], square: float) -> None:
+        self._rows.seen[self._rank] = self._rows.seen[self._rank].plus(rows, square)
 
 
 def step(

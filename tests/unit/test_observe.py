@@ -38,7 +38,7 @@ from commlayer.observe.link_monitor import (
     slower,
     throughput,
 )
-from commlayer.observe.noise_scale import ENOUGH, HIDDEN, NoiseScale
+from commlayer.observe.noise_scale import ENOUGH, HIDDEN, Agreement, NoiseScale
 from commlayer.observe.prediction_check import PredictionCheck
 from commlayer.observe.step_trace import (
     EXCHANGE,
@@ -473,6 +473,28 @@ def test_the_noise_scale_is_estimated_from_squared_norms(truth: float, workers: 
         gradients = 1 + truth**0.5 * draw.standard_normal((workers, 4000))
         known = known.plus([float((g**2).sum()) for g in gradients], float((gradients.mean(0) ** 2).sum()))
     assert known.batches == pytest.approx(truth, rel=0.3)
+
+
+@pytest.mark.parametrize("weights", [(1, 1, 1), (1, 2, 5), (3, 0, 1), (0, 0, 1), (1e-3, 10, 1)])
+def test_the_agreement_is_the_mean_cosine_of_pairs_weighted_as_the_mean_is(weights: tuple[float, ...]) -> None:
+    draw, known = np.random.default_rng(1), Agreement()
+    each = [[1], [2], [0.5]] * (1 + draw.standard_normal((3, 500)))
+    mean = np.average(each, axis=0, weights=weights)
+    known = known.plus([(w, float((v**2).sum())) for w, v in zip(weights, each, strict=True)], float((mean**2).sum()))
+    scaled = [w * v for w, v in zip(weights, each, strict=True) if w]
+    pairs = [(a, b) for i, a in enumerate(scaled) for j, b in enumerate(scaled) if i != j]
+    most = sum(float(np.linalg.norm(a) * np.linalg.norm(b)) for a, b in pairs)
+    assert known.cosine == pytest.approx(sum(float(a @ b) for a, b in pairs) / most if pairs else 0.0, rel=1e-6, abs=1e-9)
+    assert known.exchanges == (len(scaled) > 1)
+
+
+@pytest.mark.parametrize(("rows", "mean", "agreement"), [
+    ([(1, 4.0), (1, 4.0)], 4.0, 1.0), ([(1, 4.0), (1, 4.0)], 2.0, 0.0), ([(1, 4.0), (1, 4.0)], 0.0, -1.0),
+    ([(1, float("inf")), (1, 4.0)], 4.0, 0.0), ([(1, 0.0), (1, 0.0)], 0.0, 0.0), ([], 0.0, 0.0), ([(1, 4.0)], 4.0, 0.0),
+    ([(0, float("nan")), (1, 4.0), (1, 4.0)], 4.0, 1.0),
+])
+def test_agreements_of_few_and_odd_vectors(rows: list[tuple[float, float]], mean: float, agreement: float) -> None:
+    assert Agreement().plus(rows, mean).cosine == pytest.approx(agreement)
 
 
 def test_equal_gradients_have_no_noise_and_hidden_signals_a_finite_scale() -> None:
