@@ -18,7 +18,7 @@ from bench.tta import exposed_s
 from bench.tta.links import NETWORKS, NO_LINK
 from bench.tta.store import Store, longest
 from bench.tta.summary import AIMS, Aim, Place, Row, Times, by_place, loss_delta_pct
-from bench.tta.systems import SYSTEMS
+from bench.tta.systems import SYSTEMS, shown
 from commlayer.files import between, write_whole
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def table(rows: Sequence[Row]) -> str:
             return statistics.median(value(row) for row in counted(group))
 
         lengths = {row["seconds"] for row in group}
-        name = system if lengths == {60.0} else f"{system} ({max(lengths):g} s)"
+        name = shown(system) if lengths == {60.0} else f"{shown(system)} ({max(lengths):g} s)"
         left = sum(bool(row.get("void")) for row in group)
         seeds = f"{len(group) - left} ({left} void)" if 0 < left < len(group) else str(len(group))
         cells = [task, NAMES.get(link, link), name, seeds, f"{of(lambda r: r['s_per_step']):.3f}", f"{of(exposed_s):.3f}",
@@ -86,7 +86,7 @@ def figures(rows: Sequence[Row]) -> str:
     valid = [row for row in rows if not row.get("error")]
     late = [row for row in valid if row["late_pct"] > LATE_PCT]
     last = max(valid, key=lambda row: float(row["late_pct"]), default=None)
-    where = "" if last is None else f"{_place(last['task'], last['link'])}, {last['system']}: {last['late_pct']:.1f} %"
+    where = "" if last is None else f"{_place(last['task'], last['link'])}, {shown(last['system'])}: {last['late_pct']:.1f} %"
     lines += [
         f"| pace_kept | no row has more than {LATE_PCT:g} % of its passes late | yes "
         f"| {'not measured' if last is None else f'no: {len(late)} rows' if late else 'yes'} | {len(valid)} rows | {where} |",
@@ -145,7 +145,7 @@ def _best(measured: dict[str, list[Row]]) -> str:
     name = min(measured, key=lambda name: (seconds(measured[name], 1), seconds(measured[name], 0)))
     group = measured[name]
     text = " / ".join(_rounded(seconds(group, target), group) for target in range(2)) + (", void" if void(group) else "")
-    return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({name})"
+    return text if name in ("ideal", "alone", "DDP fp16", "auto") else f"{text} ({shown(name)})"
 
 
 def _text(values: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from bench.tta.links import BANDWIDTH_MBPS, NO_LINK
 from bench.tta.summary import ASKED, Row, Times
+from bench.tta.systems import shown
 
 AUTO = "#0072b2"
 COLOURS = ("#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c510a", "#666666")
@@ -83,7 +84,7 @@ def _curves(figure_of: Any, rows: Sequence[Row], path: Path) -> None:
     for axes, (task, link) in zip(all_axes, panels, strict=False):
         panel = [row for row in rows if row["task"] == task and row["link"] in (link, NO_LINK)]
         for row in _told_apart(panel):
-            axes.plot([s for _, s, _ in row["curve"]], [loss for _, _, loss in row["curve"]], label=row["system"],
+            axes.plot([s for _, s, _ in row["curve"]], [loss for _, _, loss in row["curve"]], label=shown(row["system"]),
                       **_look(row["system"], row["group"], colours, marker=False))
         for target in panel[0]["targets"]:
             axes.axhline(target, color="#bbbbbb", linewidth=0.8, zorder=1)
@@ -113,7 +114,8 @@ def _bandwidth(figure_of: Any, rows: Sequence[Row], times: Times, path: Path) ->
                 axes.axhline(seconds, color="#000000", linestyle=BOUNDS[system], linewidth=1.2)
                 axes.annotate(system, (1000, seconds), fontsize=8, va="bottom", ha="right")
         for system, series in points(times, task).items():
-            axes.plot(*zip(*series, strict=True), label=system, **_look(system, times.groups[system], colours, marker=True))
+            look = _look(system, times.groups[system], colours, marker=True)
+            axes.plot(*zip(*series, strict=True), label=shown(system), **look)
         axes.set_xscale("log")
         axes.set_xticks(list(BANDWIDTH_MBPS.values()), [f"{mbps:g}" for mbps in BANDWIDTH_MBPS.values()])
         axes.minorticks_off()

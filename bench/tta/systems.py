@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from functools import cache
@@ -66,6 +67,17 @@ SYSTEMS = {
         _ours("auto, shares", "auto", only="uneven compute", shares=True),
     )
 }
+
+
+def shown(name: str) -> str:
+    """A system's name in tables and pictures.
+
+    >>> shown("int4 H=8 round"), shown("torchft DiLoCo H=20"), shown("int4 forward")
+    ('int4, 8 local steps', 'torchft DiLoCo, 20 local steps', 'int4 forward')
+    """
+    return re.sub(r" H=(\d+)( round)?$", r", \1 local steps", name)
+
+
 QUICK = ("ideal", "alone", "auto", "int4 forward", "int4 H=8 round", "DDP fp16", "torchft DiLoCo H=20")
 """Systems of --quick, in the order of their runs. Other runs measure them first, too, because the summary needs them."""
 
