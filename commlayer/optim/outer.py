@@ -1,6 +1,6 @@
 """The outer optimizer of local steps: applies the average of the workers' changes (the pseudo-gradient) at each outer step.
 
-Also classifies optimizers by their convergence with compressed gradients: SGD, Adam or other.
+Also classifies optimizers by their convergence with compressed gradients: SGD, Adam, Muon, Lion or other.
 """
 
 from __future__ import annotations
@@ -65,11 +65,15 @@ def usual(family: Family) -> OuterSGD:
     return OuterSGD(matched=family == "adam")
 
 
-Family = Literal["sgd", "adam", "other"]
+Family = Literal["sgd", "adam", "muon", "lion", "other"]
 
 ADAM = ("adam", "lans", "clan", "lamb", "adagrad", "adadelta", "adafactor", "rmsprop", "novograd", "adopt")
 """Parts of class names of the Adam family, which divides each entry's step by the running size of its gradient. If a codec
 sends an entry rarely, this size comes from rare, large gradients, and the steps between them are too small."""
+MUON = ("muon", "dion")
+"""Parts of class names of optimizers whose steps for matrices are orthogonal: all directions have the same length."""
+LION = ("lion", "signsgd", "signum")
+"""Parts of class names of optimizers that step by signs, so that all entries' steps have the same size."""
 SGD = ("sgd", "lars")
 """Parts of class names of the SGD family. Its steps are proportional to gradients or to their running mean, so a later gradient
 can compensate for an omitted one."""
@@ -79,8 +83,7 @@ DEEPEST = 8
 
 
 def family_of(optimizer: Any) -> Family:
-    """Returns the optimizer's family. "other" for None and for LBFGS, Lion or Rprop; a wrapper has the family of its inner
-    optimizer.
+    """Returns the optimizer's family. "other" for None and for LBFGS or Rprop; a wrapper has the family of its inner optimizer.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -98,9 +101,9 @@ def family_of(optimizer: Any) -> Family:
 
 def _named(kind: type) -> Family:
     """Classifies an optimizer class by its name or the name of a base class, so Adam8bit and FusedAdam are Adam."""
+    families: list[tuple[Family, tuple[str, ...]]] = [("muon", MUON), ("lion", LION), ("adam", ADAM), ("sgd", SGD)]
     for name in (each.__name__.lower() for each in kind.__mro__):
-        if any(word in name for word in ADAM):
-            return "adam"
-        if any(word in name for word in SGD):
-            return "sgd"
+        for family, words in families:
+            if any(word in name for word in words):
+                return family
     return "other"

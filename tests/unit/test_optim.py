@@ -274,7 +274,9 @@ FAMILIES = {
     "sgd": ["ASGD", "SGD", "SparseSGD", "FusedSGD"],
     "adam": ["Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SparseAdam", "LANS",
              "CLAN", "SparseAdamW", "Adam8bit", "FusedAdam", "FusedLAMB", "DeepSpeedCPUAdam"],
-    "other": ["LBFGS", "Muon", "Rprop", "Lion"],
+    "muon": ["Muon", "NorMuon", "MuonWithAuxAdam", "Dion2"],
+    "lion": ["Lion", "DecoupledLionW", "PagedLion8bit", "SignSGD", "Signum"],
+    "other": ["LBFGS", "Rprop"],
 }
 
 
