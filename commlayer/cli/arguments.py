@@ -65,6 +65,20 @@ def with_noise(job: Job, noise_scale: float | None) -> Job:
     return structs.replace(job, timing=structs.replace(job.timed, noise_scale=noise_scale))
 
 
+def check_training(steps: int | None, price: float | None, watts: float | None, machines: Cluster) -> None:
+    """Checks the options of `estimate` on the cost of a whole training."""
+    if steps is not None and steps < 1:
+        raise InvalidInput("E-CLI-OPTION", f"--steps: got {steps}, allowed: at least 1")
+    for option, value in (("--price-per-hour", price), ("--watts", watts)):
+        if value is not None and not 0 < value < math.inf:
+            raise InvalidInput("E-CLI-OPTION", f"{option}: got {value:g}, allowed: a number above 0")
+        if value is not None and steps is None:
+            raise InvalidInput("E-CLI-OPTION", f"{option} is for the cost of a whole training: add --steps N")
+    if price is not None and all(node.ranks for node in machines.nodes):
+        raise InvalidInput("E-CLI-OPTION", "--price-per-hour is for a rented server, but these machines have none: use --homes "
+                                           "LINE, or remove it")
+
+
 SERVER = "1Gb"
 
 
@@ -101,14 +115,15 @@ def codecs_named(texts: list[str], profile: Profile | None) -> tuple[str, ...]:
         raise InvalidInput("E-CLI-OPTION", f"--codec: {error}") from None
 
 
-OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam"}
+OPTIMIZERS = {"any": "", "sgd": "sgd", "adam": "adam", "adamw": "adam", "muon": "muon", "lion": "lion"}
 
 
 def optimizer_named(name: str) -> str:
     """The optimizer family of the --optimizer option."""
     if name.lower() not in OPTIMIZERS:
         raise InvalidInput("E-CLI-OPTION",
-                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum) and any (the worse of both)")
+                           f"--optimizer {name}: allowed are adamw, adam, sgd (with momentum), muon, lion and any (the worse "
+                           "of adamw and sgd)")
     return OPTIMIZERS[name.lower()]
 
 

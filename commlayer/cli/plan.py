@@ -33,30 +33,41 @@ Homes = Annotated[str, typer.Option(
     help='Machines behind NAT, with one rented server: "3xrtx3060@100/20Mb" (down/up).', metavar="LINE")]
 Server = Annotated[str, typer.Option(help="The link of the server for --homes; default 1Gb.", metavar="RATE")]
 ClusterFile = Annotated[str, typer.Option("--cluster", help="A file with the machines, as TOML or JSON.", metavar="FILE")]
-Optimizer = Annotated[str, typer.Option(help="adamw (default), sgd, or any (the worse of adamw and sgd).", metavar="NAME")]
+Optimizer = Annotated[str, typer.Option(
+    help="adamw (default), sgd, muon, lion, or any (the worse of adamw and sgd).", metavar="NAME")]
 Sync = Annotated[str, typer.Option(help="auto (any sync mode), or step (synchronous training only).", metavar="MODE")]
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file; its inputs must be next to it.", metavar="FILE")]
+Steps = Annotated[int | None, typer.Option(
+    help="Length of the training in steps of all machines together, for hours, GPU-hours and kWh.", metavar="N")]
+Price = Annotated[float | None, typer.Option(help="Price of the rented server per hour, with --steps.", metavar="N")]
+Watts = Annotated[float | None, typer.Option(
+    help="Power of one worker, with --steps; default: the GPU's data sheet.", metavar="W")]
 ALLOWED = ("forward", "fragments", "staleness")
 
 
 def estimate(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
-    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, json: Json = None,
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, steps: Steps = None,
+    price_per_hour: Price = None, watts: Watts = None, json: Json = None,
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
     from commlayer import records
     from commlayer.cli import arguments, plan_output
-    from commlayer.planner.baselines import Verdict, gains, verdict
+    from commlayer.planner.baselines import Verdict, gains, training_costs, verdict
 
     arguments.check_json(json)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
+    arguments.check_training(steps, price_per_hour, watts, machines)
     planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale)
     rows = planned.alternatives()
     assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
                                                 named=bool(optimizer)))
-    arguments.write_json(json, records.encode(Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan)).decode())
-    planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose)
+    costs = training_costs(rows, planned.machines, steps, price_per_hour or 0.0, watts or 0.0) if steps else ()
+    result = Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan, costs)
+    arguments.write_json(json, records.encode(result).decode())
+    planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose,
+                 training=plan_output.training(steps, costs) if steps else "")
 
 
 @app.command()
@@ -130,8 +141,8 @@ class _Planned(NamedTuple):
         return baselines(self.plan, self.job, self.machines, *self.inputs.costs(), self.synchronous)
 
     def show(self, rows: tuple[Baseline, ...], assumptions: tuple[str, ...], *, table: LearningTable | None, buckets: bool,
-             verbose: bool = False) -> None:
-        """Prints the verdict, the assumptions, and the alternatives."""
+             verbose: bool = False, training: str = "") -> None:
+        """Prints the verdict, the assumptions, and the alternatives. `training`: a line on the cost of the whole training."""
         from commlayer.cli import plan_output
         from commlayer.planner.baselines import verdict
         from commlayer.planner.simulation import simulate
@@ -140,8 +151,10 @@ class _Planned(NamedTuple):
 
         console, (costs, limits), known = plan_output.console_of(), self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.machines, costs, limits)
-        for line in (verdict(rows), plan_output.title(self.plan, self.job, self.machines),
-                     "assumed", *(f"  {line}" for line in assumptions),
+        warnings = [line for line in assumptions if line.startswith(plan_output.WARNING)]
+        for line in (verdict(rows), *warnings, *([training] if training else []),
+                     plan_output.title(self.plan, self.job, self.machines),
+                     "assumed", *(f"  {line}" for line in assumptions if line not in warnings),
                      plan_output.summary(self.plan, self.job, self.machines, timeline),
                      *plan_output.to_a_loss(rows, known)):
             console.print(line)

@@ -8,19 +8,26 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from commlayer.errors import coded
 from commlayer.planner import models, tables
-from commlayer.planner.baselines import ALONE, Baseline, Curve, break_even, noise_of, rate
+from commlayer.planner.baselines import ALONE, Baseline, Curve, TrainingCost, break_even, noise_of, rate
 from commlayer.planner.convergence import (
+    FAMILIES,
+    LIKE,
+    MUON,
+    PUBLISHED,
     PUBLISHED_NUMEL,
     LearningRow,
     Recipe,
     alone,
+    excess,
     local_step_excess,
     measured_noise,
+    published_cost,
 )
 from commlayer.planner.explanation import Difference, Explanation, spelled
 from commlayer.planner.model import Cluster, Node
-from commlayer.planner.plan_rules import sync_mode
+from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
 from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
 from commlayer.records import Bucket, Job, Plan, Why
@@ -69,8 +76,7 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
     if not plan.steps_locally and not is_synchronous(plan):
         mode = "one step stale: .grad is the average of all workers, for some tensors of the previous step"
     elif plan.steps_locally:
-        how = "local steps" if plan.local_steps > 1 else "steps on own gradients"
-        mode = f"{how} ({sync_mode(plan)}): between exchanges each worker steps on its own .grad"
+        mode = f"{sync_mode(plan)}: between exchanges each worker steps on its own .grad"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
 
@@ -121,6 +127,25 @@ def to_a_loss(rows: tuple[Baseline, ...], known: bool) -> Iterator[RenderableTyp
                "faster")
 
 
+def training(steps: int, costs: tuple[TrainingCost, ...]) -> str:
+    """
+    >>> training(10_000, (TrainingCost("this plan", 31.0, 93.0, 1.24, 15.8), TrainingCost(ALONE, 0.5, 0.5)))
+    'a training of 10,000 steps: 31 h, 93 GPU-hours, 1.2 for the server, 16 kWh; alone 30 min, 0.5 GPU-hours'
+    """
+    each = []
+    for cost in costs:
+        parts = [f"{_short(cost.hours)} h" if cost.hours >= 1 else f"{_short(60 * cost.hours)} min",
+                 f"{_short(cost.gpu_hours)} GPU-hours"]
+        parts += [f"{_short(cost.server_cost)} for the server"] if cost.server_cost else []
+        parts += [f"{_short(cost.kwh)} kWh"] if cost.kwh else []
+        each.append(("alone " if cost.name == ALONE else "") + ", ".join(parts))
+    return f"a training of {steps:,} steps: {'; '.join(each)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
 LAW_ERROR = 0.10
 """Median error of the law of local steps on papers that the fit omits (`python -m bench published`)."""
 
@@ -148,8 +173,8 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     noise = noise_of(job) or measured_noise(rows, optimizer)
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
            "1812.06162); "
-           f"with a noise scale of {noise:.3g} batches, one worker alone needs {alone(rows, optimizer, workers, noise):.2f} x "
-           f"the steps of {workers}")
+           f"with a noise scale of {_short(noise)} batches, one worker alone needs "
+           f"{alone(rows, optimizer, workers, noise):.2f} x the steps of {workers}")
     measured = max((row.numel for row in rows), default=0)
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
     if not measured:
@@ -159,11 +184,21 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel))
         yield (f"local steps: x {factor(1 + local.steps, 1 + local.high)} for {job.numel / 1e6:,.1f} M parameters and "
                f"{plan.local_steps} local steps, by a law fitted to published trainings of 35 M to 15 B parameters, 2 to 16 "
-               "workers and 30 to 2000 local steps (2503.09799, 2509.10439, 2505.23725, 2501.18512)")
+               "workers and 30 to 2000 local steps (2503.09799, 2509.10439, 2505.23725, 2501.18512)"
+               + (f"; for Muon, ln x is {MUON:g} of AdamW's (2505.23725)" if optimizer == "muon" else ""))
     if plan.local_steps > 1 and job.numel < PUBLISHED_NUMEL:
         yield f"local steps: from {small}"
-    yield f"codecs and delays: from {small}" + (
-        "; codecs of 4 bits and more cost large models no extra steps (2501.18512)" if job.numel > measured else "")
+    yield f"codecs and delays: from {small}"
+    if optimizer in FAMILIES and all(row.optimizer != optimizer for row in rows):
+        like = f"like {OPTIMIZER[LIKE[optimizer]]}, whose steps have one size as well" if optimizer in LIKE else \
+            "like the worse of the measured optimizers"
+        yield f"{optimizer}: codecs and delays were not measured with it, so they count {like}"
+    for codec in dict.fromkeys(codec for bucket in plan.buckets for codec in codecs_of(bucket)):
+        if published := published_cost(codec):
+            own = excess(rows, codec, Recipe(optimizer, workers=workers))
+            yield f"{codec}: x {factor(1 + own.steps, 1 + own.high)} in every step of small models; published: {published}"
+    if any(bucket.stale for bucket in plan.buckets):
+        yield f"one step late, published: {PUBLISHED['late']}"
 
 
 def by_decision(plan: Plan, job: Job, width: int) -> Table:
@@ -302,10 +337,12 @@ def curve(result: Curve, width: int) -> Iterator[RenderableType]:
         yield break_even(result)
 
 
-OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "": "any, so the worse of AdamW and SGD counts"}
-STATES_NBYTES = {"adam": 8, "sgd": 4, "": 8}
+OPTIMIZER = {"adam": "AdamW", "sgd": "SGD with momentum", "muon": "Muon", "lion": "Lion, which counts like AdamW",
+             "": "any, so the worse of AdamW and SGD counts"}
+STATES_NBYTES = {"adam": 8, "sgd": 4, "muon": 4, "lion": 4, "": 8}
 """Bytes of optimizer state per element."""
 ELEMENT_NBYTES = 4
+WARNING = "WARNING"
 RESERVED_GBYTES = 1.0
 """GB of memory that a GPU's driver and allocator reserve."""
 
@@ -327,7 +364,7 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named
 
 def _batch(model: str, job: Job) -> str:
     if model in models.MODELS:
-        return f"{job.batch} samples{_tokens(model)} per worker and step"
+        return f"{job.batch} {'sample' if job.batch == 1 else 'samples'}{_tokens(model)} per worker and step"
     samples = "the number of samples that the model's function draws" if job.batch is None else f"{job.batch} samples"
     return f"{samples} per worker and step; the times are for this batch"
 
@@ -356,7 +393,7 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
     if timing is None or not noise:
         small = measured_noise(tables.learning_rows(), optimizer)
         return f"unknown, so the value of small models: {small:.1f} batches of one worker; set it with --noise-scale SAMPLES"
-    batches = f"{noise:,.3g} batches of one worker"
+    batches = f"{_short(noise)} batches of one worker"
     if model in models.PRESETS:
         preset = models.PRESETS[model]
         unit = "tokens" if preset.tokens else "samples"
@@ -380,9 +417,11 @@ def _memory(model: str, job: Job, device: str, optimizer: str) -> Iterator[str]:
         return
     most = int((usable_gbytes - (required_gbytes - activation_gbytes))
                / activation_gbytes * (job.batch or 0)) if activation_gbytes else 0
-    remedy = "use a GPU with more memory, or checkpoint activations" if most < 1 else \
+    other = "train adapters (LoRA)" if required_gbytes - activation_gbytes > usable_gbytes else "checkpoint activations"
+    remedy = f"use a GPU with more memory, or {other}" if most < 1 else \
         f"--batch {most} fits" if model in models.PRESETS else f"a batch of {most} fits"
-    yield f"WARNING: this does not fit into {device}, whose driver reserves {RESERVED_GBYTES:g} GB: {remedy}"
+    yield coded("E-PLAN-MEMORY",
+                f"{WARNING}: this does not fit into {device}, whose driver reserves {RESERVED_GBYTES:g} GB: {remedy}")
 
 
 def _network(cluster: Cluster) -> str:

@@ -65,7 +65,8 @@ from commlayer.engine.run_events import check_folder
 from commlayer.engine.sync_modes import Forbids, RequestedModes, with_modes
 from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
-from commlayer.planner.plan_rules import summary_of
+from commlayer.planner.plan_rules import late_and_sparse, summary_of
+from commlayer.planner.tables import learning_rows
 from commlayer.records import Job, Plan
 from commlayer.transport import own_address, secret
 from commlayer.transport.key_folder import Keys
@@ -165,6 +166,8 @@ def _begin(
         if elastic and (why := unfit(agreed)):
             raise InvalidInput("E-PLAN-REFUSED", f"plan: {why}")
         check_plan(agreed, job, nodes, per_node, device, terms.forbids, reachable=met.reachable)
+        if first:
+            notes += late_and_sparse(agreed, learning_rows(config.learning), memory.family)
         if first and (note := float64.doubles_notice(job, nodes)):
             notes.append(note)
         # Heartbeats are needed even without servers: a broken collective does not show which rank failed.

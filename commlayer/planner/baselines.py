@@ -16,7 +16,7 @@ from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, 
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import exact_s
-from commlayer.planner.tables import speed
+from commlayer.planner.tables import GPUS, speed
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
 
 ALONE = "one machine alone"
@@ -33,11 +33,42 @@ class Baseline(Record, frozen=True):
     """Convergence factor: steps to the same loss relative to dense training; the median. `steps_high` is a cautious
     estimate."""
     steps_high: float = 1.0
+    node: str = ""
+    """The machine of `ALONE`; empty for all machines."""
 
     @property
     def to_loss_s(self) -> float:
         """Step time in seconds times the cautious convergence factor: proportional to the time to a given loss."""
         return self.step_s * self.steps_high
+
+
+class TrainingCost(Record, frozen=True):
+    """What a whole training takes, by the median convergence factor."""
+
+    name: str
+    hours: float
+    gpu_hours: float
+    server_cost: float = 0.0
+    """Price of the rented servers; 0: there are none, or the price is unknown."""
+    kwh: float = 0.0
+    """Energy of the GPUs; 0: the power of some device is unknown."""
+
+
+def training_costs(
+    rows: Sequence[Baseline], cluster: Cluster, steps: int, price: float = 0.0, watts: float = 0.0,
+) -> tuple[TrainingCost, ...]:
+    """What the plan and the fastest machine alone take for a training of `steps` synchronous steps without compression. `price`
+    per hour of one rented server; `watts` of one worker, 0: as in the GPU's data sheet."""
+    rented = sum(1 for node in cluster.nodes if not node.ranks)
+    result = []
+    for row in [rows[0], *(row for row in rows if row.name == ALONE)]:
+        nodes = [node for node in cluster.nodes if node.ranks and row.node in ("", node.name)]
+        hours = steps * row.step_s * row.steps / 3600
+        power = [node.ranks * (watts or (GPUS[node.device].watts if node.device in GPUS else 0.0)) for node in nodes]
+        kwh = hours * sum(power) / 1000 if all(power) else 0.0
+        result.append(TrainingCost(row.name, hours, hours * sum(node.ranks for node in nodes),
+                                   0.0 if row.node else price * rented * hours, kwh))
+    return tuple(result)
 
 
 class Verdict(Record, frozen=True):
@@ -50,6 +81,8 @@ class Verdict(Record, frozen=True):
     alternatives: tuple[Baseline, ...]
     assumptions: tuple[str, ...]
     plan: Plan
+    training: tuple[TrainingCost, ...] = ()
+    """With --steps: what the plan takes for the whole training, then what the fastest machine alone takes."""
 
 
 def gains(rows: Sequence[Baseline]) -> tuple[float, float]:
@@ -74,7 +107,8 @@ def verdict(rows: Sequence[Baseline]) -> str:
     if not gain:
         return "one machine: nothing to exchange"
     if gain <= 1:
-        return f"NOT WORTH IT: your fastest machine alone is {_times(1 / gain)} faster; try a larger batch or faster links"
+        faster = "as fast" if _times(1 / gain) == "1.0x" else f"{_times(1 / gain)} faster"
+        return f"NOT WORTH IT: your fastest machine alone is {faster}; try a larger batch or faster links"
     if cautious <= 1:
         return f"UNSURE: {_times(gain)} faster than your fastest machine alone, {_times(cautious)} by the cautious estimate"
     spread = f" ({_times(cautious)} by the cautious estimate)" if _times(cautious) != _times(gain) else ""
@@ -110,9 +144,9 @@ def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) ->
     for node in cluster.nodes:
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
-            candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed))
+            candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed, node=node.name))
             if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others, noise_of(job)):
-                candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps))
+                candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
 
 

@@ -37,11 +37,17 @@ ALONE, ALONE_AMONG = 1, 4
 """A row with workers=ALONE is for one worker alone, compared with ALONE_AMONG workers that exchange in every step."""
 
 
+FAMILIES = ("sgd", "adam", "muon", "lion")
+LIKE: Mapping[str, str] = {"lion": "adam"}
+"""Families without measurements, and the family whose rows they use: Lion's and Adam's steps have the same size for any noise
+in the gradients."""
+
+
 class LearningRow(Record, frozen=True):
     """The measured convergence cost of one combination of settings, over several tasks and seeds."""
 
     optimizer: str
-    """"sgd" (with momentum) or "adam" (Adam, AdamW, LANS and similar)."""
+    """"sgd" (with momentum), "adam" (Adam, AdamW, LANS and similar), "muon" or "lion"."""
     codes: str
     """What is compressed: "gradients" or "updates" (parameter deltas)."""
     codec: str
@@ -71,13 +77,13 @@ def row_problem(row: LearningRow) -> str:
     """Describes what is wrong with a row of a user's table; empty if the row is valid."""
     if wrong := spec_error(row.codec):
         return wrong
-    allowed = {"optimizer": ("sgd", "adam"), "codes": ("gradients", "updates"), "overlap": ("", "round")}
+    allowed = {"optimizer": FAMILIES, "codes": ("gradients", "updates"), "overlap": ("", "round")}
     which = [name for name, values in allowed.items() if getattr(row, name) not in values]
     which += [name for name, least in {"every": 1, "workers": 0, "steps": 1, "steps_high": 1, "loss": 0, "loss_high": 0}.items()
               if not (getattr(row, name) >= least and math.isfinite(getattr(row, name)))]
     problems = "; ".join(f"{name} is {getattr(row, name)!r}" for name in which)
     return problems and (f"row {row.optimizer} {row.codec} every={row.every}: {problems}, "
-                         "allowed: sgd or adam, gradients or updates, "
+                         f"allowed: an optimizer of {', '.join(FAMILIES)}, gradients or updates, "
                      "overlap of round or nothing, every and steps of 1 or more, workers and losses of 0 or more, all finite")
 
 
@@ -85,7 +91,7 @@ class Recipe(NamedTuple):
     """Settings of a plan, other than codecs, that affect convergence."""
 
     optimizer: str = "adam"
-    """"sgd" or "adam"; any other optimizer gets the higher cost of the two."""
+    """One of `FAMILIES`. A family without rows counts like its relative in `LIKE`; any other gets the highest cost of all."""
     codes: str = "gradients"
     every: int = 1
     overlap: str = ""
@@ -125,7 +131,7 @@ def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
     """The gradient noise scale, in batches of one worker, that explains how many steps `ALONE_AMONG` workers saved in
     measurements."""
     known = {row.optimizer: row.steps for row in rows if row.workers == ALONE}
-    steps = min(known.get(optimizer) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
+    steps = min(known.get(_known_as(optimizer, known)) or min(known.values(), default=1.0), 0.99 * ALONE_AMONG)
     return (steps - 1) / (1 - steps / ALONE_AMONG)
 
 
@@ -137,6 +143,22 @@ def late_measured(rows: Iterable[LearningRow], optimizer: str) -> bool:
     return bool(rows) and late.issuperset(_families(rows, optimizer))
 
 
+LATE_RATIO = 0.01
+"""Ratio up to which one-step-late averages of a sparse codec must be measured with that codec: by DeCo-SGD's analysis
+(2507.17346), staleness amplifies the error of compression exponentially."""
+
+
+def late_allowed(rows: Iterable[LearningRow], codec: str, optimizer: str) -> bool:
+    """False if `codec` sends at most `LATE_RATIO` of the entries and one-step-late averages were not measured with this kind of
+    codec at this ratio, or a smaller one, for the optimizer's family."""
+    core, rows = parse_spec(codec).core, tuple(rows)
+    if core.family not in SPARSE or (core.ratio or 1.0) > LATE_RATIO:
+        return True
+    late = ((row.optimizer, parse_spec(row.codec).core) for row in rows if row.late)
+    measured = {family for family, each in late if each.family == core.family and (each.ratio or 1.0) <= (core.ratio or 1.0)}
+    return bool(measured) and measured.issuperset(_families(rows, optimizer))
+
+
 def measured_local_steps(rows: Iterable[LearningRow]) -> int:
     """The largest number of local steps in any row; costs beyond this number are extrapolated."""
     return max((row.every for row in rows), default=1)
@@ -145,7 +167,12 @@ def measured_local_steps(rows: Iterable[LearningRow]) -> int:
 def _families(rows: Iterable[LearningRow], optimizer: str) -> list[str]:
     """The optimizer's family if it was measured, else all measured families."""
     known = {row.optimizer for row in rows if row.workers != ALONE}
-    return [optimizer] if optimizer in known else sorted(known)
+    family = _known_as(optimizer, known)
+    return [family] if family in known else sorted(known)
+
+
+def _known_as(optimizer: str, known: Collection[str]) -> str:
+    return optimizer if optimizer in known else LIKE.get(optimizer, optimizer)
 
 
 def excess(rows: tuple[LearningRow, ...], codec: str, recipe: Recipe = Recipe()) -> Excess:
@@ -183,7 +210,7 @@ workers and 30 to 2000 local steps."""
 LEAST_SIZE = 0.1
 """Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
-"""Muon's ln F relative to AdamW's (MuLoCo, 2505.23725)."""
+"""Muon's ln F relative to AdamW's, for models of at least `PUBLISHED_NUMEL` parameters (MuLoCo, 2505.23725)."""
 LOSS_EXPONENT = 0.0477
 """Exponent from steps to loss: a model trained F times as long has a loss lower by the factor F to this power (2503.09799: L ~
 N^-0.0953 at 20 tokens per parameter)."""
@@ -313,6 +340,23 @@ LADDER = ("bf16", "int8", "int4", "onebit")
 """Codecs in descending order of bits per element; each costs at least as many steps as the one before."""
 FREE_KINDS = ("bf16", "int8", "int4")
 """Codecs that cost large models no additional steps."""
+PUBLISHED: Mapping[str, str] = {
+    "bits": "4 bits with error feedback cost no steps at 1 B parameters (Streaming DiLoCo, 2501.18512), nor at 150 M to 3 B, "
+            "with AdamW and Muon (MuLoCo, 2505.23725)",
+    "sparse": "1 to 3 % of the entries with 2 bits cost no steps under local steps (SparseLoCo, 2508.15706; 72 B parameters: "
+              "Covenant, 2603.08163)",
+    "late": "staleness amplifies the error of compression exponentially (DeCo-SGD, 2507.17346); one step of delay costs AdamW "
+            "more than Muon (2606.30634)",
+}
+"""Published costs of groups of codecs, and of one-step-late averages, for display beside measured rows."""
+
+
+def published_cost(codec: str) -> str:
+    """What is published on the cost of a codec; empty if nothing is, or if the codec costs nothing."""
+    kind, _ = place_of(codec, 1)
+    return "" if kind == DENSE else PUBLISHED.get(_group(kind), "")
+
+
 FULL_RANK = 256
 """The rank at which powersgd counts as dense."""
 

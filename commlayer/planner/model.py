@@ -155,7 +155,8 @@ class Policy(Record, frozen=True):
     """What the planner minimizes. "loss": seconds to reach a loss, which is step time times convergence factor. "step": step
     time."""
     optimizer: str = ""
-    """Optimizer family: "sgd" (with momentum) or "adam" (AdamW, LANS and similar). Any other: the higher cost of the two."""
+    """Optimizer family: "sgd" (with momentum), "adam" (AdamW, LANS and similar), "muon" or "lion". Any other: the highest cost.
+    """
     exact: bool = True
     """True: only synchronous SGD, exact up to compression. False: also local steps, compressed updates and one-step-late
     averages."""
@@ -169,7 +170,7 @@ class Policy(Record, frozen=True):
     tries powers of two."""
     staleness: bool | None = None
     """True: averaged gradients may be applied one step late. None: allowed if `exact` is False and learning rows cover
-    staleness."""
+    staleness. Never with a codec that is too sparse for it; see `convergence.late_allowed`."""
     fragments: bool = True
     """True: an outer step's exchange may be split into fragments that are merged one by one. Not possible if workers may
     leave."""

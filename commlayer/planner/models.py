@@ -404,7 +404,7 @@ def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
 
 def _check(name: str, batch: int | None) -> None:
     if name not in MODELS:
-        near = difflib.get_close_matches(name, MODELS, 3, 0.4)
+        near = difflib.get_close_matches(name.lower(), MODELS, 3, 0.4)
         listed = ", ".join(near or MODELS)
         raise InvalidInput("E-MODEL-NAME", f"model {name!r} is not built in; "
                                            f"{'similar names' if near else 'built-in models'}: {listed}")

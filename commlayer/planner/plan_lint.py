@@ -8,8 +8,9 @@ from commlayer.codec_spec import CodecSpec, spec_error
 from commlayer.planner import tree
 from commlayer.planner.inputs import cluster_problems, job_problems, profile_problems
 from commlayer.planner.model import DENSE, Cluster, Profile, bare
-from commlayer.planner.plan_rules import verify, verify_alone
+from commlayer.planner.plan_rules import codecs_of, late_and_sparse, verify, verify_alone
 from commlayer.planner.simulation import hosts_of
+from commlayer.planner.tables import learning_rows
 from commlayer.planner.tensors import untouched
 from commlayer.planner.tree import Promise, misfits, on_gpus, parse, promise_of
 from commlayer.records import SCHEMA, Bucket, Job, Plan
@@ -31,6 +32,7 @@ def lint(
     problems += [] if cluster is None else [*cluster_problems(cluster), *_places(plan, cluster)]
     problems += [] if profile is None else profile_problems(profile)
     problems += untouched(plan, job)
+    problems += late_and_sparse(plan, learning_rows() if profile is None else profile.learning)
     for bucket in plan.buckets:
         problems += [f"bucket {bucket.id}: {line}" for line in _bucket(plan, bucket, job, cluster, profile, codec_problem)]
     return list(dict.fromkeys(problems))  # verify also reports a path that is not in the tree
@@ -40,7 +42,7 @@ def _bucket(
     plan: Plan, bucket: Bucket, job: Job | None, cluster: Cluster | None, profile: Profile | None,
     codec_problem: Callable[[str], str] | None,
 ) -> Iterator[str]:
-    codecs = dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])
+    codecs = codecs_of(bucket)
     wrong = [spelling_error for codec in codecs
              if (spelling_error := spec_error(codec) or (codec_problem(codec) if codec_problem else ""))]
     yield from wrong

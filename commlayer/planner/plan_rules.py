@@ -8,9 +8,10 @@ from itertools import pairwise
 
 from msgspec import structs
 
-from commlayer.codec_spec import parse_spec
-from commlayer.errors import InvalidInput
+from commlayer.codec_spec import parse_spec, spec_error
+from commlayer.errors import InvalidInput, coded
 from commlayer.planner import tree
+from commlayer.planner.convergence import LATE_RATIO, LearningRow, late_allowed
 from commlayer.planner.tensors import rounded
 from commlayer.planner.tree import parse, spell
 from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, SCHEMA, Bucket, Job, Plan, Slice
@@ -71,6 +72,21 @@ def _steps(plan: Plan) -> Iterator[str]:
     if plan.local_steps > 0 < plan.fragments and plan.local_steps % plan.fragments:
         yield (f"local_steps is {plan.local_steps}, and fragments={plan.fragments} does not divide it: one fragment is "
                "exchanged every H / fragments steps; choose a divisor")
+
+
+def codecs_of(bucket: Bucket) -> list[str]:
+    """The codecs of a bucket: for uploads, for downloads, and for uploads of single nodes."""
+    return [*dict.fromkeys([bucket.codec, *([bucket.down] if bucket.down else []), *bucket.by_node])]
+
+
+def late_and_sparse(plan: Plan, rows: Sequence[LearningRow], optimizer: str = "") -> list[str]:
+    """Describes the buckets whose results are one step late and whose codec is too sparse for that; see `late_allowed`."""
+    wrong = [(bucket.id, codec) for bucket in plan.buckets if bucket.stale for codec in codecs_of(bucket)
+             if not spec_error(codec) and not late_allowed(rows, codec, optimizer)]
+    ids = list(dict.fromkeys(number for number, _ in wrong))
+    return [coded("E-PLAN-LATE", f"{len(ids)} buckets, the first {ids[0]}: no training was measured with {wrong[0][1]} and "
+                  f"results one step late, and both errors multiply; send more than {LATE_RATIO:.0%} of the entries, or make "
+                  "the plan without staleness")] if wrong else []
 
 
 def _buffers(plan: Plan, job: Job) -> Iterator[str]:
@@ -226,12 +242,20 @@ def _joined(before: Slice, after: Slice) -> bool:
 
 
 def sync_mode(plan: Plan) -> str:
-    """The plan's sync mode in a few words; empty for an exchange in every step."""
-    parts = [f"H={plan.local_steps}"] if plan.local_steps > 1 else ["updates"] if plan.codes == "updates" else []
-    parts += [plan.overlap] if plan.overlap else []
-    parts += [f"fragments={plan.fragments}"] if plan.fragments > 1 else []
+    """The plan's sync mode in a few words; empty for a blocking exchange of gradients in every step.
+
+    >>> sync_mode(Plan("job", (), local_steps=64, overlap="round", fragments=16))
+    '64 local steps, exchange overlapped in 16 parts'
+    >>> sync_mode(Plan("job", (), codes="updates")), sync_mode(Plan("job", (), overlap="forward"))
+    ('weight changes in every step', 'results during the next forward pass')
+    """
+    parts = [f"{plan.local_steps} local steps"] if plan.local_steps > 1 else \
+        ["weight changes in every step"] if plan.codes == "updates" else []
+    pieces = f" in {plan.fragments} parts" if plan.fragments > 1 else ""
+    overlap = {"round": "exchange overlapped", "forward": "results during the next forward pass", "": pieces and "exchange"}
+    parts += [overlap[plan.overlap] + pieces] if overlap[plan.overlap] else []
     late = sum(b.numel for b in plan.buckets if b.stale) / max(1, sum(b.numel for b in plan.buckets))
-    return " ".join([*parts, *([f"{late:.0%} late"] if late else [])])
+    return ", ".join([*parts, *([f"{late:.0%} one step late"] if late else [])])
 
 
 def main_codec(plan: Plan) -> str:
@@ -245,7 +269,7 @@ def main_codec(plan: Plan) -> str:
 def summary_of(plan: Plan) -> str:
     """
     >>> summary_of(Plan("job", (), local_steps=4, step_s=0.02))
-    '0 buckets, H=4, 20.0 ms a step predicted'
+    '0 buckets, 4 local steps, 20.0 ms a step predicted'
     """
     codec = f", mostly {main_codec(plan)}" if plan.buckets else ""
     predicted = f"{1e3 * plan.step_s:.1f} ms a step predicted" if plan.step_s else ""

@@ -21,13 +21,14 @@ from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, Limits
 from commlayer.planner.choices import Choice, uniform
-from commlayer.planner.convergence import Recipe, late_measured, measured_local_steps
+from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
 from commlayer.planner.costs import Prices, plan_excess, weights
 from commlayer.planner.explanation import explained
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
 from commlayer.planner.options import Catalog, allowed_codecs, criteria, options
 from commlayer.planner.placement import Hosts, even, host_sets
+from commlayer.planner.plan_rules import codecs_of
 from commlayer.planner.scenario import Inputs, Layout, PricedPlan, Scenario
 from commlayer.planner.simulation import locally, slowest
 from commlayer.planner.tensors import full
@@ -225,8 +226,10 @@ class PlanSearch:
         late."""
         job, _, cluster, _, profile, policy, _ = self.inputs
         gradients = [b.id for b in plain.plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
+        too_sparse = {b.id for b in plain.plan.buckets if not all(
+            late_allowed(profile.learning, codec, policy.optimizer) for codec in codecs_of(b))}
         for share in (8, 4, 2, 1):
-            stale = set(gradients[len(gradients) - -(-len(gradients) // share) :])
+            stale = set(gradients[len(gradients) - -(-len(gradients) // share) :]) - too_sparse
             changed = structs.replace(plain.plan, buckets=tuple(
                 structs.replace(b, stale=b.id in stale) for b in plain.plan.buckets))
             more = plan_excess(changed, job, cluster, profile, policy)

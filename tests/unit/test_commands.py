@@ -125,7 +125,8 @@ def test_what_a_verdict_rests_on_is_said_before_it(commlayer, model: str, line: 
 def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--batch")
     _, out, _ = commlayer(*record, "64")
-    warning = re.search(r"WARNING: this does not fit into rtx3060, .*: --batch (\d+) fits", " ".join(out.split()))
+    warning = re.search(r"WARNING: this does not fit into rtx3060, .*: --batch (\d+) fits \[E-PLAN-MEMORY\]",
+                        " ".join(out.split()))
     assert warning is not None
     assert "WARNING" not in commlayer(*record, warning[1])[1]
     assert "WARNING" in commlayer(*record, str(int(warning[1]) + 1))[1]
@@ -134,7 +135,7 @@ def test_a_batch_that_does_not_fit_is_warned_of_with_one_that_does(commlayer) ->
 def test_a_plan_of_local_steps_says_so_and_stands_beside_the_best_synchronous_one(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
     _, local, _ = commlayer(*record)
-    assert local.splitlines()[2].startswith("mode: local steps (H=")
+    assert re.match(r"mode: \d+ local steps", local.splitlines()[2])
     _, exact, _ = commlayer(*record, "--sync", "step")
     assert exact.splitlines()[2].startswith("mode: synchronous")
     row = r"^ {} +([\d,.]+) "
@@ -169,6 +170,46 @@ def test_where_factors_are_from_is_printed_on_request(commlayer) -> None:
     assert "1812.06162" not in commlayer(*made)[1]
     out = commlayer(*made, "-v")[1]
     assert all(source in out for source in ("1812.06162", "2503.09799", "2501.18512"))
+
+
+@pytest.mark.parametrize(("name", "memory", "source"), [
+    ("muon", "optimizer 0.5", "for Muon"), ("lion", "optimizer 0.5", "like AdamW, whose steps have one size"),
+    ("adamw", "optimizer 1.0", "2501.18512"),
+])
+def test_an_optimizer_has_its_own_memory_and_sources(commlayer, name: str, memory: str, source: str) -> None:
+    out = " ".join(commlayer("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb", "--optimizer", name, "-v")[1].split())
+    assert memory in out
+    assert source in out
+
+
+@pytest.mark.nightly
+def test_a_whole_training_costs_hours_of_gpus_and_of_the_server(commlayer) -> None:
+    record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb,rtx4090@100/20Mb", "--steps", "10000")
+    _, out, _ = commlayer(*record, "--price-per-hour", "0.5", "--json", "e.json")
+    result = json.loads(Path("e.json").read_text())
+    mine, alone = result["training"]
+    plan, *_, single = result["alternatives"]
+    assert (plan["name"], single["name"]) == ("this plan", "one machine alone")
+    assert out.splitlines()[1].startswith("a training of 10,000 steps: ")
+    assert single["node"] == "home-3", "the fastest one"
+    for cost, row, gpus, watts in ((mine, plan, 4, 3 * 170 + 450), (alone, single, 1, 450)):
+        assert cost["hours"] == pytest.approx(10_000 * row["step_s"] * row["steps"] / 3600)
+        assert cost["gpu_hours"] == pytest.approx(gpus * cost["hours"])
+        assert cost["kwh"] == pytest.approx(watts * cost["hours"] / 1000)
+    assert (mine["server_cost"], alone["server_cost"]) == (pytest.approx(0.5 * mine["hours"]), 0.0)
+    commlayer(*record, "--watts", "100", "--json", "w.json")
+    watts = json.loads(Path("w.json").read_text())["training"]
+    assert [cost["kwh"] / cost["gpu_hours"] for cost in watts] == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--steps", "0"), ("--watts", "100"), ("--price-per-hour", "1"), ("--steps", "9", "--watts", "-1"),
+    ("--steps", "9", "--watts", "nan"), ("--steps", "9", "--price-per-hour", "0"), ("--steps", "9", "--price-per-hour", "1"),
+])
+def test_costs_of_a_training_need_its_length_and_a_rented_server(commlayer, arguments: tuple[str, ...]) -> None:
+    code, out, errors = commlayer("estimate", "lstm", "--nodes", NODES, *arguments)
+    assert (code, out) == (2, "")
+    assert errors.endswith("[E-CLI-OPTION]\n")
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "nan"])
@@ -222,7 +263,7 @@ def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
         (("create", "lstm", "--nodes", NODES, "--codec", "gzip()"), "E-CODEC-NAME", "--codec: codec 'gzip()'"),
         (("create", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "E-CODEC-ARGUMENT", "--codec: topk: ratio is 0"),
         (("create", "lstm", "--nodes", NODES, "--max-loss", "2.4"), "E-CLI-OPTION", "--max-loss 2.4"),
-        (("create", "lstm", "--nodes", NODES, "--optimizer", "lion"), "E-CLI-OPTION", "--optimizer lion: "),
+        (("create", "lstm", "--nodes", NODES, "--optimizer", "prodigy"), "E-CLI-OPTION", "--optimizer prodigy: "),
         (("create", "lstm", "--nodes", NODES, "--sync", "fame"), "E-CLI-OPTION", "--sync fame"),
         (("create", "lstm", "--nodes", NODES, "--allow", "fame"), "E-CLI-OPTION", "--allow fame"),
         (("create", "lstm", "--nodes", NODES, "--profile", "none.json"), "E-PLAN-FILE", "profile none.json: No such file"),

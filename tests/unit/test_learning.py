@@ -31,7 +31,7 @@ from commlayer.engine.plan_choice import settle
 from commlayer.errors import RecordError, code_of
 from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables
-from commlayer.planner.convergence import ALONE, NONE, Excess, LearningRow, Recipe, alone, excess
+from commlayer.planner.convergence import ALONE, MUON, NONE, Excess, LearningRow, Recipe, alone, excess, late_allowed
 from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
 from commlayer.planner.tables import rows as shipped_rows
 
@@ -58,9 +58,10 @@ CODECS = ("identity()", "fp16()", "bf16()", "int8()", "int4()", "onebit()", "qsg
 RATIOS = st.floats(1e-5, 1.0)
 MODEL_SIZES = (0, 200_000, 20_000_000, 5_000_000_000)
 """Parameters: as few as the measured models have, between them and the published ones, published, and beyond."""
-RECIPES = st.builds(Recipe, st.sampled_from(["sgd", "adam", "other", ""]), st.sampled_from(["gradients", "updates"]),
-                    st.integers(1, 64), st.sampled_from(["", "round", "forward"]), st.booleans(), st.sampled_from([2, 3, 4, 8]),
-                    st.sampled_from([1, 4]), st.sampled_from(MODEL_SIZES))
+RECIPES = st.builds(
+    Recipe, st.sampled_from(["sgd", "adam", "muon", "lion", "other", ""]), st.sampled_from(["gradients", "updates"]),
+    st.integers(1, 64), st.sampled_from(["", "round", "forward"]), st.booleans(), st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([1, 4]), st.sampled_from(MODEL_SIZES))
 ROWS = st.lists(st.builds(
     lambda codec, ratio, steps, more, loss, **fields: row(codec.format(ratio), steps, high=steps + more, loss=loss, **fields),
     st.sampled_from(CODECS), st.sampled_from([0.3, 0.1, 0.01, 0.001]), st.floats(0, 3), st.floats(0, 1), st.floats(0, 1),
@@ -97,6 +98,10 @@ NOISY = (row("topk(ratio=0.1)", 0.4), row("topk(ratio=0.01)", 0.3))
     (TABLE, "int4()", Recipe(every=4, overlap="round"), 0.5), (TABLE, "onebit()", Recipe(overlap="forward"), 0.2),
     # Another optimizer has the worse factor of both.
     (TABLE, "topk(ratio=0.01)", Recipe("other"), 0.7), (TABLE, "int4()", Recipe("other"), 0.02),
+    (TABLE, "topk(ratio=0.01)", Recipe("muon"), 0.7),
+    # Lion has that of Adam, until it is measured.
+    (TABLE, "topk(ratio=0.01)", Recipe("lion"), 0.5),
+    ((*TABLE, row("int4()", 0.3, optimizer="lion")), "int4()", Recipe("lion"), 0.3),
     # Without measurements: that of the worst related codec.
     (TABLE, "qsgd(levels=1)", Recipe(), 0.2),  # of dense codecs: onebit
     (TABLE, "int8()", Recipe(), 0.02),  # at most that of a coarser dense codec: int4
@@ -123,6 +128,7 @@ def test_one_machine_alone_has_rows_of_its_own_and_loses_more_against_more_worke
         assert excess(table, codec, recipe) == excess(TABLE, codec, recipe)
     # An unknown optimizer: the smallest, which plans have to beat. Without rows: unknown.
     for known, optimizer, workers, factor in ((table, "adam", 4, 1.9), (table, "sgd", 4, 3.0), (table, "", 4, 1.9),
+                                              (table, "lion", 4, 1.9), (table, "muon", 4, 1.9),
                                               (table, "adam", 16, 2.452), (table, "adam", 1, 1.0), (TABLE, "adam", 4, 0.0)):
         assert alone(known, optimizer, workers) == pytest.approx(factor, abs=1e-3)
     # A noise scale of as many batches as workers halves what they save; a large one leaves them all.
@@ -149,9 +155,10 @@ def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
                for numel in (400_000, 2_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
     assert by_size == sorted(by_size, reverse=True)
     assert excess(shipped_rows(), "int8()", recipe._replace(numel=40_000)) == excess(shipped_rows(), "int8()", recipe)
-    muon, adam = (excess(shipped_rows(), "int8()", Recipe(name, "updates", 30, workers=16, numel=10**9)).steps
-                  for name in ("muon", "adam"))
-    assert muon < adam
+    muon, adam, lion = (excess(shipped_rows(), "int8()", Recipe(name, "updates", 30, workers=16, numel=10**9)).steps
+                        for name in ("muon", "adam", "lion"))
+    assert math.log1p(muon) == pytest.approx(MUON * math.log1p(adam))
+    assert lion == adam
 
 
 @given(ROWS, st.sampled_from(CODECS), RATIOS, RATIOS, RECIPES, st.integers(1, 64))
@@ -165,6 +172,21 @@ def test_it_is_monotone_in_the_ratio_and_in_local_steps(
     assert all(0 <= e <= h + 1e-9 for e, h in zip(easy, hard, strict=True))
     assert easy.high >= easy.steps
     assert easy.loss_high >= easy.loss
+
+
+@pytest.mark.parametrize(("codec", "optimizer", "allowed"), [
+    ("int4()", "adam", True), ("onebit()", "other", True), ("topk(ratio=0.011)", "adam", True),
+    ("topk(ratio=0.01)", "adam", True), ("error_feedback(topk(ratio=0.01))", "lion", True),
+    ("topk(ratio=0.009)", "adam", False), ("randomk(ratio=0.01)", "adam", False),
+    ("topk(ratio=0.01)", "sgd", False), ("topk(ratio=0.01)", "muon", False), ("topk(ratio=0.01)", "", False),
+])
+def test_late_averages_of_few_entries_are_allowed_only_where_they_were_measured(
+    codec: str, optimizer: str, allowed: bool,
+) -> None:
+    rows = (*TABLE, row("topk(ratio=0.01)", 1.8, late=True))
+    assert late_allowed(rows, codec, optimizer) is allowed
+    unmeasured = (parse_spec(codec).core.ratio or 1.0) > 0.01
+    assert late_allowed((), codec, optimizer) is late_allowed(TABLE, codec, optimizer) is unmeasured
 
 
 SPARSE_RATIOS, STEPS_APART = (1.0, 0.1, 0.03, 0.01, 1e-4), (1, 2, 4, 16)
@@ -266,7 +288,7 @@ def test_tasks_of_one_order_foretell_each_other() -> None:
 @pytest.mark.parametrize(("change", "text"), [
     ((b'"version": 1', b'"version": 2'), r"version 2\b.* 1\b.*own_learning.*E-LEARNING-TABLE"),
     ((b'"every":1', b'"every":0'), "every=0.*E-LEARNING-TABLE"),
-    ((b'"optimizer":"adam"', b'"optimizer":"lion"'), "lion int4.*E-LEARNING-TABLE"),
+    ((b'"optimizer":"adam"', b'"optimizer":"prodigy"'), "prodigy int4.*E-LEARNING-TABLE"),
     ((b'"late":false', b'"late":"no"'), "`bool`.*E-LEARNING-TABLE"),
     ((b'int4()', b'int4('), r"int4\(.*E-CODEC-NAME"),
     ((b']}', b''), "E-LEARNING-TABLE"),

@@ -13,6 +13,7 @@ from support.plans import cluster, toy_job
 
 from commlayer import records
 from commlayer.compressors import parse, wrap
+from commlayer.errors import code_of
 from commlayer.planner import default_plan, lower, simulate, tables, verify, verify_alone
 from commlayer.planner.buckets import (
     COLLECTIVE_NBYTES,
@@ -316,6 +317,17 @@ def test_buffers_go_as_they_are() -> None:
         "holds buffers, which are averaged uncompressed: codec must be 'identity()', not 'fp16()'",
         "holds buffers, which must not be applied one step late (stale)",
     ]
+
+
+@pytest.mark.parametrize(("codec", "down", "stale", "wrong"), [
+    ("topk(ratio=0.001)", "", True, True), ("topk(ratio=0.001)", "", False, False),
+    ("int4()", "randomk(ratio=0.01)", True, True), ("topk(ratio=0.01)", "", True, False),
+    ("topk(ratio=0.1)", "", True, False), ("int4()", "int4()", True, False),
+])
+def test_late_results_of_few_entries_are_a_problem_unless_measured(codec: str, down: str, stale: bool, wrong: bool) -> None:
+    first = structs.replace(PLAN.buckets[0], codec=codec, down=down, stale=stale, path="service", server=0, by_node=())
+    assert ["E-PLAN-LATE"] * wrong == [code_of(line) for line in lint(structs.replace(
+        PLAN, buckets=(first, *PLAN.buckets[1:]))) if "E-PLAN-LATE" in line]
 
 
 @pytest.mark.parametrize(

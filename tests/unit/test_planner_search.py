@@ -165,7 +165,8 @@ def test_local_steps_come_only_where_they_are_allowed_and_pay() -> None:
 
 
 def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
-    late, timely = (Policy(staleness=staleness, objective="step") for staleness in (True, False))
+    late, timely = (Policy(staleness=staleness, objective="step", codecs=("int4()", "topk(ratio=0.1)"))
+                    for staleness in (True, False))
     result = plan(toy_job(), CLUSTERS["homes"], None, late)
     assert any(b.stale for b in result.buckets)
     assert result.step_s < plan(toy_job(), CLUSTERS["homes"], None, timely).step_s
@@ -174,6 +175,8 @@ def test_late_results_are_used_only_where_that_is_allowed_and_pays() -> None:
     assert any(b.stale for b in several.buckets)
     assert not unsuited(several, 4, 2), "nor do nodes of several ranks refuse it"
     assert not any(b.stale for b in plan(toy_job(), cluster(4, "100g"), None, late).buckets)
+    sparse = structs.replace(late, codecs=("topk(ratio=0.001)",))
+    assert not any(b.stale for b in plan(toy_job(), CLUSTERS["homes"], None, sparse).buckets), "not measured"
 
 
 def test_a_slow_node_may_send_less_than_the_others() -> None:
