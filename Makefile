@@ -81,9 +81,16 @@ fuzz: setup
 	$(BIN)/python tests/nightly/fuzz.py --seconds $(SECONDS)
 
 # the pages in docs/reference that come from the code
-docs: setup
+# Writes the pages and tables that come from the code, and builds the site in build/site. Needs no network once it is installed.
+docs: $(STAMP)-docs
 	$(BIN)/python docs/codec_table.py docs/reference/codecs.md
+	$(BIN)/python docs/verdicts.py docs/explanation/should-i-use-it.md
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/build_site.py
+
+$(STAMP)-docs: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[docs]"
+	@touch $@
 
 clean:
 	rm -rf build .venv .rivals .mypy_cache .ruff_cache .hypothesis

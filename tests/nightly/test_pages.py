@@ -179,3 +179,15 @@ def test_a_node_that_slurm_starts_and_one_that_kubernetes_starts_are_one_job(tmp
     assert [child.returncode for child in children] == [0, 0], lines
     assert "step 200: loss" in lines[0][0]
     assert "step" not in lines[1][0], "rank 0 alone prints"
+
+
+# ---- the site
+
+def test_the_site_builds_without_warnings() -> None:
+    if not Path(sys.executable).with_name("zensical").exists():
+        pytest.skip("zensical is not installed: `make docs` installs it")
+    done = subprocess.run([sys.executable, "docs/build_site.py"], cwd=ROOT, text=True, timeout=300, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = re.findall(r'= "([\w/.-]+\.md)"', (ROOT / "build" / "zensical.toml").read_text())
+    assert {"README.md", "docs/explanation/faq.md"} <= set(pages)
+    assert (ROOT / "build" / "site" / "index.html").exists()
