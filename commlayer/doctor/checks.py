@@ -38,10 +38,11 @@ class Doctor:
         """The checks of this machine in the order of display, the slowest last."""
         config, plan, joined = self.config, self.plan, self.config.join
         hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
-                 "advertised name": config.advertise}
+                 network.ADVERTISED: config.advertise}
         peer = hosts["server"] or hosts["master"]
         rows: list[tuple[Any, str, Run, float, str]] = [
             (True, "machine", machine.own_machine, QUICK_S, BUSY),
+            (True, "system", lambda: machine.own_system(serves=not joined and not is_loopback(config.bind)), QUICK_S, BUSY),
             (True, "disk", lambda: [machine.check_folder("checkpoints in", Path(), machine.free_space(Path()))], QUICK_S,
              SLOW_DISK),
             (config.journal, "journal", lambda: machine.own_journal(Path(config.journal), required=config.journal_required),
@@ -80,13 +81,16 @@ class Doctor:
             yield of_error("nodes", error)
             return
         yield from nodes.check_alike(self.nodes)
+        yield from nodes.check_distinct(self.nodes)
         yield from nodes.check_links(self.nodes, self.links)
 
     def _addresses(self, peer: str) -> Iterator[Finding]:
         # A worker that joins a server has no process group across machines.
         one_machine = self.launch.world <= self.launch.local_world and (not peer or is_loopback(peer))
+        named = network.resolve(self.config.advertise) if self.config.advertise else ()
         return network.check_addresses(network.own_addresses(peer), self.config.bind, launcher_says("GLOO_SOCKET_IFNAME"),
-                                       alone=bool(self.config.join) or one_machine)
+                                       alone=bool(self.config.join) or one_machine,
+                                       advertise=() if isinstance(named, str) else named)
 
     def _ports(self) -> list[tuple[str, str, int]]:
         host, number = self.config.bind, self.config.port

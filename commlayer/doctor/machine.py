@@ -294,6 +294,28 @@ def own_machine() -> Iterator[Finding]:
     yield check_shared_memory()
 
 
+def check_system(release: str, *, container: bool, serves: bool) -> Iterator[Finding]:
+    """Checks what hides this machine's addresses. `release`: the kernel's release. `serves`: True if other machines connect to
+    this one."""
+    if "microsoft" in release.lower():
+        if "wsl2" not in release.lower() and release.endswith("Microsoft"):
+            yield fail("wsl", "WSL 1, which has no Linux kernel", "use WSL 2: wsl --set-version DISTRIBUTION 2")
+        else:
+            yield judge("wsl", "WSL 2" + (": by default other machines cannot reach its address" if serves else
+                                          ": connections to a server work; it has half of the memory by default"),
+                        "set networkingMode=mirrored in .wslconfig and open the ports in Windows' firewall, or serve elsewhere",
+                        doubtful=serves)
+    if container and serves:
+        yield warn("container", "this is a container, whose address other machines usually cannot reach",
+                   "docker run --network host; or publish both ports (-p 7000-7001:7000-7001) and set advertise to the host's "
+                   "address")
+
+
+def own_system(*, serves: bool) -> Iterator[Finding]:
+    return check_system(platform.release(), container=any(map(os.path.exists, ("/.dockerenv", "/run/.containerenv"))),
+                        serves=serves)
+
+
 def size(nbytes: float) -> str:
     """
     >>> size(64 << 20), size(3.5 * (1 << 30))

@@ -21,8 +21,11 @@ from commlayer.transport import own_address
 
 CONNECT_S = 3.0
 NO_LINK = "check cable, Wi-Fi or VPN, and `ip route`"
-INSIDE = ("docker", "br-", "veth", "virbr")
+INSIDE = ("docker", "br-", "veth", "virbr", "cni", "podman", "lxcbr", "vEthernet")
 """Prefixes of interface names that lead to containers and virtual machines of this machine."""
+
+
+ADVERTISED = "advertised name"
 
 
 class Interface(Record, frozen=True):
@@ -49,10 +52,19 @@ class Addresses(Record, frozen=True):
         return sorted(leading, key=lambda one: one.address != self.chosen)
 
 
-def check_addresses(f: Addresses, bind: str, interface: str, *, alone: bool) -> Iterator[Finding]:
+def check_addresses(f: Addresses, bind: str, interface: str, *, alone: bool, advertise: Sequence[str] = ()
+                    ) -> Iterator[Finding]:
     """Checks the machine's addresses. `alone`: True if the job seems to run on this machine only. `interface`: the value of
-    GLOO_SOCKET_IFNAME."""
+    GLOO_SOCKET_IFNAME. `advertise`: addresses of the advertised name."""
     yield _route(f, alone)
+    uses = {"bind": bind, **{f"advertise ({one})": one for one in advertise}}
+    uses |= {} if alone else {"the route to other machines": f.chosen}
+    uses |= {} if alone or interface else {f"the host name {f.host}": next(iter(f.resolves), "")}
+    for what, address in uses.items():
+        if (bridge := next((one for one in f.interfaces if one.address == address and one.name.startswith(INSIDE)), None)):
+            yield fail("address", f"{what} is {bridge.address} of {bridge.name}, a bridge to containers of this machine; other "
+                                  "machines cannot reach it",
+                       f"use {_listed(f.outside) or 'the address of a network interface'}")
     names = sorted({one.name for one in f.interfaces})
     if interface and interface not in names:
         yield fail("address", f"GLOO_SOCKET_IFNAME={interface}: no interface with an address has this name",
@@ -100,8 +112,11 @@ def check_name(role: str, name: str, addresses: Sequence[str] | str) -> Iterator
         yield fail("dns", f"{role} {name} does not resolve: {addresses}", "check the spelling, or use the address")
     elif not is_address(name):
         line = f"{role} {name} is {', '.join(addresses[:3])}"
-        yield (warn("dns", f"{line}: loopback, which is right only for this machine", "correct the name's line in /etc/hosts")
-               if name != "localhost" and all(map(is_loopback, addresses)) else ok("dns", line))
+        if name == "localhost" or not all(map(is_loopback, addresses)):
+            yield ok("dns", line)
+        else:  # others resolve an advertised name too, and would dial themselves
+            yield (fail if role == ADVERTISED else warn)("dns", f"{line}: loopback, which is right only for this machine",
+                                                         "correct the name's line in /etc/hosts, or use the address")
 
 
 def check_port(what: str, host: str, number: int, error: OSError | None) -> Finding:

@@ -21,13 +21,14 @@ from typing import Any
 
 import msgspec
 
-from commlayer.config import Launch, host_port, join_host
+from commlayer.config import Launch, host_port, is_loopback, join_host, launcher_says
 from commlayer.doctor.machine import own_version
-from commlayer.doctor.network import connect_problem
+from commlayer.doctor.network import INSIDE, connect_problem, own_addresses
 from commlayer.doctor.report import Finding, fail, judge, ok
 from commlayer.doctor.server import rate_text
 from commlayer.errors import CommError
 from commlayer.records import Record
+from commlayer.transport import own_address
 
 UNEVEN = 4.0
 """A warning is given for a link this many times slower than the median, because such a link alone limits collectives."""
@@ -47,6 +48,12 @@ class NodeFacts(Record, frozen=True):
     python: str
     torch: str
     plan: str = ""
+    machine: str = ""
+    """Identity of the machine; equal only for nodes that share a network stack."""
+    own_name: str = ""
+    """Address that the node's host name resolves to, unless GLOO_SOCKET_IFNAME is set. Gloo uses it."""
+    bridges: tuple[str, ...] = ()
+    """Addresses of bridges to containers, such as docker0."""
 
 
 Link = float | str
@@ -72,6 +79,25 @@ def check_alike(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         yield fail("nodes", ", ".join(f"{value} on {_names(nodes, numbers)}" for value, numbers in where.items()), remedy)
     if not differ:
         yield ok("nodes", f"the same versions{' and the same plan' if nodes[0].plan else ''} on all {len(nodes)}")
+
+
+def check_distinct(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Checks that nodes on different machines have different addresses. Bridges of Docker have the same one everywhere, and
+    traffic to it never leaves the machine."""
+    def shared(addresses: Sequence[str]) -> dict[str, list[int]]:
+        where = {address: [n for n, each in enumerate(addresses) if each == address] for address in addresses if address}
+        return {address: numbers for address, numbers in where.items() if len({nodes[n].machine for n in numbers}) > 1}
+
+    rows = [("the address", [host_port(node.address)[0] for node in nodes],
+             "set MASTER_ADDR to an address of another interface, so that each node has a route to it"),
+            ("the address of their host names", [node.own_name for node in nodes],
+             "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface towards the other nodes, or correct /etc/hosts")]
+    found = [(what, address, numbers, remedy) for what, each, remedy in rows for address, numbers in shared(each).items()]
+    for what, address, numbers, remedy in found:
+        yield fail("nodes", f"{what} {address} is the same on {_names(nodes, numbers)}: each would dial itself", remedy)
+    same = sorted(set.intersection(*(set(node.bridges) for node in nodes)))
+    if same and not found and len({node.machine for node in nodes}) > 1:
+        yield ok("nodes", f"bridges with equal addresses ({', '.join(same)}) on all nodes are not used")
 
 
 def _names(nodes: Sequence[NodeFacts], numbers: Sequence[int]) -> str:
@@ -113,7 +139,11 @@ def own_facts(plan: str) -> NodeFacts:
     """Collects this node's facts. `plan`: digest of the local plan file."""
     import torch
 
-    return NodeFacts(socket.gethostname(), "", own_version(), platform.python_version(), str(torch.__version__), plan)
+    f = own_addresses("")
+    outside = [one for one in f.resolves if not is_loopback(one)]  # loopback is a finding of the host name's check
+    named = "" if launcher_says("GLOO_SOCKET_IFNAME") else next(iter(outside), "")
+    return NodeFacts(socket.gethostname(), "", own_version(), platform.python_version(), str(torch.__version__), plan,
+                     own_address.machine(), named, tuple(one.address for one in f.interfaces if one.name.startswith(INSIDE)))
 
 
 def compare_nodes(launch: Launch, node: NodeFacts, host: str, join_s: float) -> tuple[list[NodeFacts], list[list[Link]]]:

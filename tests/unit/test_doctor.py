@@ -35,8 +35,9 @@ but: Any = msgspec.structs.replace
 
 def addresses(*, interfaces: Any = (LO, ETH), towards: str = "10.0.0.1", chosen: str = "10.0.0.5",
               resolves: Any = ("10.0.0.5",),
-              bind: str = "127.0.0.1", alone: bool = False, interface: str = "") -> Iterable[Finding]:
-    return network.check_addresses(Addresses(interfaces, towards, chosen, "box", resolves), bind, interface, alone=alone)
+              bind: str = "127.0.0.1", alone: bool = False, interface: str = "", advertise: Any = ()) -> Iterable[Finding]:
+    return network.check_addresses(Addresses(interfaces, towards, chosen, "box", resolves), bind, interface, alone=alone,
+                                   advertise=advertise)
 
 
 def journal(free: Any, *, present: bool = False, required: bool = False) -> Iterable[Finding]:
@@ -50,6 +51,10 @@ def folder(free: Any) -> list[Finding]:
 def node(host: str = "a", **fields: Any) -> NodeFacts:
     return NodeFacts(host, f"{host}:1", **{"version": "commlayer 1", "python": "3.11.7", "torch": "2.13.0+cpu", "plan": "abc"}
                      | fields)
+
+
+def at(host: str, **fields: Any) -> NodeFacts:
+    return but(node(host), **{"machine": host} | fields)
 
 
 def links(*rows: list[nodes.Link]) -> Iterable[Finding]:
@@ -128,6 +133,25 @@ CASES: list[tuple[Iterable[Finding], str]] = [
     (nodes.check_alike([node("a"), node("b", version="commlayer 2")]), "fail 0 1 commlayer"),
     (nodes.check_alike([node("a"), node("b", torch="2.12.1", python="3.12.1")]), "fail 2.13.0 2.12.1; fail 3.11 3.12"),
     (nodes.check_alike([*map(node, "abcd"), node("e", plan="xyz"), node("f", plan="")]), "fail xyz (e) no (f) abc more"),
+    (addresses(interfaces=(LO, DOCKER, ETH), bind="172.17.0.1"), "ok; fail bind 172.17.0.1 docker0 eth0 10.0.0.5; ok"),
+    (addresses(interfaces=(LO, DOCKER, ETH), chosen="172.17.0.1"), "ok; fail route 172.17.0.1 docker0 10.0.0.5; ok"),
+    (addresses(interfaces=(LO, DOCKER, ETH), chosen="172.17.0.1", alone=True), "ok"),
+    (addresses(interfaces=(LO, DOCKER, ETH), resolves=("172.17.0.1",)), "ok; fail box docker0; ok"),
+    (addresses(interfaces=(LO, DOCKER, ETH), advertise=("172.17.0.1",)), "ok; fail advertise docker0; ok"),
+    (network.check_name("advertised name", "hub", ("127.0.1.1",)), "fail /etc/hosts"),
+    (machine.check_system("6.1.0-18-amd64", container=False, serves=True), ""),
+    (machine.check_system("5.15.153.1-microsoft-standard-WSL2", container=False, serves=True), "warn mirrored .wslconfig"),
+    (machine.check_system("5.15.153.1-microsoft-standard-WSL2", container=False, serves=False), "ok WSL 2"),
+    (machine.check_system("4.4.0-19041-Microsoft", container=False, serves=False), "fail --set-version"),
+    (machine.check_system("6.1.0-18-amd64", container=True, serves=True), "warn --network advertise"),
+    (machine.check_system("6.1.0-18-amd64", container=True, serves=False), ""),
+    (nodes.check_distinct([at("a"), at("b")]), ""),
+    (nodes.check_distinct([at("a", bridges=("172.17.0.1",)), at("b", bridges=("172.17.0.1", "172.18.0.1"))]), "ok 172.17.0.1"),
+    (nodes.check_distinct([at("a", address="172.17.0.1:5"), at("b", address="172.17.0.1:6"), at("c")]),
+     "fail 172.17.0.1 (a) (b) MASTER_ADDR"),
+    (nodes.check_distinct([at("a", own_name="172.17.0.1"), at("b", own_name="172.17.0.1")]),
+     "fail 172.17.0.1 GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME"),
+    (nodes.check_distinct([at("a", address="10.0.0.1:5"), at("b", machine="a", address="10.0.0.1:6")]), ""),
 ]
 
 
