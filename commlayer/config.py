@@ -291,6 +291,11 @@ def launcher_says(name: str) -> str:
     return os.environ.get(name, "")
 
 
+def user_folder() -> Path:
+    """The folder of this user's keys and settings: `$XDG_CONFIG_HOME/commlayer`, by default `~/.config/commlayer`."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "commlayer"
+
+
 def has_proxy() -> bool:
     """True: environment variables configure a proxy that gRPC uses. A proxy resolves host names itself."""
     return any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy"))

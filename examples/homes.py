@@ -2,7 +2,7 @@
 
     python examples/homes.py                                           # alone
     torchrun --standalone --nproc-per-node 2 examples/homes.py         # two workers on one machine
-    commlayer join --keys DIR HOST:PORT examples/homes.py     # in each home: docs/tutorials/first-evening.md
+    commlayer join NAME@HOST:PORT#TOKEN examples/homes.py              # in each home: docs/tutorials/first-evening.md
 
 Lines that commlayer adds are marked. `commlayer plan create examples/homes.py` calls `make`, too.
 """

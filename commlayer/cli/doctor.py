@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commlayer.cli.options import Bind, Insecure, Join, Journal, Json, Keys, Port, split_bind
+from commlayer.cli.options import Bind, Insecure, Join, Journal, Json, Keys, Port, split_bind, stored_keys
 from commlayer.config import Config, read_config
 from commlayer.errors import RecordError
 
@@ -47,6 +47,7 @@ def doctor(
         report.show(console, finding)
 
     bind, port = split_bind(bind, port)
+    join, keys = stored_keys(join, keys)
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
         config = read_config({name: value for name, value in settings.items() if value})

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commlayer.cli.options import Insecure, Keys
+from commlayer.cli.options import Insecure, Keys, parse_line
+from commlayer.cluster import home_keys
 from commlayer.config import Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
@@ -29,7 +30,8 @@ END_S = 30.0
 
 
 def join(
-    address: Annotated[str, typer.Argument(help="host:port of `commlayer serve`.", metavar="ADDR")],
+    address: Annotated[str, typer.Argument(help="The home's line, NAME@HOST:PORT#TOKEN; or host:port, with --keys.",
+                                           metavar="ADDR")],
     script: Annotated[Path, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT")],
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
     keys: Keys = "", insecure: Insecure = False,
@@ -38,13 +40,17 @@ def join(
     full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
 ) -> None:
-    """Train with other homes through `commlayer serve`. This machine connects only to that server."""
+    """Train with other homes through `commlayer serve`. This machine connects only to that server. The first time, a home's
+    line fetches a certificate; later the token after # is not needed."""
+    if home_keys.is_line(address):
+        home = parse_line(address, keys)
+        _check_script(script)  # before the token is used
+        keys, address = str(_keys_of(home)), home.address
     options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in options.items() if value})
     if not config.token:
         raise InvalidInput("E-SECRET", f"joining {config.join} needs the job's secret: {REMEDY}")
-    if not script.is_file():
-        raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
+    _check_script(script)
     # Imported late: these load grpc, which --help does not need.
     from commlayer.cluster import messages
     from commlayer.cluster.site_client import SiteLease
@@ -52,7 +58,8 @@ def join(
     attendance = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
     try:
-        seat = attendance.meet(wait)
+        with _leaves_on_signals():
+            seat = attendance.meet(wait)
         first = _first_rank(seat, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
@@ -75,6 +82,25 @@ def join(
         others = f"continue if they have {seat.min_workers} workers" if seat.min_workers else "end, too"
         _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
+
+
+def _check_script(script: Path) -> None:
+    if not script.is_file():
+        raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
+
+
+def _keys_of(home: home_keys.HomeLine) -> Path:
+    """Returns the folder with this home's keys. If there is none yet, fetches a certificate with the line's token."""
+    if (folder := home.stored()) is not None:
+        return folder
+    if home.token is None:
+        raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}, and the line has no token after '#': "
+                                           f"{home_keys.COPY}")
+    from commlayer.cluster.enrolment import enrol  # imported late: it loads cryptography
+
+    folder = enrol(home, read_config({"join": home.address, "insecure": True}).join_deadline_s, _say)
+    _say(f"fetched a certificate for {home.name}; its keys are in {folder}, and later runs need no token")
+    return folder
 
 
 def _say(line: str) -> None:
@@ -129,6 +155,17 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
         if child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
+
+
+@contextlib.contextmanager
+def _leaves_on_signals() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGINT and SIGTERM, so that a home that waits leaves in order."""
+    before = {one: signal.signal(one, signal.default_int_handler) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

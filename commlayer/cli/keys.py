@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from commlayer.cli.options import Folder
+from commlayer.config import host_port
 from commlayer.errors import InvalidInput
 
 app = typer.Typer(no_args_is_help=True, help="Keys of a job on several machines: a CA, and a certificate for each node.")
-Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
 Name = Annotated[str, typer.Argument(help="The node's name in errors and logs.", metavar="NAME")]
 SOON_DAYS = 30
 # authority.py is imported late: it loads cryptography, which --help does not need.
@@ -54,10 +55,33 @@ def add(
 
 
 @app.command()
-def revoke(name: Name, folder: Folder = Path("keys")) -> None:
-    """Revoke a node's certificates. A running job drops the node."""
-    from commlayer.cluster import authority
+def invite(
+    name: Name, folder: Folder = Path("keys"),
+    address: Annotated[str, typer.Option(help="host:port of the server; default: where it last ran.", metavar="ADDR")] = "",
+    hours: Annotated[float, typer.Option(help="Hours until the invitation expires.")] = 24.0,
+    again: Annotated[bool, typer.Option("--again", help="Replace and revoke the home's present certificate.")] = False,
+) -> None:
+    """Print a line with which one home fetches a certificate of its own. `commlayer serve` must use this CA's folder."""
+    from commlayer.cluster import invitations
 
+    address = address or invitations.read_book(folder).address
+    if not address:
+        raise InvalidInput("E-CLI-OPTION", "no server has run with this CA yet: give --address HOST:PORT")
+    host_port(address)
+    tokens = invitations.invite(folder, [name], hours, again=again)
+    print(f"paste this line at {name} within {hours:g} hours, with your script instead of {invitations.SCRIPT}; it works once:")
+    print(f"  {invitations.commands(folder, [name], tokens, address)[0]}")
+
+
+@app.command()
+def revoke(name: Name, folder: Folder = Path("keys")) -> None:
+    """Revoke a node's certificates, and its invitation. A running job drops the node."""
+    from commlayer.cluster import authority, invitations
+
+    withdrawn = invitations.withdraw(folder, name)  # first, so that no certificate follows
+    if withdrawn and all(one.name != name for one in authority.issued(folder)):
+        print(f"withdrew the invitation of {name}, which has no certificate")
+        return
     count = authority.revoke(folder, name)
     print(f"revoked {count} certificate{'' if count == 1 else 's'} of {name}" if count else f"{name} was already revoked")
     _say_list(folder)
@@ -66,7 +90,7 @@ def revoke(name: Name, folder: Folder = Path("keys")) -> None:
 @app.command("list")
 def list_(folder: Folder = Path("keys")) -> None:
     """List certificates and their dates."""
-    from commlayer.cluster import authority
+    from commlayer.cluster import authority, invitations
 
     if not (folder / authority.CA_KEY).exists():
         raise InvalidInput("E-KEYS", f"{folder} has no CA: `commlayer keys init` creates one, --dir selects another folder")
@@ -74,6 +98,8 @@ def list_(folder: Folder = Path("keys")) -> None:
     for one in authority.issued(folder):
         state = "revoked" if one.revoked else "ends soon" if one.until < soon else "good"
         print(f"{one.name:20} until {one.until:%Y-%m-%d}  {state}{', dials only' if one.dials_only else ''}")
+    for name, until in invitations.pending(folder).items():
+        print(f"{name:20} until {datetime.datetime.fromtimestamp(until):%Y-%m-%d %H:%M}  invited")
 
 
 def _say_list(folder: Path) -> None:

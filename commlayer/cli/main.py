@@ -16,6 +16,7 @@ from commlayer.cli.serve import serve
 from commlayer.cli.top import top
 from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
+from commlayer.cli.up import up
 from commlayer.cluster import messages
 from commlayer.errors import Coded, line_of
 
@@ -44,6 +45,7 @@ app.command()(serve)
 app.command()(top)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(join)
+app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command()(tune)
 app.command()(profile)
 app.command()(trace)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from commlayer.cluster import home_keys
 from commlayer.config import host_port
 from commlayer.errors import InvalidInput
 
@@ -22,6 +23,27 @@ Port = Annotated[int, typer.Option(help="The coordinator's port; data uses the n
 Keys = Annotated[str, typer.Option(help="This node's folder of keys; default: COMMLAYER_KEYS.", metavar="DIR")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="Allow unencrypted connections to other machines.")]
 Journal = Annotated[str, typer.Option(help="Folder for the server's journal, to resume after a crash.", metavar="DIR")]
+
+
+Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
+
+
+def stored_keys(address: str, keys: str) -> tuple[str, str]:
+    """Returns the address and the folder of keys that a home's line names; other addresses unchanged."""
+    if not home_keys.is_line(address):
+        return address, keys
+    home = parse_line(address, keys)
+    if (folder := home.stored()) is None:
+        raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}: `commlayer join` with the whole line, "
+                                           "whose token follows '#', fetches them")
+    return home.address, str(folder)
+
+
+def parse_line(address: str, keys: str) -> home_keys.HomeLine:
+    home = home_keys.parse(address)
+    if keys:
+        raise InvalidInput("E-CLI-OPTION", f"--keys {keys} and the home's name {home.name} in the address: remove one of them")
+    return home
 
 
 def split_bind(bind: str, port: int) -> tuple[str, int]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from commlayer.cli.options import Bind, Insecure, Join, Journal, Keys, Port, split_bind
-from commlayer.config import host_port, read_config
-from commlayer.errors import InvalidInput
+from commlayer.config import Config, host_port, read_config
+from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport import secret
 from commlayer.transport.secret import REMEDY
+
+if TYPE_CHECKING:
+    from commlayer.cluster.home_keys import Token
 
 
 def serve(
@@ -25,12 +30,22 @@ def serve(
     metrics: Annotated[str, typer.Option(help="Serve metrics for Prometheus there; a port alone is on 127.0.0.1.",
                                          metavar="HOST:PORT")] = "",
     events: Annotated[str, typer.Option(help="Folder for the job's events, for `commlayer top`.", metavar="DIR")] = "",
+    invite: Annotated[str, typer.Option(help="Names of homes to invite, with commas; default: home-1 to home-WORKERS.",
+                                        metavar="NAMES")] = "",
+    folder: Annotated[Path, typer.Option("--dir", help="The CA's folder for invitations, created if missing.",
+                                         metavar="DIR")] = Path("keys"),
 ) -> None:
-    """Run a job's coordinator and a summation server; with --join, run only a server of an existing job."""
+    """Run a job's coordinator and a summation server; with --join, run only a server of an existing job.
+
+    On another address than loopback, without keys, it creates a CA and prints one line to paste at each home.
+    """
     bind, port = split_bind(bind, port)
     options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
                                "keys": keys, "journal": journal, "min_workers": min_workers, "events": events}
-    config = read_config({name: value for name, value in options.items() if value})
+    settings = {name: value for name, value in options.items() if value}
+    names = _home_names(invite, workers)
+    workers = workers or len(names)
+    config, invites = _read(settings, names, wanted=bool(invite))
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
     if config.join and (events or metrics):
@@ -39,19 +54,62 @@ def serve(
                                            "--join")
     if servers == 0 and not no_server:
         raise InvalidInput("E-CLI-OPTION", "--servers 0 does not count this one: add --no-server to coordinate only")
-    fresh = ""
-    if not config.token:
-        if config.join:
-            raise InvalidInput("E-SECRET", f"--join {config.join} needs the job's secret: {REMEDY}")
-        fresh = secret.new_secret()
-        config = msgspec.structs.replace(config, token=fresh)
-    if servers is None:
-        servers = 0 if no_server else 1
+    if config.join and not config.token:
+        raise InvalidInput("E-SECRET", f"--join {config.join} needs the job's secret: {REMEDY}")
     # Imported late: it loads grpc, which --help does not need.
     from commlayer.cluster import server_process
 
-    server_process.run(config, server_process.ServeOptions(workers, servers, -1 if no_server else number, not no_server,
-                                                           job_token=fresh, metrics=_address_of(metrics)))
+    part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
+                                       -1 if no_server else number, not no_server, metrics=_address_of(metrics))
+    if invites:
+        place, tokens = _invited(folder, names)
+        config = read_config(settings | {"keys": str(place)})
+        part = part._replace(ca=str(folder.absolute()), invited=tuple(names), tokens=tokens)
+    elif not config.token:
+        part = part._replace(job_token=secret.new_secret())
+        config = msgspec.structs.replace(config, token=part.job_token)
+    server_process.run(config, part)
+
+
+def _home_names(invite: str, workers: int) -> list[str]:
+    """Returns the names of the homes that may be invited."""
+    names = list(dict.fromkeys(name.strip() for name in invite.split(","))) if invite else []
+    return names or [f"home-{number}" for number in range(1, workers + 1)]
+
+
+def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[Config, bool]:
+    """Reads the settings. Returns also whether homes are to be invited: if `wanted`, or if the server listens on another
+    address than loopback without keys. Creates nothing."""
+    try:
+        config = read_config(settings)
+    except RecordError as error:
+        if error.code != "E-PLAIN-TEXT" or settings.get("join"):
+            raise
+        if not names:
+            raise RecordError("E-PLAIN-TEXT", f"{error.what}; or give --workers N, to invite N homes: they fetch keys with the "
+                                              "lines that this command then prints") from None
+        config = read_config(settings | {"insecure": True})  # reports other mistakes
+        if config.join:
+            raise
+        return config, True
+    given = next((name for name in ("join", "keys", "insecure") if getattr(config, name)), "")
+    if wanted and given:
+        raise InvalidInput("E-CLI-OPTION", f"--invite needs the CA's own keys (--dir), but {given} is set: remove one of them")
+    return config, wanted
+
+
+def _invited(folder: Path, names: list[str]) -> tuple[Path, dict[str, Token]]:
+    """Creates what is missing: the CA, this server's keys, and invitations of homes that have neither keys nor an invitation.
+    Returns the folder of this server's keys, and the tokens of the new invitations."""
+    from commlayer.cluster import invitations  # imported late: it loads cryptography
+
+    if invitations.SERVER in names:
+        raise InvalidInput("E-CLI-OPTION", f"--invite: the name {invitations.SERVER!r} is this server's own: use another one")
+    place, new = invitations.server_keys(folder)
+    if new:
+        print(f"commlayer serve: created a CA in {folder}, which can admit any machine to the job; keep it on this machine",
+              file=sys.stderr, flush=True)
+    return place, invitations.invite(folder, names, keep=True)
 
 
 def _address_of(text: str) -> tuple[str, int] | None:

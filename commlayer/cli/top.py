@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from commlayer.cli.options import Insecure, Keys
+from commlayer.cli.options import Insecure, Keys, stored_keys
 from commlayer.config import read_config
 from commlayer.errors import CommError, InvalidInput
 from commlayer.transport.secret import REMEDY
@@ -38,7 +38,8 @@ class Source(Protocol):
 
 
 def top(
-    job: Annotated[str, typer.Argument(help="host:port of `commlayer serve`, or a folder of events.", metavar="JOB")] = "",
+    job: Annotated[str, typer.Argument(help="host:port of `commlayer serve`, NAME@HOST:PORT of a home, or a folder of events.",
+                                       metavar="JOB")] = "",
     keys: Keys = "", insecure: Insecure = False,
     replay: Annotated[Path | None, typer.Option(help="Show a finished run: its folder or file of events.",
                                                 metavar="RUN")] = None,
@@ -62,6 +63,7 @@ def top(
 
 
 def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -> None:
+    address, keys = stored_keys(address, keys)
     options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in options.items() if value})
     if not config.token:

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import fcntl
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from commlayer.cluster.home_keys import ALLOWED_NAMES, NAME
 from commlayer.errors import InvalidInput
 from commlayer.files import sync, write_whole
 from commlayer.transport.key_folder import CA, CERTIFICATE, KEY, REVOKED, SERVICE, TOKEN
@@ -31,7 +31,6 @@ CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
 """A new certificate is valid from this long before its time of issue, because a node's clock may be slow."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 T = TypeVar("T")
 
 
@@ -65,53 +64,67 @@ def init(folder: Path, days: int = CA_DAYS) -> datetime.datetime:
                    .add_extension(_usage(authority=True), critical=True)
                    .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
                    .sign(key, hashes.SHA256()))
-    contents = {CA_KEY: _private(key), CA: _pem(certificate), TOKEN: secrets.token_hex(32).encode() + b"\n",
+    contents = {CA_KEY: private(key), CA: pem(certificate), TOKEN: secrets.token_hex(32).encode() + b"\n",
                 REVOKED: _list(key, certificate, {}, 1)}
-    _make_folder(folder, contents, (ISSUED, NODES), new=True)
+    make_folder(folder, contents, (ISSUED, NODES), new=True)
     return end
 
 
 def add(folder: Path, name: str, days: int = NODE_DAYS, *, dials_only: bool = False, again: bool = False) -> Path:
     """Issues a certificate for node `name`. Creates and returns the node's folder. `dials_only`: the certificate is not valid
     for servers. `again`: replaces and revokes the node's present certificate."""
-    if not NAME.fullmatch(name):
-        raise InvalidInput("E-CLI-OPTION",
-                           f"node name: got {name!r}, allowed: 1 to 63 letters, digits, '.', '_' and '-', starting with a "
-                           "letter or digit, for example gpu-2")
+    check_name(name)
     _check_days(days)
-    with _locked(folder):
-        key, authority = _authority(folder)
-        shared = {one: _read(folder / one) for one in (CA, TOKEN)}  # read before any file is written
+    with locked(folder):
+        key, authority = load(folder)
+        shared = {one: read(folder / one) for one in (CA, TOKEN)}  # read before any file is written
         have = [one for one in issued(folder) if one.name == name and not one.revoked]
         if have and not again:
             raise InvalidInput("E-KEYS",
                                f"{name} already has a certificate, valid until {have[-1].until:%Y-%m-%d}, in "
                                f"{folder / NODES / name}; --again replaces and revokes it")
         own = ec.generate_private_key(ec.SECP256R1())
-        start, end = _times(days)
-        end = min(end, authority.not_valid_after_utc)
-        purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        certificate = (_builder(subject, own.public_key(), start, end).issuer_name(authority.subject)
-                       .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-                       .add_extension(_usage(authority=False), critical=True)
-                       .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-                       .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
-                       .sign(key, hashes.SHA256()))
+        certificate = sign(key, authority, name, own.public_key(), days, dials_only=dials_only)
         # The CA records the certificate before handing it out, because an unrecorded certificate could not be revoked.
-        write_whole({folder / ISSUED / f"{name}-{certificate.serial_number:x}.pem": _pem(certificate)}, durable=True)
+        write_whole({record_of(folder, certificate): pem(certificate)}, durable=True)
         if have:
-            _revoke(folder, key, authority, {one.serial for one in have})
+            revoke_serials(folder, key, authority, {one.serial for one in have})
         place = folder / NODES / name
-        contents = {KEY: _private(own), CERTIFICATE: _pem(certificate), REVOKED: _read(folder / REVOKED)} | shared
-        _make_folder(place, contents, ())
+        contents = {KEY: private(own), CERTIFICATE: pem(certificate), REVOKED: read(folder / REVOKED)} | shared
+        make_folder(place, contents, ())
         return place
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise InvalidInput("E-CLI-OPTION", f"node name: got {name!r}, {ALLOWED_NAMES}, for example gpu-2")
+
+
+def sign(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, name: str, public: ec.EllipticCurvePublicKey,
+         days: int = NODE_DAYS, *, dials_only: bool) -> x509.Certificate:
+    """Makes a node's certificate. The caller holds the CA's lock, and must record the certificate before handing it out."""
+    start, end = _times(days)
+    end = min(end, authority.not_valid_after_utc)
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([] if dials_only else [ExtendedKeyUsageOID.SERVER_AUTH])
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    return (_builder(subject, public, start, end).issuer_name(authority.subject)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(authority=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVICE), x509.DNSName(name)]), critical=False)
+            .sign(key, hashes.SHA256()))
+
+
+def record_of(folder: Path, certificate: x509.Certificate) -> Path:
+    """Returns the file in which the CA records this certificate."""
+    name = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+    return folder / ISSUED / f"{name!s}-{certificate.serial_number:x}.pem"
 
 
 def revoke(folder: Path, name: str) -> int:
     """Permanently revokes all certificates of node `name`. Returns the number of certificates that were not revoked before."""
-    with _locked(folder):
-        key, authority = _authority(folder)
+    with locked(folder):
+        key, authority = load(folder)
         certificates = issued(folder)
         have = [one for one in certificates if one.name == name]
         if not have:
@@ -120,14 +133,14 @@ def revoke(folder: Path, name: str) -> int:
                                          f"certificates: {names}")
         new = {one.serial for one in have if not one.revoked}
         # Written even if no certificate is newly revoked: an earlier call may have failed before it reached a node's folder.
-        _revoke(folder, key, authority, new)
+        revoke_serials(folder, key, authority, new)
         return len(new)
 
 
 def issued(folder: Path) -> list[Issued]:
     """Returns all certificates that the CA has issued, sorted by node name; for each node, revoked certificates come first."""
     _, listed = _revocations(folder)
-    rows = [_parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
+    rows = [parsed(path, lambda data: _issued(data, listed), "certificate that `commlayer keys add` made")
             for path in (folder / ISSUED).glob("*.pem")]
     return sorted(rows, key=lambda one: (one.name, not one.revoked, one.until))
 
@@ -140,7 +153,7 @@ def _issued(data: bytes, listed: Mapping[int, datetime.datetime]) -> Issued:
                   ExtendedKeyUsageOID.SERVER_AUTH not in purposes)
 
 
-def _revoke(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, serials: set[int]) -> None:
+def revoke_serials(folder: Path, key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, serials: set[int]) -> None:
     number, listed = _revocations(folder)
     now = datetime.datetime.now(datetime.UTC)
     data = _list(key, authority, listed | dict.fromkeys(serials, now), number + 1)
@@ -154,7 +167,7 @@ def _revocations(folder: Path) -> tuple[int, dict[int, datetime.datetime]]:
         number = revocation_list.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
         return number, {one.serial_number: one.revocation_date_utc for one in revocation_list}
 
-    return _parsed(folder / REVOKED, listed, "revocation list")
+    return parsed(folder / REVOKED, listed, "revocation list")
 
 
 def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: Mapping[int, datetime.datetime],
@@ -169,28 +182,28 @@ def _list(key: ec.EllipticCurvePrivateKey, authority: x509.Certificate, listed: 
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def _authority(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    ca = _parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
+def load(folder: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    ca = parsed(folder / CA, x509.load_pem_x509_certificate, "certificate")
     now = datetime.datetime.now(datetime.UTC)
     if not ca.not_valid_before_utc <= now <= ca.not_valid_after_utc:
         raise InvalidInput("E-KEYS", f"the CA in {folder} is valid from {ca.not_valid_before_utc:%Y-%m-%d} to "
                                      f"{ca.not_valid_after_utc:%Y-%m-%d}, but this machine's clock shows {now:%Y-%m-%d}: "
                                      "correct the clock, or create another CA with `commlayer keys init --dir`")
-    key = _parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
+    key = parsed(folder / CA_KEY, lambda data: serialization.load_pem_private_key(data, None), "key")
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidInput("E-KEYS", f"{folder / CA_KEY} is not the key of {folder / CA}; {_remedy(folder / CA_KEY)}")
     return key, ca
 
 
-def _parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
-    data = _read(path)
+def parsed(path: Path, parse: Callable[[bytes], T], what: str) -> T:
+    data = read(path)
     try:
         return parse(data)
     except Exception:  # parsers raise many types, and their messages do not help users
         raise InvalidInput("E-KEYS", f"{path} is damaged: it does not contain a {what}; {_remedy(path)}") from None
 
 
-def _read(path: Path) -> bytes:
+def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
@@ -211,7 +224,7 @@ def _remedy(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Locks the CA's folder against other processes."""
     try:
         descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
@@ -226,7 +239,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:
+def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:
     """Creates a folder atomically, readable by its owner only. After a failure the previous folder is still in place. `new`:
     fails if the folder exists and is not empty."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
@@ -235,8 +248,8 @@ def _make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str,
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput("E-KEYS",
-                           f"{place} cannot be created: {error.filename or place.parent}: {error.strerror}; name a "
-                           "writable folder with --dir") from None
+                           f"{place} cannot be created: {error.filename or place.parent}: {error.strerror}; choose a "
+                           "writable folder") from None
     try:
         part.mkdir(mode=0o700)
         for name in folders:
@@ -282,9 +295,9 @@ def _check_days(days: int) -> None:
         raise InvalidInput("E-CLI-OPTION", f"days: got {days}, allowed: 1 to {MOST_DAYS}")
 
 
-def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+def private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
-def _pem(certificate: x509.Certificate) -> bytes:
+def pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)

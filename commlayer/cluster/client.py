@@ -61,6 +61,8 @@ CHECK_S = 1.0
 NAME_S = 5.0
 """Seconds for which a host name may be unresolvable before that is an error. The name of a container exists only after the
 container has started."""
+PROGRESS_S = 10.0
+"""Seconds between two equal lines about a wait."""
 RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """gRPC status codes after which a call is retried: the coordinator is not up yet, is overloaded, or was stopped while it
 answered."""
@@ -183,11 +185,12 @@ class CoordinatorChannel:
         returns the Join message to send.
 
         Raises Refused with the coordinator's reason; DeadlineExceeded if the coordinator does not answer for `answer_s`, or if
-        other processes have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait` is called with each new
-        line that says which processes are missing.
+        other processes have not joined within `wait_s`. Setting `ended` stops the wait. `log_wait` is called with a line
+        that says which processes are missing, when they change and every PROGRESS_S seconds.
         """
         begin = answered = time.monotonic()
         missing = logged = ""
+        logged_s = 0.0
         ended = ended or threading.Event()
         backoff = Backoff(begin + wait_s, ended)
         while True:
@@ -205,7 +208,7 @@ class CoordinatorChannel:
                 except Unresolved:
                     if now - begin > NAME_S:
                         raise
-                line = f"waiting up to {answer_s:g} s for the coordinator at {self.address} to answer"
+                line, since, limit_s = f"waiting for the coordinator at {self.address} to answer", answered, answer_s
             else:
                 answered, missing = time.monotonic(), reply.missing
                 if reply.error:
@@ -216,11 +219,12 @@ class CoordinatorChannel:
                     if reply.view is not None and messages.digest_of(reply.plan) != reply.view.plan:
                         raise CorruptFrame("sent a plan that does not match its digest", peer=self.peer)
                     return reply
-                line = f"{missing}; waiting for the others"
-            if line != logged:
-                log_wait(line)
-                logged = line
-            if time.monotonic() > answered + answer_s:
+                line, since, limit_s = missing if "waiting" in missing else f"{missing}; waiting", begin, wait_s
+            now = time.monotonic()
+            if line != logged or now >= logged_s + PROGRESS_S:
+                log_wait(f"{line}, {now - since:.0f} of {limit_s:g} s")
+                logged, logged_s = line, now
+            if now > answered + answer_s:
                 missing = ""
                 break
             if not backoff.wait():

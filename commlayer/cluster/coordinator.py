@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -66,14 +67,16 @@ class Coordinator:
 
     def __init__(self, config: Config, *, workers: int = 0, servers: int = 0,
                  ended: threading.Event | None = None, clock: Callable[[], float] = time.monotonic,
-                 journal: CoordinatorJournal | None = None, embedded: bool = False, events: EventLog | None = None) -> None:
+                 journal: CoordinatorJournal | None = None, embedded: bool = False, events: EventLog | None = None,
+                 ca: str = "", invited: Sequence[str] = ()) -> None:
         """Starts to listen, and starts a thread that detects failures.
 
         `workers`: number of workers to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
         `journal`: records this job; a job that it already contains is resumed. `embedded`: True: a training process started
         this coordinator. All its members are in one cluster, so a silent process counts as dead at once. An embedded
         coordinator serves only one job; any other coordinator is replaced for the next job if its job failed. `events`: the log
-        for the job's events; None: a new one.
+        for the job's events; None: a new one. `ca`: folder of the job's CA, whose invitations this coordinator accepts; "":
+        none. `invited`: names of the homes that should join.
         """
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
@@ -100,10 +103,15 @@ class Coordinator:
         check_free(config.bind, config.port)
         self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
+        if ca and self._keys is not None:
+            # Imported late: it loads cryptography's certificate requests, which few coordinators need.
+            from commlayer.cluster.enrolment import EnrolmentServer
+
+            self._port.enrolment = EnrolmentServer(Path(ca), self._keys, config.token)
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
                                              admission=self._admission, journal=journal,
-                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s)
+                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited)
         if self._state.view is not None:
             self._rendezvous.begin()
             self.events.changed(membership.State(0, 0), self._state)

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from commlayer import config as settings
 from commlayer.cluster.messages import MAX_NBYTES, MAX_REPLY_NBYTES, SERVICE
@@ -43,6 +43,14 @@ KEEPALIVE_S, SILENT_S = 10, 60.0
 must not occupy a connection with its two threads."""
 
 
+class Enrolment(Protocol):
+    """The server's end of enrolment.py, which loads cryptography."""
+
+    def is_meant(self, sock: socket.socket, deadline: float) -> bool: ...
+
+    def serve(self, sock: socket.socket, where: str) -> str: ...
+
+
 class _TlsConnection(NamedTuple):
     """An authenticated control connection. `where`: certificate name and address of the other end, since gRPC sees only a
     loopback address."""
@@ -62,6 +70,8 @@ class GrpcPort:
         self._server: RpcServer | None = None
         self.accept: AcceptStream | None = None
         """Function that accepts data streams that arrive at this port; None if no summation server uses this port."""
+        self.enrolment: Enrolment | None = None
+        """Serves homes that fetch their first certificate at this port; None if this process has no CA."""
         self._lock = threading.Lock()
         self._known: dict[str, _TlsConnection] = {}
         self._distrusted: set[str] = set()
@@ -146,7 +156,11 @@ class GrpcPort:
 
     def _serve(self, sock: TlsSocket, where: str) -> None:
         try:
-            certified = sock.handshake(time.monotonic() + HANDSHAKE_S)
+            deadline = time.monotonic() + HANDSHAKE_S
+            if self.enrolment is not None and self.enrolment.is_meant(sock, deadline):
+                self._enrol(self.enrolment, sock, where)
+                return
+            certified = sock.handshake(deadline)
             where = f"{certified.name} at {where}"
             sock.settimeout(None)
             tune_socket(sock, KEEPALIVE_S, SILENT_S)
@@ -159,6 +173,17 @@ class GrpcPort:
         finally:
             self._handshakes.remove(sock)
             close_channel(sock)
+
+    def _enrol(self, enrolment: Enrolment, sock: TlsSocket, where: str) -> None:
+        """Passes a connection whose first byte is not TLS to `enrolment`, and closes it afterwards. It never reaches gRPC."""
+        plain = socket.socket(sock.family, sock.type, sock.proto, sock.detach())
+        with plain, plain.dup() as guard:  # ends the connection on eviction, whatever wraps the other one
+            self._handshakes.replace(sock, guard)
+            try:
+                if reason := enrolment.serve(plain, where):
+                    self._refused(where, reason)
+            finally:
+                self._handshakes.remove(guard)
 
     def _forward(self, known: _TlsConnection) -> None:
         """Forwards both directions until either end closes."""

@@ -9,7 +9,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -53,11 +53,13 @@ class RendezvousService:
     def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  admission: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
-                 noticed_s: float = 0.0) -> None:
+                 noticed_s: float = 0.0, invited: Sequence[str] = ()) -> None:
         """`silence_s`: a site counts as gone after this many seconds without a call. `admission`: returns whether the running
         job admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
-        begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds."""
-        self._state, self._store = sites.Sites(workers, meeting=secrets.token_hex(8), version=version()), KvStore(workers)
+        begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds. `invited`: names of
+        the sites that should register."""
+        self._state = sites.Sites(workers, meeting=secrets.token_hex(8), version=version(), invited=tuple(invited))
+        self._store = KvStore(workers)
         self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
         self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
         self._lock = threading.Lock()

@@ -16,7 +16,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +25,7 @@ import msgspec
 from commlayer.cluster import child_processes, client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
+from commlayer.cluster.home_keys import Token
 from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
@@ -68,6 +69,12 @@ class ServeOptions(NamedTuple):
     data_port: int = messages.ANY
     metrics: tuple[str, int] | None = None
     """Host and port for Prometheus; None: no metrics."""
+    ca: str = ""
+    """Folder of the job's CA, if this process accepts invitations; the next two fields belong to it."""
+    invited: tuple[str, ...] = ()
+    """Names of the homes that should join."""
+    tokens: Mapping[str, Token] = {}
+    """Tokens of the homes that were invited just now, by name."""
 
 
 def run(config: Config, part: ServeOptions) -> None:
@@ -147,7 +154,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             if journal is not None:
                 journal.token = part.job_token
             coordinator = Coordinator(config, workers=part.workers, servers=part.servers, ended=end, journal=journal,
-                                      embedded=part.parent > 0, events=events)
+                                      embedded=part.parent > 0, events=events, ca=part.ca, invited=part.invited)
             stack.callback(coordinator.close)
             control, near = coordinator.address, coordinator.near
         if part.parent:
@@ -165,8 +172,11 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             print(json.dumps({"control": control, "data": data} | secret), flush=True)
         token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else \
             "COMMLAYER_KEYS" if config.keys else "the job's secret"
-        log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
-        if not config.join:
+        if part.ca:
+            _invite(part, control)
+        else:
+            log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
+        if not (part.ca or config.join):
             log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))
         if part.sums:
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
@@ -242,6 +252,16 @@ def _can_resume(config: Config, end: threading.Event, stopped: threading.Event) 
 
 def _advertised(address: str, config: Config) -> str:
     return address and join_host(config.advertise or config.bind, host_port(address)[1])
+
+
+def _invite(part: ServeOptions, control: str) -> None:
+    """Logs the line to paste at each home."""
+    from commlayer.cluster import invitations  # imported late: it loads cryptography
+
+    invitations.set_address(Path(part.ca), control)
+    lines = invitations.commands(Path(part.ca), part.invited, {} if part.again else part.tokens, control)
+    log.info("paste one line at each home, with your script instead of %s; a token (after #) works once, within %g hours:\n%s",
+             invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 
 
 def _launch_command(config: Config, control: str, job_token: str) -> str:

@@ -84,6 +84,8 @@ class Sites(Record, frozen=True):
     """Why each site left after the job began, keyed by the ranks of the site's workers."""
     version: str = ""
     """Version that sites must have: the coordinator's; "": that of the first site."""
+    invited: tuple[str, ...] = ()
+    """Certificate names of the sites that should register, for the text of missing(); empty if they are not known."""
 
 
 def register(state: Sites, request: Join, now: float, admission: AdmissionState | None = None,
@@ -185,12 +187,16 @@ def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = 
 
 
 def missing(state: Sites) -> str:
-    """Returns how many workers have not joined yet, as text; "" when all have."""
+    """Returns how many workers have not joined yet, and whose they are if known, as text; "" when all have."""
     if state.ranks_assigned:
         return ""
     requests = [site.request for site in state.present.values()]
-    names = ", ".join((r.certificate or r.name) + (f" with {r.world}" if r.world > 1 else "") for r in requests)
-    return f"{_count(state)} of {state.workers} workers have joined ({names})"
+    names = [r.certificate or r.name for r in requests]
+    shown = ", ".join(name + (f" with {r.world}" if r.world > 1 else "") for name, r in zip(names, requests, strict=True))
+    absent, left = [name for name in state.invited if name not in names], state.workers - _count(state)
+    each_one = len(absent) == left and len(names) == _count(state)
+    what, who = ("homes", ", ".join(absent)) if each_one else ("workers", f"{left} more")
+    return f"{_count(state)} of {state.workers} {what} have joined{f' ({shown})' if shown else ''}; waiting for {who}"
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:

@@ -291,6 +291,11 @@ class PendingHandshakes:
         with self._work:
             self._pending[sock] = time.monotonic()
 
+    def replace(self, sock: ByteChannel, other: ByteChannel) -> None:
+        """Puts another object for the same connection in the place of `sock`, which keeps its start time."""
+        with self._work:
+            self._pending = {other if one is sock else one: since for one, since in self._pending.items()}
+
     def remove(self, sock: ByteChannel) -> None:
         """Removes a connection that has authenticated or failed. Idempotent."""
         with self._work:

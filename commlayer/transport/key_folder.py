@@ -27,6 +27,8 @@ SERVICE = "commlayer"
 """A name in the certificates of all nodes that accept connections. Addresses, not names, determine which node is reached."""
 PROTOCOLS = "commlayer-data", "h2"
 """ALPN names of the two kinds of connection (data, control), so neither end mistakes one kind for the other."""
+ENROLMENT = "commlayer-enrolment"
+"""ALPN name of connections on which homes fetch their certificates."""
 COPY_AGAIN = "copy it again from the folder where `commlayer keys` created it"
 Stamp = tuple[int, int, int]
 
@@ -142,6 +144,16 @@ class Keys:
         with self._lock:
             return self._contexts[server, protocol]
 
+    def enrolment_context(self) -> ssl.SSLContext:
+        """Returns a TLS 1.3 context for a server that requests no certificate, for homes that have none yet
+        (cluster/enrolment.py). Data and control connections use context() instead."""
+        context = _tls13(server=True)
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols([ENROLMENT])
+        with _file(self.certificate) as certificate, _file(self.key) as key:
+            context.load_cert_chain(certificate, key)
+        return context
+
     def _list(self) -> RevocationList:
         """Reads the revocation list from its file. Raises OSError or ValueError if the list is invalid."""
         from cryptography import x509
@@ -162,14 +174,9 @@ class Keys:
                 for protocol in PROTOCOLS for server in (False, True)}
 
     def _context(self, protocol: str, server: bool, listed: RevocationList) -> ssl.SSLContext:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # nodes are identified by names that DNS does not have
-        context.verify_mode = ssl.CERT_REQUIRED
+        context = _tls13(server)
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
         context.set_alpn_protocols([protocol])
-        if server:
-            context.num_tickets = 0  # no session resumption
         try:
             with _file(self.ca + b"\n" + listed.data) as trust, _file(self.certificate) as certificate, _file(self.key) as key:
                 context.load_verify_locations(trust)
@@ -179,6 +186,25 @@ class Keys:
                                         f"({error.strerror or error}): copy the folder again from where `commlayer "
                                         "keys` created it") from None
         return context
+
+
+def enrolling_context(authority: bytes) -> ssl.SSLContext:
+    """Returns a TLS 1.3 context for a home without a certificate. It accepts a server of the CA with this certificate (DER)."""
+    context = _tls13(server=False)
+    context.load_verify_locations(cadata=authority)
+    context.set_alpn_protocols([ENROLMENT])
+    return context
+
+
+def _tls13(server: bool) -> ssl.SSLContext:
+    """Returns a context that requires a certificate of the other end."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # nodes are identified by names that DNS does not have
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        context.num_tickets = 0  # no session resumption
+    return context
 
 
 @contextlib.contextmanager

@@ -57,6 +57,13 @@ _ALERTS = {
 }
 
 
+def bad_certificate(error: ssl.SSLCertVerificationError) -> Refused:
+    """Returns the error for the other end's certificate, which OpenSSL did not accept."""
+    code, text = _VERIFIED.get(error.verify_code, _VERIFIED[_LIST])
+    more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
+    return Refused(text.format(now=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC") + more, code=code)
+
+
 class TlsSocket(socket.socket):
     """A TLS connection over a connected socket, which it replaces. One thread at a time may read and one may write. If sendmsg
     returns less than all bytes, the caller must pass the rest again."""
@@ -162,16 +169,13 @@ class TlsSocket(socket.socket):
             pass  # the peer is gone
 
     def _reason(self, error: ssl.SSLError) -> CommError:
-        now = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
         if isinstance(error, ssl.SSLEOFError):
             if not self._received:
                 return Unsaid()
             return PeerLost("connection closed during the TLS handshake: check that keys (COMMLAYER_KEYS) are set on both "
                             "machines")
         if isinstance(error, ssl.SSLCertVerificationError):
-            code, text = _VERIFIED.get(error.verify_code, _VERIFIED[_LIST])
-            more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
-            return Refused(text.format(now=now) + more, code=code)
+            return bad_certificate(error)
         if line := _REASONS.get(error.reason or ""):
             # A byte corrupted in transit gives the same error, so a dialer that has been connected there tries again.
             return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")

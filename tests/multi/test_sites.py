@@ -60,7 +60,7 @@ def test_ranks_go_in_order_of_coming_and_wishes_are_kept() -> None:
     a, b, c = asked("a"), asked("b", workers=2), asked("c", place=0)
     state, replies = come(sites.Sites(4), a, b)
     assert [r.rank for r in replies] == [messages.ANY] * 2
-    assert replies[1].missing == "3 of 4 workers have joined (a, b with 2)"
+    assert replies[1].missing == "3 of 4 workers have joined (a, b with 2); waiting for 1 more"
     state, _ = come(state, c)
     _, (of_a, of_b, of_c) = come(state, a, b, c)
     assert [(r.node, r.rank, r.world, r.nodes) for r in (of_c, of_a, of_b)] == [(0, 0, 4, 3), (1, 1, 4, 3), (2, 2, 4, 3)]
@@ -321,7 +321,7 @@ def test_a_coordinator_that_is_not_there_or_others_that_do_not_come_are_a_line(o
     said: list[str] = []
     line = outcome(lambda: SiteLease("127.0.0.1:9", quick(join_deadline_s=0.3), asked("a"), said.append).meet(5.0))
     assert_refused(line, "E-DEADLINE", "DeadlineExceeded: ", "127.0.0.1:9", "0.3 s")
-    assert said == ["waiting up to 0.3 s for the coordinator at 127.0.0.1:9 to answer"]
+    assert said == ["waiting for the coordinator at 127.0.0.1:9 to answer, 0 of 0.3 s"]
     coordinator = Coordinator(quick(token="secret-of-the-job"), workers=2)
     opened.append(coordinator)
     line = outcome(lambda: SiteLease(coordinator.address, quick(token="another-secret"), asked("a"), said.append).meet(5.0))

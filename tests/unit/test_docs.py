@@ -161,7 +161,7 @@ def test_a_line_of_a_page_is_one_that_the_command_takes(line: Line) -> None:
 def test_no_kind_of_line_is_overlooked() -> None:
     full = {(line.page, line.program, line.words[0]) for line in ALL if line.complete}
     for page, commands in (("README.md", ("serve", "join")), ("keys.md", ("keys",)),
-                           ("first-evening.md", ("serve", "join", "keys", "doctor"))):
+                           ("first-evening.md", ("estimate", "serve", "join"))):
         assert {(page, "commlayer", command) for command in commands} <= full
     assert {("benchmarks.md", "python -m bench", "tta"), ("benchmarks.md", "python -m bench", "chaos")} <= full
     # One torchrun starts, and one is a word of another shell's.

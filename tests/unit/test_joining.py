@@ -1,0 +1,87 @@
+"""Lines of homes, what `commlayer up` does next, and how progress on joining reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.site_groups import asked
+
+from commlayer.cli.up import Facts, next_step
+from commlayer.cluster import home_keys, sites
+from commlayer.cluster.home_keys import HomeLine, Token
+
+TOKEN = Token(bytes(range(32)), bytes(range(100, 116)))
+
+
+@pytest.mark.parametrize("line", [HomeLine("home-1", "203.0.113.1:7000", TOKEN), HomeLine("anna", "[::1]:7000", TOKEN),
+                                  HomeLine("b.c_d-9", "hub.example.org:1")])
+def test_a_line_is_read_as_it_was_written(line: HomeLine) -> None:
+    assert home_keys.parse(str(line)) == line
+    assert home_keys.is_line(str(line))
+    assert line.token is None or len(str(line.token)) == home_keys.TOKEN_CHARACTERS == 64
+    assert not home_keys.is_line("203.0.113.1:7000")
+
+
+GOOD = f"home-1@203.0.113.1:7000#{TOKEN}"
+
+
+@pytest.mark.parametrize(("line", "code"), [
+    (GOOD[:-1], "E-INVITATION"), (GOOD + "A", "E-INVITATION"), (GOOD[:-1] + "*", "E-INVITATION"),
+    (GOOD[:-1] + "é", "E-INVITATION"), ("home-1@203.0.113.1:7000#", "E-INVITATION"),
+    (f"203.0.113.1:7000#{TOKEN}", "E-INVITATION"), ("@1.2.3.4:7000", "E-INVITATION"),
+    ("../x@1.2.3.4:7000", "E-INVITATION"), ("a b@1.2.3.4:7000", "E-INVITATION"), ("home-1@203.0.113.1", "E-ADDRESS"),
+    ("home-1@203.0.113.1:0", "E-ADDRESS"), ("home-1@:7000", "E-ADDRESS"),
+])
+def test_a_malformed_line_is_one_line_that_does_not_repeat_the_token(line: str, code: str) -> None:
+    with pytest.raises(ValueError, match=rf"\[{code}\]$") as caught:
+        home_keys.parse(line)
+    assert "\n" not in str(caught.value)
+    assert str(TOKEN)[:20] not in str(caught.value)
+
+
+def test_keys_of_different_jobs_and_homes_have_different_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    lines = ["a@1.2.3.4:7000", "b@1.2.3.4:7000", "a@1.2.3.4:7001", "a@[::1]:7000"]
+    folders = {home_keys.parse(line).folder for line in lines}
+    assert len(folders) == len(lines)
+    assert {folder.parent for folder in folders} == {tmp_path / "commlayer"}
+
+
+ONE, TWO = (HomeLine(name, "1.2.3.4:7000") for name in ("home-1", "home-2"))
+BASE = Facts((ONE,), False, "train.py", workers=3)
+
+
+@pytest.mark.parametrize(("facts", "words"), [
+    (BASE, ""),
+    (BASE._replace(begun=True, free_seats=1), ""),
+    (BASE._replace(begun=True), "with all its 3 workers"),
+    (BASE._replace(begun=True, script=""), "with all its 3 workers"),
+    (BASE._replace(script=""), "`commlayer up SCRIPT`"),
+    (BASE._replace(problem="no answer"), "(no answer)"),
+    (BASE._replace(problem="no answer", script=""), f"`commlayer doctor --join {ONE}`"),
+    (BASE._replace(homes=()), "commlayer join NAME@HOST:PORT#TOKEN SCRIPT"),
+    (BASE._replace(homes=(), has_ca=True), "`commlayer serve --bind HOST:PORT --workers N`"),
+    (BASE._replace(homes=(ONE, TWO)), f"commlayer join {ONE} train.py or commlayer join {TWO} train.py"),
+])
+def test_the_next_step(facts: Facts, words: str) -> None:
+    line = next_step(facts)
+    assert words in line
+    assert bool(words) == bool(line)
+    assert "\n" not in line
+
+
+def test_progress_names_the_homes_that_are_missing() -> None:
+    def line(state: sites.Sites, *names: str, workers: int = 1) -> str:
+        for name in names:
+            request = msgspec.structs.replace(asked(name, workers=workers), certificate=name)
+            state, reply = sites.register(state, request, 0.0)
+        return reply.missing
+
+    invited = sites.Sites(3, invited=("home-1", "home-2", "home-3"))
+    assert line(invited, "home-1", "home-3") == "2 of 3 homes have joined (home-1, home-3); waiting for home-2"
+    assert line(invited, "home-3") == "1 of 3 homes have joined (home-3); waiting for home-1, home-2"
+    assert line(invited, "home-2", "home-1", "home-3") == ""
+    assert line(invited, "home-2", workers=2) == "2 of 3 workers have joined (home-2 with 2); waiting for 1 more"
+    assert line(sites.Sites(3), "a") == "1 of 3 workers have joined (a); waiting for 2 more"
