@@ -37,7 +37,9 @@ CASES = (
     Case("LoRA of SDXL", "3 homes, RTX 4090, 100/20 Mb/s", "sdxl-lora16", "--homes 3xrtx4090@100/20Mb"),
     Case("ResNet-50", "4 machines, RTX 3060, 1 Gb/s Ethernet", "resnet50", "--nodes 4xrtx3060@1Gb"),
     Case("GPT-2, 124 M", "4 machines, RTX 4090, 10 Gb/s Ethernet", "gpt2", "--nodes 4xrtx4090@10Gb"),
+    Case("GPT-2, 124 M", "3 homes, an RTX 3090 and two RTX 3060", "gpt2", "--homes rtx3090@100/20Mb,2xrtx3060@100/20Mb"),
     Case("GPT-2, 124 M", "2 homes, RTX 4090 and RTX 3060", "gpt2", "--homes rtx4090@100/20Mb,rtx3060@100/20Mb"),
+    Case("GPT-2, 124 M", "3 homes, RTX 3060, 5/1 Mb/s", "gpt2", "--homes 3xrtx3060@5/1Mb"),
 )
 
 

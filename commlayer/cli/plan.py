@@ -43,6 +43,8 @@ Price = Annotated[float | None, typer.Option(help="Price of the rented server pe
 Watts = Annotated[float | None, typer.Option(
     help="Power of one worker, with --steps; default: the GPU's data sheet.", metavar="W")]
 ALLOWED = ("forward", "fragments", "staleness")
+UNEVEN = 1.2
+"""From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
 
 
 def estimate(
@@ -59,7 +61,7 @@ def estimate(
     arguments.check_json(json)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
     arguments.check_training(steps, price_per_hour, watts, machines)
-    planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale)
+    planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale, shares=True)
     rows = planned.alternatives()
     assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
                                                 named=bool(optimizer)))
@@ -126,6 +128,10 @@ class _Planned(NamedTuple):
 
     inputs: PlanFileInputs
     machines: Cluster
+    shared: Cluster
+    """The machines with the speeds at which they compute their shares of the batch; equals `machines` if shares are equal."""
+    shares: tuple[int, ...]
+    """Each worker's samples; empty if all have the same number."""
     policy: Policy
     plan: Plan
     synchronous: Plan | None
@@ -150,10 +156,10 @@ class _Planned(NamedTuple):
         from commlayer.planner.tensors import untouched
 
         console, (costs, limits), known = plan_output.console_of(), self.inputs.costs(), self.plan.steps > 0
-        timeline = simulate(self.plan, self.job, self.machines, costs, limits)
+        timeline = simulate(self.plan, self.job, self.shared, costs, limits)
         warnings = [line for line in assumptions if line.startswith(plan_output.WARNING)]
         for line in (verdict(rows), *warnings, *([training] if training else []),
-                     plan_output.title(self.plan, self.job, self.machines),
+                     plan_output.title(self.plan, self.job, self.machines), *plan_output.uneven(self.machines, self.shares),
                      "assumed", *(f"  {line}" for line in assumptions if line not in warnings),
                      plan_output.summary(self.plan, self.job, self.machines, timeline),
                      *plan_output.to_a_loss(rows, known)):
@@ -172,8 +178,9 @@ class _Planned(NamedTuple):
 
 
 def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, policy: Policy, profile: Profile | None = None,
-             loss: str = "", learning: str = "", noise_scale: float | None = None) -> _Planned:
-    """Makes a plan from the command's arguments. `optimizer`: the user's name of the optimizer."""
+             loss: str = "", learning: str = "", noise_scale: float | None = None, *, shares: bool = False) -> _Planned:
+    """Makes a plan from the command's arguments. `optimizer`: the user's name of the optimizer. `shares`: machines of different
+    speed get shares of the batch by their speed."""
     from commlayer import plan_file
     from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
@@ -186,10 +193,27 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       rows_in(Path(learning)) if learning else ())
-    search = PlanSearch(job, machines, *inputs.costs())
+    shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
+    search = PlanSearch(job, shared, *inputs.costs())
     result = search.explained(search.best(exact=policy.exact))
     synchronous = None if plan_output.is_synchronous(result) else search.explained(search.best(exact=True))
-    return _Planned(inputs, machines, policy, result, synchronous)
+    return _Planned(inputs, machines, shared, by_speed, policy, result, synchronous)
+
+
+def _by_speed(job: Job, machines: Cluster) -> tuple[Cluster, tuple[int, ...]]:
+    """Shares of the global batch that all workers compute in the same time, and the machines with speeds that express this.
+    Without shares if the workers are about equally fast, or the batch is unknown."""
+    from commlayer.balance import LinearTime, shares
+
+    workers = [node.speed for node in machines.nodes for _ in range(node.ranks)]
+    if not job.batch or max(workers) < UNEVEN * min(workers):
+        return machines, ()
+    samples = shares([LinearTime(1 / speed) for speed in workers], job.batch * len(workers))
+    nodes, left = [], list(samples)
+    for node in machines.nodes:
+        own, left = left[: node.ranks], left[node.ranks :]
+        nodes.append(structs.replace(node, speed=node.speed * job.batch / max(own)) if own else node)
+    return structs.replace(machines, nodes=tuple(nodes)), tuple(samples)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -79,6 +79,14 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
         mode = f"{sync_mode(plan)}: between exchanges each worker steps on its own .grad"
     return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
+
+
+def uneven(cluster: Cluster, shares: Sequence[int]) -> Iterator[str]:
+    """A line with each worker's share of the batch, if shares differ."""
+    if shares:
+        names = [node.name for node in cluster.nodes for _ in range(node.ranks)]
+        each = ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
+        yield f"shares by speed: {each} of {sum(shares)} samples: commlayer.balance.Sampler(..., shares={list(shares)})"
 
 
 def is_synchronous(plan: Plan) -> bool:

@@ -165,6 +165,21 @@ def test_the_verdict_comes_first(commlayer, model: str, line: str, more: tuple[s
     assert result["plan"]["buckets"]
 
 
+def test_machines_of_different_speed_get_shares_of_the_batch(commlayer) -> None:
+    def estimate(line: str) -> tuple[str, float]:
+        _, out, _ = commlayer("estimate", "gpt2", "--homes", line, "--json", "estimate.json")
+        return out, json.loads(Path("estimate.json").read_text())["gain_over_alone"]
+
+    out, gain = estimate("rtx3090@100/20Mb,2xrtx3060@100/20Mb")
+    shares = re.search(r"shares=\[(\d+), (\d+), (\d+)\]", out)
+    assert shares is not None
+    fast, slow, other = map(int, shares.groups())
+    assert fast + slow + other == 24
+    assert fast > 2 * slow == 2 * other
+    assert gain > 1  # with equal shares the fast machine would wait, and train sooner alone
+    assert "shares=" not in estimate("2xrtx3060@100/20Mb")[0]
+
+
 def test_where_factors_are_from_is_printed_on_request(commlayer) -> None:
     made = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb")
     assert "1812.06162" not in commlayer(*made)[1]
