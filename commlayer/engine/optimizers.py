@@ -162,7 +162,7 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
         where = f"the optimizer's group {number}" if len(groups) > 1 else "the optimizer"
         held = [names.get(id(p), f"(another tensor of {p.numel()} elements)") for p in group["params"]]
         order = zlib.crc32("\n".join(held).encode())
-        ends = held[0] if len(set(held)) < 2 else f"{held[0]} to {held[-1]}"
+        ends = " to ".join(dict.fromkeys([*held[:1], *held[-1:]]))
         settings[f"parameters of {where}"] = f"{len(held)} ({ends}; {order:08x})" if held else "none"
         for name in sorted(map(str, _hyperparameters(optimizer, group) - OWN)):
             if text := _spelled(group[name]):

@@ -440,6 +440,8 @@ def test_settings_compare_by_value_and_leave_out_what_an_optimizer_adapts() -> N
     assert one == other
     assert settings_of(None, model.named_parameters()) == {}
     assert differences([one, {**other, "lr of the optimizer": "0.5"}]) == {"lr of the optimizer": ["0.01", "0.5"]}
+    empty = torch.optim.AdamW([{"params": [*model.parameters()]}, {"params": [], "weight_decay": 0.0}])  # as a Trainer of LoRA
+    assert settings_of(empty, model.named_parameters())["parameters of the optimizer's group 1"] == "none"
     fresh, adapted = (Adaptive(model.parameters(), momentum=0.9) for _ in range(2))
     adapted.param_groups[0].update(d=0.5, k=7, train_mode=True)
     before, after = (settings_of(each, model.named_parameters()) for each in (fresh, adapted))
