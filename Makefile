@@ -15,7 +15,7 @@ ALONE := $(wildcard tests/nightly/test_lab_*.py) $(addprefix tests/nightly/test_
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 3
 SOURCES := CMakeLists.txt pyproject.toml constraints.txt $(wildcard native/src/* native/include/*)
 
-.PHONY: setup demo test test-all lint types recipes rivals cuda bench bench-check fuzz docs clean
+.PHONY: setup demo test test-all lint types recipes wheels rivals cuda bench bench-check fuzz docs clean
 setup: $(STAMP)
 
 $(STAMP): $(SOURCES)
@@ -48,9 +48,19 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# docs/how-to/frameworks.md: the examples with Accelerate, transformers and Lightning, 210 MB of packages
+# docs/how-to/frameworks.md: commlayer.integrations and examples with Accelerate, transformers, TRL and Lightning, 300 MB of packages
 recipes: $(STAMP)-recipes
 	$(BIN)/python -m pytest -rs tests/nightly/test_recipes_*.py
+
+# CONTRIBUTING.md: source archive and wheel in dist/, checked; cibuildwheel makes those for other versions and processors
+wheels: setup
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt "commlayer[release]"
+	rm -rf dist
+	COMMLAYER_REQUIRE_NATIVE=1 $(BIN)/python -m build -q --no-isolation -o dist
+	PATH=$(BIN):$$PATH $(BIN)/python -m auditwheel repair -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/python -m abi3audit --strict dist/*.whl
+	$(BIN)/python -m pytest tests/nightly/test_release.py
 
 # docs/benchmarks.md: other projects' systems for `bench tta`, each in an environment of its own, 2 GB
 RIVALS := torchft==0.2.0 hivemind==1.1.12

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that come from the code: api.md, cli.md, settings.md, errors.md and events.md.
+"""Writes the pages of docs/reference that come from the code: see PAGES.
 
 `make docs` runs `python docs/generate.py`. tests/unit/test_docs.py fails while a page is not current.
 """
@@ -296,6 +296,28 @@ def _doc(item: Any, *, brief: bool = False) -> list[str]:
     return lines[1:]
 
 
+# ---- support
+
+
+def support() -> str:
+    root = Path(__file__).parents[1]
+    sys.path.append(str(root / "tests"))
+    from support import matrix
+
+    pinned = [line.replace("==", " ") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line]
+    lines = [
+        "# What works", "", MADE, "",
+        *_wrap(f"As of {matrix.AS_OF}. **Works** means that tests show it, on Linux with CPUs and two or more processes, with "
+               f"Python 3.11, {', '.join(pinned)}. **No GPU has run the GPU code yet.**"),
+    ]
+    for title, rows in matrix.TABLES.items():
+        lines += ["", f"## {title}", "", "| subject | verdict | what was tried | tests |", "| --- | --- | --- | --- |"]
+        for row in rows:
+            lines.append(_row(row.subject, row.verdict, row.how, ", ".join(
+                f"[{name}](../../{file})" for file, name in (test.split("::") for test in row.tests))))
+    return "\n".join([*lines, ""])
+
+
 # ---- text
 
 
@@ -311,7 +333,8 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-PAGES = {"api.md": api, "cli.md": cli, "settings.md": settings, "errors.md": errors, "events.md": event_kinds}
+PAGES = {"api.md": api, "cli.md": cli, "settings.md": settings, "errors.md": errors, "events.md": event_kinds,
+         "support.md": support}
 
 
 def main() -> int:

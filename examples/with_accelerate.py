@@ -1,6 +1,6 @@
 """Accelerate, with gradient accumulation and its own checkpoints: torchrun --standalone --nproc-per-node 2 FILE
 
-Lines that commlayer adds are marked. `save_state` and `load_state` then include residuals.
+The line that commlayer adds is marked. `save_state` and `load_state` include residuals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import commlayer
+from commlayer.integrations.accelerate import attach
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
@@ -28,10 +28,8 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(16 * options.batches * accelerator.num_processes, 32)
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
-    model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    session = commlayer.attach(model, optimizer, compression="topk(ratio=0.05)", grad_scaler=accelerator.scaler)
-    accelerator.register_save_state_pre_hook(lambda models, weights, out: session.checkpoint(f"{out}/residuals", model=False))
-    accelerator.register_load_state_pre_hook(lambda models, out: session.resume(f"{out}/residuals"))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    session = attach(accelerator, model, optimizer, compression="topk(ratio=0.05)")  # commlayer
     first = 0
     if options.resume:
         accelerator.load_state(options.out)
@@ -42,8 +40,8 @@ def main(arguments: list[str] | None = None) -> nn.Module:
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            prepared.step()
-            prepared.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
         if number == options.save_at and not options.resume:
             accelerator.save_state(options.out)
     accelerator.print(f"batch {options.batches}: loss {loss.item():.3f}, {session.metrics()['sent_nbytes']:.0f} bytes sent")

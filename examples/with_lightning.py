@@ -1,69 +1,23 @@
 """Lightning, by a strategy: python FILE, where Lightning starts the ranks, or torchrun --standalone --nproc-per-node 2 FILE
 
-The strategy is all that a script needs. Residuals are saved and loaded with Lightning's checkpoints.
+The line that commlayer adds is marked. Residuals are saved and loaded with Lightning's checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-import commlayer
+from commlayer.integrations.lightning import CommlayerStrategy
 
 
-class Commlayer(DDPStrategy):
-    """DDP with commlayer's averages instead of its own."""
-
-    def __init__(self, compression: Any = None, **ddp: Any) -> None:
-        super().__init__(**ddp)
-        self.compression = compression
-        self.session: Any = None
-        self.resumes: Path | None = None
-
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if isinstance(self.model, DistributedDataParallel):
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            self.session = commlayer.attach(self.model, self.optimizers[0], compression=self.compression,
-                                            grad_scaler=scaler)
-            if self.resumes is not None:
-                self.session.resume(self.resumes)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.session is not None:
-            self.session.checkpoint(beside(filepath), model=False)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self.resumes = beside(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        super().remove_checkpoint(filepath)
-        shutil.rmtree(beside(filepath), ignore_errors=True)
-
-    def teardown(self) -> None:
-        if self.session is not None:
-            self.session.close()
-            self.session = None
-        super().teardown()
-
-
-def beside(checkpoint: Any) -> Path:
-    return Path(f"{checkpoint}.residuals")
-
-
-class Digits(LightningModule):
+class Classifier(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -94,11 +48,12 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     torch.manual_seed(0)
     x = torch.randn(16 * 10 * options.devices * options.nodes, 32)
     loader = DataLoader(TensorDataset(x, x[:, :8].argmax(1)), batch_size=16)
-    model = Digits()
+    model = Classifier()
     trainer = Trainer(
+        strategy=CommlayerStrategy("topk(ratio=0.05)"),  # commlayer
         accelerator="auto" if torch.cuda.is_available() else "cpu", devices=options.devices, num_nodes=options.nodes,
-        strategy=Commlayer("topk(ratio=0.05)"), max_epochs=options.epochs, accumulate_grad_batches=2,
-        gradient_clip_val=1.0, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=options.epochs, accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[ModelCheckpoint(options.out, filename="{epoch}", every_n_epochs=options.save_at, save_top_k=-1)],
     )
     trainer.fit(model, loader, ckpt_path=options.out / f"epoch={options.save_at - 1}.ckpt" if options.resume else None)

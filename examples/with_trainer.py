@@ -1,45 +1,17 @@
 """transformers' Trainer, by a callback: torchrun --standalone --nproc-per-node 2 FILE
 
-The callback is all that a script needs. Residuals are saved and loaded with the Trainer's checkpoints.
+The line that commlayer adds is marked. Residuals are saved and loaded with the Trainer's checkpoints.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import commlayer
-
-
-class Commlayer(TrainerCallback):
-    """Set `trainer` before training: only the trainer knows the DDP module."""
-
-    def __init__(self, compression: Any = None) -> None:
-        self.compression = compression
-        self.trainer: Any = None
-        self.session: Any = None
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)  # without Accelerate's wrapper
-        self.session = commlayer.attach(self.trainer.model_wrapped, optimizer, compression=self.compression,
-                                        grad_scaler=self.trainer.accelerator.scaler)
-        if state.global_step:
-            self.session.resume(self.place(args, state))
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.session.checkpoint(self.place(args, state), model=False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.is_world_process_zero:
-            print(f"step {state.global_step}: {self.session.metrics()['sent_nbytes']:.0f} bytes sent")
-        self.session.close()
-
-    def place(self, args: Any, state: Any) -> str:
-        return f"{args.output_dir}/checkpoint-{state.global_step}/residuals"
+from commlayer.integrations.transformers import CommlayerCallback
 
 
 def main(arguments: list[str] | None = None) -> nn.Module:
@@ -52,17 +24,16 @@ def main(arguments: list[str] | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=16))
     text = torch.arange(512 * 16).remainder(7).view(512, 16)
-    callback = Commlayer("topk(ratio=0.05)")
     settings = TrainingArguments(
         options.out, max_steps=options.steps, save_steps=options.save_at, per_device_train_batch_size=8, learning_rate=3e-3,
         gradient_accumulation_steps=2, lr_scheduler_type="constant", logging_steps=options.steps, report_to=[],
-        disable_tqdm=True,
-        ddp_find_unused_parameters=False, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
+        disable_tqdm=True, use_cpu=not torch.cuda.is_available(), dataloader_pin_memory=False,
     )
-    train_dataset = [{"input_ids": row, "labels": row} for row in text]
-    trainer = Trainer(model, settings, train_dataset=train_dataset, callbacks=[callback])
-    callback.trainer = trainer
+    trainer = Trainer(model, settings, train_dataset=[{"input_ids": row, "labels": row} for row in text])
+    trainer.add_callback(callback := CommlayerCallback(trainer, compression="topk(ratio=0.05)"))  # commlayer
     trainer.train(resume_from_checkpoint=f"{options.out}/checkpoint-{options.save_at}" if options.resume else None)
+    if trainer.is_world_process_zero():
+        print(f"step {options.steps}: {callback.session.metrics()['sent_nbytes']:.0f} bytes sent")
     return model
 
 

@@ -38,6 +38,11 @@ class Inspection:
         return self.connection.plan
 
     @property
+    def steps_locally(self) -> bool:
+        """True: the current plan has local steps, so weights and optimizer states differ between ranks."""
+        return self.plan is not None and self.plan.steps_locally
+
+    @property
     def connection(self) -> JobContext:
         return self._inspected.connection
 

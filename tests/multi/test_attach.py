@@ -211,6 +211,73 @@ def bf16_parameters(run: Run) -> dict[str, Any]:
     return trained(run, model, fits(lambda x: wrapped(x.bfloat16()).float()), before=check)
 
 
+def bf16_autocast(run: Run) -> dict[str, Any]:
+    model = mlp()
+    wrapped = run.wrap(model)
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = wrapped(x)
+        assert y.dtype == torch.bfloat16
+        return y.float()
+
+    return trained(run, model, fits(called))
+
+
+class Adapted(nn.Module):
+    """LoRA: a frozen layer and a trained product of two thin matrices beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(12, 3), nn.Linear(12, 2, bias=False), nn.Linear(2, 3, bias=False)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapters(run: Run) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Adapted()
+    base = model.base.weight.clone()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
+    result = trained(run, model, fits(run.wrap(model)), optimizer)
+    assert torch.equal(model.base.weight, base)
+    return result
+
+
+class Experts(nn.Module):
+    """A mixture of experts: a sample goes to the expert that the gate prefers, so some experts see no sample of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(12, 6), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(12, 8) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, chosen = self.gate(x).softmax(1).max(1)
+        hidden = x.new_zeros(len(x), 8)
+        for number, expert in enumerate(self.experts):
+            if (mine := chosen == number).any():
+                hidden[mine] = share[mine, None] * expert(x[mine])
+        return self.out(hidden.tanh())
+
+
+def mixture_of_experts(run: Run) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, idle = Experts(), set[int]()
+    wrapped = run.wrap(model, find_unused_parameters=True)
+
+    def note(step: int) -> None:
+        for part in run.parts:
+            idle.update({*range(6)} - {*model.gate(data(part, step, n=3)[0]).argmax(1).tolist()})
+
+    result = trained(run, model, fits(wrapped, n=3), before=note)
+    assert idle
+    return result
+
+
 def uneven_batches(run: Run) -> dict[str, Any]:
     model = mlp()
     wrapped, optimizer = run.wrap(model), sgd(model)
@@ -287,7 +354,8 @@ def activation_checkpointing(run: Run, make: Callable[[], nn.Module] = Checkpoin
 CASES: dict[str, Script] = {f.__name__: f for f in (
     initial_parameters_that_differ, clipping_and_evaluation_between_steps, grad_scaler_with_infs_on_one_rank,
     frozen_parameters, unused_parameters, param_groups_and_schedule, compiled_then_wrapped, wrapped_then_compiled,
-    tied_weights, odd_layouts, bf16_parameters, activation_checkpointing, uneven_batches, two_models,
+    tied_weights, odd_layouts, bf16_parameters, bf16_autocast, adapters, mixture_of_experts, activation_checkpointing,
+    uneven_batches, two_models,
 )} | {"accumulation in no_sync()": partial(accumulation, no_sync=True), "accumulation": partial(accumulation, no_sync=False)}
 
 

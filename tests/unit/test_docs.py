@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed.run
 import typer
+from support import matrix
 
 from bench.__main__ import MEASUREMENTS, parser_of
 from commlayer.cli.main import app
@@ -238,6 +239,18 @@ def test_every_setting_and_command_is_on_its_page() -> None:
     assert all(f"| `{name}` |" in settings for name in generate.config.Config.__struct_fields__)
     assert {"commlayer serve", "commlayer plan create", "commlayer keys add"} <= {
         line.lstrip("# ") for line in commands.splitlines() if line.startswith("#")}
+
+
+@pytest.mark.parametrize("test", sorted({test for rows in matrix.TABLES.values() for row in rows for test in row.tests}))
+def test_a_test_that_the_page_of_what_works_names_is_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+def test_what_works_is_shown_by_tests() -> None:
+    rows = [row for rows in matrix.TABLES.values() for row in rows]
+    assert {row.verdict for row in rows} == {matrix.YES, matrix.LIMITS, matrix.NO, matrix.NEVER}
+    assert [row.subject for row in rows if row.verdict in (matrix.YES, matrix.LIMITS) and not row.tests] == ["Linux, x86-64"]
 
 
 def test_a_setting_without_a_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""commlayer for scripts with Accelerate."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commlayer.session import Session
+from commlayer.session import attach as attach_model
+
+
+def attach(accelerator: Accelerator, model: nn.Module, optimizer: Any, **options: Any) -> Session:
+    """Attaches what `accelerator.prepare()` returned. `save_state` and `load_state` then include residuals.
+
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)                # doctest: +SKIP
+    >>> session = attach(accelerator, model, optimizer, compression="int4")                     # doctest: +SKIP
+
+    `options`: arguments of commlayer.attach(), such as `compression`, `sync` and `plan`. `prepare()` wraps the model in
+    DistributedDataParallel, which sends the whole model once. Between homes avoid that, with
+    `model = accelerator.prepare_model(model, evaluation_mode=True)`.
+    """
+    module: Any = getattr(model, "_orig_mod", model)  # without the wrapper of torch.compile
+    session = attach_model(module, optimizer_inside(optimizer), grad_scaler=accelerator.scaler, **options)
+    if not isinstance(module, DistributedDataParallel):
+        module.no_sync = session.no_sync  # accelerator.accumulate() calls it for all micro-batches of a step but the last
+
+    def save(_models: Any, _weights: Any, folder: str) -> None:
+        session.checkpoint(f"{folder}/commlayer", model=session.inspect.steps_locally)
+
+    load_state, folders = accelerator.load_state, list[str]()
+
+    @functools.wraps(load_state)
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        load_state(*args, **kwargs)
+        session.resume(f"{folders.pop()}/commlayer")  # last: under local steps each rank has an optimizer state of its own
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(lambda _models, folder: folders.append(folder))
+    accelerator.load_state = load_all
+    return session
+
+
+def optimizer_inside(optimizer: Any) -> Any:
+    """Returns the script's own optimizer, which `accelerator.prepare()` wraps."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,71 @@
+"""A callback for the Trainer of transformers, and for trainers built on it such as TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+
+from commlayer.integrations.accelerate import optimizer_inside
+from commlayer.session import Session, attach
+
+log = logging.getLogger("commlayer")
+
+
+class CommlayerCallback(TrainerCallback):
+    """Averages a Trainer's gradients with commlayer, and keeps residuals with the Trainer's checkpoints.
+
+    >>> trainer = Trainer(model, arguments, train_dataset=data)                                 # doctest: +SKIP
+    >>> trainer.add_callback(CommlayerCallback(trainer, compression="int4"))                    # doctest: +SKIP
+    >>> trainer.train()                                                                         # doctest: +SKIP
+
+    The Trainer no longer wraps its model in DistributedDataParallel, which would send the whole model through the server before
+    the first step. `session` is the session from the start of training to its end.
+    """
+
+    session: Session
+
+    def __init__(self, trainer: Trainer, **options: Any) -> None:
+        """`options`: arguments of commlayer.attach(), such as `compression`, `sync` and `plan`."""
+        self._trainer, self._options = trainer, options
+        # As for an evaluation: Accelerate then moves, casts and compiles the model, but does not wrap it.
+        trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer, model = self._trainer, self._module
+        self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
+                              **self._options)
+        if not isinstance(model, DistributedDataParallel):
+            model.no_sync = self.session.no_sync  # Accelerate calls it for all micro-batches of a step but the last
+        if state.global_step:
+            folder = args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{state.global_step}"
+            if not self.session.resume(f"{folder}/commlayer"):
+                log.warning("the Trainer continues from step %d, but %s/commlayer has no residuals: they begin at zero. For a "
+                            "folder outside output_dir set TrainingArguments.resume_from_checkpoint", state.global_step, folder)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Under local steps, makes weights equal on all ranks before the Trainer saves, evaluates or ends."""
+        if (control.should_save or control.should_evaluate or control.should_training_stop) and self.session.flush():
+            self._trainer.optimizer.step()
+
+    on_epoch_end = on_step_end
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.session.log_loss(logs["loss"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = f"{args.output_dir}/checkpoint-{state.global_step}/commlayer"
+        self.session.checkpoint(folder, model=self.session.inspect.steps_locally)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.session.close()
+        vars(self._module).pop("no_sync", None)
+
+    @property
+    def _module(self) -> Any:
+        """The model, or a DistributedDataParallel module around it; without the wrapper of torch.compile."""
+        return getattr(self._trainer.model_wrapped, "_orig_mod", self._trainer.model_wrapped)

@@ -1,0 +1,87 @@
+"""What commlayer works with: each line names the tests that show it. docs/generate.py makes docs/reference/support.md of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+AS_OF = "November 2026"
+
+
+class Row(NamedTuple):
+    """`tests`: functions of tests, each as "file::function", all of which exist (tests/unit/test_docs.py)."""
+
+    subject: str
+    verdict: str
+    how: str
+    tests: tuple[str, ...] = ()
+
+
+def attach(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/multi/test_attach.py::{name}" for name in names)
+
+
+def recipes(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/nightly/test_recipes_frameworks.py::{name}" for name in names)
+
+
+YES, LIMITS, NO, NEVER = "works", "works, with limits", "refused", "never run"
+SAME = ("test_equals_ddp", "test_a_resumed_run_equals_the_one_that_went_on", "test_local_steps_resume_too",
+        "test_frameworks_train_between_homes")
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "Training scripts": (
+        Row("plain loop, DistributedDataParallel", YES,
+            "two ranks train as one process does on both batches", attach("test_as_alone_on_the_union")),
+        Row("DDP communication hook", YES,
+            "the same, through `comm_hook`", attach("test_as_alone_where_ddp_is_not_or_by_its_hook_or_inside_a_node")),
+        Row("torch.compile", YES,
+            "model compiled before or after DDP, or the whole step; back end aot_eager. Compiled autograd is refused",
+            attach("compiled_then_wrapped", "wrapped_then_compiled", "compiled_step")),
+        Row("bf16, autocast", YES,
+            "bf16 parameters; float32 parameters under autocast", attach("bf16_parameters", "bf16_autocast")),
+        Row("fp16 with GradScaler", YES,
+            "infinities on one rank skip the step on all", attach("grad_scaler_with_infs_on_one_rank")),
+        Row("gradient accumulation", YES, "one exchange for all micro-batches", attach("accumulation")),
+        Row("activation checkpointing", YES,
+            "reentrant and not, nested, with shared layers", attach("activation_checkpointing")),
+        Row("unequal batches", YES, "sizes that differ between ranks", attach("uneven_batches")),
+        Row("frozen and unused parameters", YES,
+            "also where only some ranks use a parameter", attach("frozen_parameters", "unused_parameters")),
+        Row("mixture of experts", LIMITS,
+            "each worker has all experts, and uses some in each step. Experts divided among ranks are not supported",
+            attach("mixture_of_experts")),
+        Row("LoRA (PEFT)", YES,
+            "only adapters are exchanged", (*attach("adapters"), *recipes("test_lora_sends_adapters_only"))),
+        Row("QLoRA (bitsandbytes)", NEVER, "it needs a GPU"),
+        Row("several models and optimizers", YES, "as a GAN trains", attach("two_models")),
+        Row("sparse embeddings", YES, "SGD, SparseAdam and micro-batches", attach("sparse_tables")),
+        Row("FSDP, FSDP2, tensor parallelism", NO,
+            "`E-MODEL-UNSUPPORTED` names the module: commlayer averages whole gradients",
+            ("tests/multi/test_refusals.py::test_a_sharded_model_is_refused_by_name",)),
+        Row("DeepSpeed, Megatron", NEVER, "they exchange gradients themselves"),
+    ),
+    "Frameworks": (
+        Row("transformers' Trainer", YES,
+            "equal to DDP bit for bit; resumed bit for bit, also under local steps; between homes", recipes(*SAME)),
+        Row("Accelerate", YES, "the same", recipes(*SAME)),
+        Row("Lightning", YES,
+            "the same, and where Lightning starts the ranks", recipes(*SAME, "test_lightning_starts_the_ranks_itself")),
+        Row("TRL's SFTTrainer", YES, "LoRA on two ranks", recipes("test_lora_sends_adapters_only")),
+    ),
+    "Machines": (
+        Row("Linux, x86-64", YES, "all tests; kernels for AVX2 and AVX-512"),
+        Row("Linux, aarch64", LIMITS,
+            "kernels run under an emulator, byte for byte; the whole package has never run there",
+            ("tests/nightly/test_native_builds.py::test_neon_gives_the_bytes_of_every_other_body",)),
+        Row("NVIDIA GPU", NEVER,
+            "no GPU has run the GPU code yet; nvcc compiles the kernels, and tests run them on a CPU through a shim"),
+        Row("NCCL, several GPUs in a machine", NEVER, "ranks of one machine are tested with Gloo"),
+        Row("AMD GPU", NEVER, ""),
+        Row("Apple GPU (mps)", NO, "`E-MODEL-UNSUPPORTED`: each process uses one CPU or one CUDA device"),
+        Row("WSL 2", NEVER, "the code has no part that excludes it"),
+        Row("Windows, macOS", NEVER, "the code relies on Linux for sockets, signals and processes"),
+        Row("containers", LIMITS,
+            "the steps of Dockerfile and compose.yaml run in tests; no image has been built yet",
+            ("tests/nightly/test_release.py::test_the_compose_file_trains",)),
+    ),
+}
