@@ -313,8 +313,11 @@ def support() -> str:
     for title, rows in matrix.TABLES.items():
         lines += ["", f"## {title}", "", "| subject | verdict | what was tried | tests |", "| --- | --- | --- | --- |"]
         for row in rows:
-            lines.append(_row(row.subject, row.verdict, row.how, ", ".join(
-                f"[{name}](../../{file})" for file, name in (test.split("::") for test in row.tests))))
+            names: dict[str, list[str]] = {}
+            for file, name in (test.split("::") for test in row.tests):
+                names.setdefault(file, []).append(name)
+            lines.append(_row(row.subject, row.verdict, row.how, "; ".join(
+                f"`{file}`: {', '.join(each)}" for file, each in names.items())))
     return "\n".join([*lines, ""])
 
 
