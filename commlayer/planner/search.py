@@ -223,13 +223,18 @@ class PlanSearch:
 
     def _stale(self, plain: PricedPlan) -> Iterator[PricedPlan]:
         """Plans in which the buckets that are ready last (an eighth, a quarter, half, all of them) are applied one step
-        late."""
+        late. If `plain` has codecs that are too sparse for that, they are derived from the best plan without these codecs."""
         job, _, cluster, _, profile, policy, _ = self.inputs
+        used = {codec for bucket in plain.plan.buckets for codec in codecs_of(bucket)}
+        if not all(late_allowed(profile.learning, codec, policy.optimizer) for codec in used):
+            fine = tuple(codec for codec in allowed_codecs(profile, policy)
+                         if late_allowed(profile.learning, codec, policy.optimizer))
+            if not fine:
+                return
+            plain = PlanSearch(job, cluster, profile, structs.replace(policy, codecs=fine)).synchronous
         gradients = [b.id for b in plain.plan.buckets if b.served and not job.tensors[b.slices[0].tensor].buffer]
-        too_sparse = {b.id for b in plain.plan.buckets if not all(
-            late_allowed(profile.learning, codec, policy.optimizer) for codec in codecs_of(b))}
         for share in (8, 4, 2, 1):
-            stale = set(gradients[len(gradients) - -(-len(gradients) // share) :]) - too_sparse
+            stale = set(gradients[len(gradients) - -(-len(gradients) // share) :])
             changed = structs.replace(plain.plan, buckets=tuple(
                 structs.replace(b, stale=b.id in stale) for b in plain.plan.buckets))
             more = plan_excess(changed, job, cluster, profile, policy)

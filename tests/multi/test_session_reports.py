@@ -165,6 +165,21 @@ def test_the_agreement_of_local_changes_is_a_metric_and_is_logged_once() -> None
     assert lines == 1
 
 
+def late(rank: int, address: str, ratio: float) -> list[str]:
+    """Starts with a plan whose results are one step late."""
+    model = mlp()
+    plan = plan_of(model, codec=f"error_feedback(topk(ratio={ratio}))", bucket={"stale": True})
+    with commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, config=quick(join=address)) as session:
+        return [code for line in session.inspect.decisions() if (code := code_of(line))]
+
+
+@pytest.mark.parametrize(("ratio", "codes"), [(0.1, []), (0.001, ["E-PLAN-LATE"])])
+def test_a_plan_with_late_results_of_few_entries_is_reported_once(ratio: float, codes: list[str]) -> None:
+    with Servers(WORLD, 1) as servers:
+        first, second = pool(WORLD).call(late, servers.address, ratio)
+    assert (first, second) == (codes, [])
+
+
 # ---- observers
 
 PLACES = (ObserverOrder.CONTROLLER, ObserverOrder.TRACE, ObserverOrder.OTHER)

@@ -115,8 +115,7 @@ def cases() -> dict[str, Case]:
         "small homes forward": Case(layered(24, 2), sites(4, 10, 30, 2, "cpu"), structs.replace(
             FREE, forward=True, staleness=False)),
         "small exact forward": Case(layered(24, 2), sites(4, 10, 30, 2, "cpu"), structs.replace(EXACT, forward=True)),
-        "small stale": Case(layered(24, 2), line("4xrtx3060@50Mb"), structs.replace(
-            STEP, staleness=True, codecs=("int4()", "topk(ratio=0.1)"))),
+        "small stale": Case(layered(24, 2), line("4xrtx3060@50Mb"), structs.replace(STEP, staleness=True)),
         "small whole steps": Case(layered(24, 2), line("4xrtx3060@50Mb"), structs.replace(FREE, fragments=False)),
         "embedding homes": Case(layered(12, 3, filled=0.01), line("4xrtx3060@50Mb"), FREE),
         "embedding exact": Case(layered(12, 3, filled=0.01), line("4xrtx3060@50Mb"), EXACT),
