@@ -13,12 +13,14 @@ from rich.text import Text
 from commlayer.observe.events import Event
 from commlayer.observe.job_view import JobView, WorkerView
 
-BAR = 12
+BAR = 8
 """Width of the bar of a step's time, in characters."""
 FEWEST_ROWS, RECENT_ROWS = 4, 6
 """Smallest number of workers on a screen, and largest number of latest events."""
+FEW = 8
+"""Number of workers up to which a screen has space for all latest events."""
 WIDE = 100
-"""Width of a screen from which it has space for the planned rates and for losses."""
+"""Width of a screen from which it has space for longer names and for losses."""
 GAP = "   "
 STYLES = {"dead": "red", "silent": "red", "waits": "yellow", "left": "dim"}
 CALM = {"trains": 1, "left": 2}
@@ -29,7 +31,7 @@ def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note
     """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
     head = [_title(view, now), *_plan(view), *_numbers(view, width)]
     waits = [Text(line, style="bold yellow") for line in view.waiting(now)[:3]]
-    latest = list(view.recent_words())[-min(RECENT_ROWS, height // 4):]
+    latest = list(view.recent_words())[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
     recent = [Text.assemble((f"{clock(at)} ", "dim"), text) for at, text in latest]
     left = height - len(head) - len(waits) - len(recent) - 6 - bool(note)
     parts: list[RenderableType] = [*head, *waits, _workers(view, now, width, max(FEWEST_ROWS, left))]
@@ -44,7 +46,7 @@ def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note
 def _title(view: JobView, now: float) -> Text:
     job, present = view.job, len(view.present)
     name = job.name or "a job"
-    running = span(now - view.begun) if view.begun else "not begun"
+    running = span((view.time if view.over else now) - view.begun) if view.begun else "not begun"
     state = "ended" if view.over else f"{present} of {max(job.world, present)} workers"
     return Text.assemble(("commlayer top ", "bold"), f"{name}, run {job.run[:8] or '-'}, {state}, {running}")
 
@@ -92,9 +94,9 @@ def _workers(view: JobView, now: float, width: int, most: int) -> Table:
     grid.add_column("state", no_wrap=True)
     for name in ("step", "time"):
         grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("compute/exposed", no_wrap=True)
+    grid.add_column("exposed", no_wrap=True)
     grid.add_column("hidden", justify="right", no_wrap=True)
-    for name in (("up of plan", "down of plan", "share", "loss") if wide else ("up Mb/s", "down", "share")):
+    for name in ("up Mb/s", "down", "share", *(["loss"] if wide else [])):
         grid.add_column(name, justify="right", no_wrap=True)
     rows = sorted(view.workers.values(), key=lambda worker: worker.number)
     if len(rows) > most:
@@ -117,7 +119,7 @@ def _row(view: JobView, worker: WorkerView, now: float, *, wide: bool) -> Iterat
     yield f"{step.hidden_s / step.step_s:.0%}" if step.step_s else "-"
     for measured, planned in ((worker.up_bytes_per_s, worker.link.planned_up_bytes_per_s),
                               (worker.down_bytes_per_s, worker.link.planned_down_bytes_per_s)):
-        yield megabits(measured) + (f"/{megabits(planned)}" if planned and wide else "")
+        yield megabits(measured) + (f"/{megabits(planned)}" if planned else "")
     yield f"{step.share:.0%}" if step.share else "-"
     if wide:
         yield "-" if step.loss is None else f"{step.loss:.4g}"
@@ -127,7 +129,7 @@ def bar(exposed: float) -> Text:
     """The parts of a step's time: computing, and waiting for communication.
 
     >>> bar(0.25).plain
-    '█████████░░░ 25%'
+    '██████░░ 25%'
     """
     waits = round(BAR * min(1.0, max(0.0, exposed)))
     return Text.assemble(("█" * (BAR - waits), "green"), ("░" * waits, "yellow"), f" {exposed:.0%}")

@@ -295,7 +295,8 @@ class Coordinator:
                 self.events.waits(waits_of(self._state, self._rendezvous.pending_waits(), self._clock(), begin,
                                            TOLD_HEARTBEATS * self._config.heartbeat_s, self._config.dead_after_s,
                                            self._patience_s), self._clock())
-            self.events.homes(self._rendezvous.homes())
+            if self._state.view is None:
+                self.events.homes(self._rendezvous.homes())
             try:
                 self._drop_revoked()
             except Exception:  # without this thread no failure would be detected

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -273,9 +274,10 @@ class JobContext:
         else:
             self.log(self.decisions[-1], level)
 
-    def log(self, line: str, level: int = logging.INFO) -> None:
-        """Logs an event that all ranks know, once on each node and in each home."""
-        if self.rank == 0:
+    def log(self, line: str, level: int = logging.INFO, *, event: bool = True) -> None:
+        """Logs an event that all ranks know, once on each node and in each home. `event`: False if the event stream has an
+        event of another kind about it."""
+        if event and self.rank == 0:
             self.stream.text(line, level)
         if self.logs:
             log.log(level, "%s", line)
@@ -337,7 +339,8 @@ class DistributedJob(JobContext, WorkerListener):
         self.stream.rtt_s = lambda: uplink.membership.report.rtt_s
         uplink.membership.report.events = self.stream.log
         self.follow(self.worker_for(plan, job, groups.device, generation))
-        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, self.log, self.stream.log)
+        notices = WaitNotices(self._waiting, uplink.display_name, waits.silent_s, partial(self.log, event=False),
+                              self.stream.log)
         self.on_close += [rows.close, notices.close]
 
     def listen(self, listener: EpochListener) -> None:

@@ -181,7 +181,7 @@ def _begin(
         context.say(line)
     if elastic and replica is not None:
         context.members = MembershipChange(context, config, met.launch.home, replica)
-    context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}")
+    context.log(f"begins with plan {records.digest(agreed)}: {summary_of(agreed)}", event=False)
     return context
 
 

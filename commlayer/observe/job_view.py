@@ -141,8 +141,6 @@ class JobView:
             case StepEvent() if worker is not None:
                 worker.step = event
                 worker.totals.add(event)
-                self.waits.pop((event.rank, "step"), None)
-                self.waits.pop((event.rank, "call"), None)
             case LinkEvent() if worker is not None:
                 worker.link = event
             case WaitEvent():
@@ -177,9 +175,12 @@ class JobView:
     def _apply_wait(self, event: WaitEvent) -> None:
         key = event.rank, event.what
         before = self.waits.pop(key, None)
+        known = any(wait.names == event.names for wait in self.waits.values())  # another rank's, which is shown already
         if not event.over:
             self.waits[key] = event
-        if event.over or before is None or before.names != event.names:
+        begins = not event.over and (before is None or before.names != event.names)
+        ends = event.over and before is not None
+        if not known and (begins or ends):
             self.recent.append(event)
 
     def _apply_member(self, event: MemberEvent) -> None:
@@ -245,7 +246,7 @@ class JobView:
         waits: dict[tuple[str, ...], WaitEvent] = {}
         for wait in sorted(self.waits.values(), key=lambda wait: order.index(wait.what)):
             age_s = max(0.0, now - wait.time)
-            if age_s > STALE_S:
+            if age_s > STALE_S or self._stepped_after(wait):
                 continue
             wait = structs.replace(wait, waited_s=wait.waited_s + age_s)
             known = waits.get(wait.names)
@@ -258,6 +259,11 @@ class JobView:
         named = [wait for wait in waits.values() if wait.names]
         return named or list(waits.values())
 
+    def _stepped_after(self, wait: WaitEvent) -> bool:
+        """True: the sender has made steps since, so the wait is over, although the event that says so has not arrived."""
+        worker = self.workers.get(wait.rank)
+        return worker is not None and worker.step.time > wait.time
+
     def waiting(self, now: float) -> list[str]:
         """What the job waits for at the time `now`, in words."""
         return [self.words(wait) for wait in self.current_waits(now)]
@@ -269,7 +275,7 @@ class JobView:
             return worker.state
         if any(wait.what == "heartbeat" and peer in wait.names for wait in self.waits.values()):
             return "silent"
-        if (worker.number, "step") in self.waits or (worker.number, "call") in self.waits:
+        if any(key[0] == worker.number and not self._stepped_after(wait) for key, wait in self.waits.items()):
             return "waits"
         if not worker.step.steps:
             return "starts"
@@ -296,7 +302,8 @@ class JobView:
         """An event in words, for a list of events."""
         match event:
             case WaitEvent():
-                names = _listed([self.display(name) for name in event.names]) or "other ranks"
+                # Who has not joined yet has no name; the numbers might be those of an earlier run.
+                names = _listed(event.names if event.what == "join" else [*map(self.display, event.names)]) or "other ranks"
                 if event.over:
                     return f"no longer waiting for {names}"
                 what = {"join": " to join", "heartbeat": ", which sends no heartbeats"}.get(event.what, "")

@@ -12,7 +12,9 @@ import pytest
 import torch
 from support import rank_pool
 from support.attached import data, mlp
+from support.commands import commlayer_called  # noqa: F401  (a fixture)
 from support.coordinators import WAIT_S, Failures, all_opened, quick, until  # noqa: F401  (a fixture)
+from support.keys import Folders, made_folders  # noqa: F401  (a fixture)
 from support.membership import running, several, worker
 from support.rank_pool import Servers, pool, ranks_first
 from torch import nn
@@ -24,6 +26,7 @@ from commlayer.cluster.event_client import EventClient
 from commlayer.cluster.job_events import BURST, JobEvents, changes, waits_of
 from commlayer.cluster.membership import State
 from commlayer.cluster.sites import PendingWait
+from commlayer.cluster.summation_server import DataServer
 from commlayer.errors import CorruptFrame, Refused
 from commlayer.observe import events
 from commlayer.observe.event_files import read_run
@@ -228,6 +231,37 @@ def test_a_silent_member_is_named_with_the_seconds_that_are_left(opened: list[An
         until(lambda: bool(waiting()), "the coordinator waits for worker 1")
         (wait,) = waiting()
         assert (wait.what, wait.names, wait.limit_s) == ("heartbeat", ("worker 1",), 20.0)
+
+
+@pytest.mark.parametrize(("folder", "code"), [
+    ("worker", ""), ("dials", ""), ("expired", "E-CERTIFICATE-DATE"), ("early", "E-CERTIFICATE-DATE"),
+    ("foreign", "E-CERTIFICATE-CA"), ("revoked", "E-CERTIFICATE-REVOKED"), ("none", "E-TLS"), ("nowhere", "E-PEER-LOST"),
+    ("no name", "E-ADDRESS"), ("data port", "E-ADDRESS"),
+])
+def test_top_shows_a_job_to_nodes_with_good_keys_only(
+    commlayer: Any, opened: list[Any], folders: Folders, folder: str, code: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anybody else gets one line with a code."""
+    secret = (folders.server / "token").read_text().strip()
+    monkeypatch.setenv("COMMLAYER_TOKEN_FILE" if folder == "none" else "COMMLAYER_INSECURE",
+                       str(folders.server / "token") if folder == "none" else "1")
+    plain = folder == "data port"
+    coordinator = Coordinator(quick(token=secret, **({} if plain else {"keys": str(folders.server)})), workers=2)
+    opened.append(coordinator)
+    address = {"nowhere": "127.0.0.1:9", "no name": "no-such-host.invalid:7000"}.get(folder, coordinator.address)
+    if plain:
+        serving = DataServer("127.0.0.1", 0, quick(token=secret))
+        opened.append(serving)
+        address = serving.address
+        monkeypatch.setenv("COMMLAYER_TOKEN", secret)
+    keys = [] if folder == "none" or plain else ["--keys", str(getattr(folders, folder, folders.worker))]
+    status, output, error = commlayer("top", address, "--once", *keys)
+    if code:
+        assert (status, error.count("\n")) == (2, 1)
+        assert f"[{code}]" in error
+    else:
+        assert (status, error) == (0, "")
+        assert "waiting for worker 0, worker 1 to join" in output or "0 of" in output
 
 
 # ---- a training job
