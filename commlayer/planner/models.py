@@ -344,6 +344,10 @@ IMAGENET_NOISE = 8192
 """Gradient noise scale of ImageNet in images: training with batches of 8192 takes as many epochs as with small ones (Goyal et
 al., 1706.02677)."""
 
+BERT_NOISE = 32_768 * 128
+"""Gradient noise scale of BERT's pre-training in tokens: batches of 32,768 sequences, most of them of 128 tokens, take as many
+epochs as batches of 512 (You et al., 1904.00962)."""
+
 
 def language_noise(loss: float) -> float:
     """Gradient noise scale of language models at this loss, in tokens (Kaplan et al., 2001.08361).
@@ -358,8 +362,8 @@ PRESETS: Mapping[str, Preset] = {
     "resnet50": Preset(32, 2 * 2 * 11.1e6, utilisation=CONVOLUTIONS, noise_scale=IMAGENET_NOISE),
     "resnet101": Preset(32, 2 * 2 * 16.2e6, utilisation=CONVOLUTIONS, noise_scale=IMAGENET_NOISE),
     "vit-b16": Preset(32, KEPT * 12 * 768 * 197, noise_scale=IMAGENET_NOISE),
-    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, tokens=512),
-    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512),
+    "bert-base": Preset(16, KEPT * 12 * 768 + 6 * 30522, tokens=512, noise_scale=BERT_NOISE),
+    "bert-large": Preset(16, KEPT * 24 * 1024 + 6 * 30522, tokens=512, noise_scale=BERT_NOISE),
     "gpt2": Preset(8, KEPT * 12 * 768 + 6 * 50257, tokens=1024, noise_scale=language_noise(3.3)),
     "gpt2-medium": Preset(8, KEPT * 24 * 1024 + 6 * 50257, tokens=1024, noise_scale=language_noise(3.1)),
     **{name: Preset(batch, DECODERS[name].kept_nbytes, tokens=2048, noise_scale=language_noise(loss))
