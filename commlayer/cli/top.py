@@ -29,7 +29,7 @@ FASTEST = 1e6
 
 
 class Source(Protocol):
-    """The events of a running job. `ahead_s`: seconds by which their clock is ahead of this process's."""
+    """The events of a running job. `ahead_s`: their clock minus this process's, in seconds."""
 
     @property
     def ahead_s(self) -> float: ...

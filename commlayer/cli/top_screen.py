@@ -152,8 +152,8 @@ def span(seconds: float) -> str:
     >>> span(75), span(-1)
     ('0:01:15', '0:00:00')
     """
-    whole = max(0, int(seconds))
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    count = max(0, int(seconds))
+    return f"{count // 3600}:{count // 60 % 60:02}:{count % 60:02}"
 
 
 def clock(at: float) -> str:

@@ -23,7 +23,7 @@ class EventClient:
         self._channel = CoordinatorChannel(config.join, config.token, keys)
         self._request = messages.EventsRequest()
         self.ahead_s = 0.0
-        """Seconds by which the coordinator's clock, to which the events refer, is ahead of this process's."""
+        """The coordinator's clock, to which the events refer, minus this process's, in seconds."""
 
     def read(self) -> list[Event]:
         """Returns the events that were not returned before. Raises CommError if the coordinator does not answer."""

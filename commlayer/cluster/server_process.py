@@ -178,6 +178,8 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
             log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not (part.ca or config.join):
             log.info("on each other machine run: %s", _launch_command(config, control, part.job_token))
+        if not config.join:
+            log.info("watch the job: commlayer top %s%s", near, f" --keys {config.keys}" if config.keys else "")
         if part.sums:
             request = messages.server_request(data, config.node, part.number, colocated=not config.join, streams=streams)
             if serving.journal is not None:

@@ -32,8 +32,8 @@ class EventFiles:
         """A coordinator's file contains the events of all ranks."""
         if not self._path.is_dir():
             return [self._path]
-        whole = self._path / "events.jsonl"
-        return [whole] if whole.exists() else sorted(self._path.glob("rank-*.jsonl"))
+        of_job = self._path / "events.jsonl"
+        return [of_job] if of_job.exists() else sorted(self._path.glob("rank-*.jsonl"))
 
     def _new(self, file: Path) -> list[Event]:
         begin, number = self._read.get(file, (0, 0))

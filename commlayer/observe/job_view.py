@@ -1,4 +1,4 @@
-"""The state of a job as its events tell it. `commlayer top`, metrics and reports show a JobView and keep no state of their own.
+"""The state of a job, computed from its events. `commlayer top`, metrics and reports show a JobView and keep no other state.
 
 A view knows no clock. Callers pass the current time, in the clock of the events.
 """
@@ -121,7 +121,7 @@ class JobView:
         self.others: dict[str, MemberEvent] = {}
         """Servers, and homes before the job begins, by their names in events."""
         self.plan = PlanEvent()
-        """The plan in force; without a digest before the first one."""
+        """The current plan; without a digest before the first one."""
         self.waits: dict[tuple[int, WaitKind], WaitEvent] = {}
         self.quality, self.noise_scale, self.checkpoint = QualityEvent(), NoiseScaleEvent(), CheckpointEvent()
         self.plan_changes: Counter[str] = Counter()
@@ -260,7 +260,7 @@ class JobView:
         return named or list(waits.values())
 
     def _stepped_after(self, wait: WaitEvent) -> bool:
-        """True: the sender has made steps since, so the wait is over, although the event that says so has not arrived."""
+        """True: the sender has made steps since, so the wait is over, although the event about its end has not arrived."""
         worker = self.workers.get(wait.rank)
         return worker is not None and worker.step.time > wait.time
 
@@ -302,7 +302,7 @@ class JobView:
         """An event in words, for a list of events."""
         match event:
             case WaitEvent():
-                # Who has not joined yet has no name; the numbers might be those of an earlier run.
+                # A process that has not joined has no name; its number might be that of a worker of an earlier run.
                 names = _listed(event.names if event.what == "join" else [*map(self.display, event.names)]) or "other ranks"
                 if event.over:
                     return f"no longer waiting for {names}"

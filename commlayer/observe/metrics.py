@@ -61,7 +61,7 @@ def _lines(view: JobView, now: float) -> Iterator[str]:
         for wait in view.current_waits(now)])
     plan = view.plan
     if plan.digest:
-        yield from _metric("plan_info", "gauge", "The plan in force.", [
+        yield from _metric("plan_info", "gauge", "The current plan.", [
             (run | {"plan": plan.digest, "every": str(plan.local_steps), "codec": plan.codec}, 1)])
         yield from _metric("plan_predicted_step_seconds", "gauge", "Predicted seconds per step.",
                            [(run, plan.step_s)] if plan.step_s else [])
