@@ -131,7 +131,7 @@ def test_the_noise_scale_of_gradients_is_a_metric(noise: float) -> None:
     assert first[-1] == pytest.approx(noise**2, rel=0.3)
 
 
-def agreeing(rank: int, address: str) -> tuple[list[float], int]:
+def agreeing(rank: int, address: str, codec: str, overlap: bool) -> tuple[list[float], int]:
     """Trains on gradients that are equal on both ranks in three quarters of the elements and opposite in the others."""
     signs = torch.ones(1, 4096)
     signs[:, 3072:] = 1 - 2 * rank
@@ -143,8 +143,8 @@ def agreeing(rank: int, address: str) -> tuple[list[float], int]:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        with commlayer.attach(model, optimizer, compression="identity", config=quick(join=address),
-                              sync=commlayer.LocalSteps(H, overlap=False)) as session:
+        with commlayer.attach(model, optimizer, compression=codec, config=quick(join=address),
+                              sync=commlayer.LocalSteps(H, overlap=overlap)) as session:
             for _ in range(3 * H):
                 optimizer.zero_grad()
                 model(signs).sum().backward()
@@ -156,12 +156,14 @@ def agreeing(rank: int, address: str) -> tuple[list[float], int]:
     return found, sum("agreement of the workers" in line for line in lines)
 
 
-def test_the_agreement_of_local_changes_is_a_metric_and_is_logged_once() -> None:
+@pytest.mark.parametrize(("codec", "overlap"), [("identity", False), ("int4", False), ("int4", True)])
+def test_the_agreement_of_local_changes_is_a_metric_and_is_logged_once(codec: str, overlap: bool) -> None:
     with Servers(WORLD, 1) as servers:
-        (first, lines), (second, _) = pool(WORLD).call(agreeing, servers.address)
+        (first, lines), (second, _) = pool(WORLD).call(agreeing, servers.address, codec, overlap)
     assert first == second
-    assert first[: H - 1] == [0.0] * (H - 1)
-    assert first[H:] == pytest.approx([0.5] * 2 * H, abs=0.01)
+    begun = H * (1 + overlap)
+    assert first[: begun - 1] == [0.0] * (begun - 1)
+    assert first[begun:] == pytest.approx([0.5] * (3 * H - begun), abs=0.05)
     assert lines == 1
 
 
