@@ -65,18 +65,23 @@ def with_noise(job: Job, noise_scale: float | None) -> Job:
     return structs.replace(job, timing=structs.replace(job.timed, noise_scale=noise_scale))
 
 
-def check_training(steps: int | None, price: float | None, watts: float | None, machines: Cluster) -> None:
-    """Checks the options of `estimate` on the cost of a whole training."""
+def server_price(server: str, steps: int | None) -> tuple[str, float]:
+    """Splits --server of `estimate` into the link's rate and the price per hour; 0: no price. Also checks --steps."""
     if steps is not None and steps < 1:
         raise InvalidInput("E-CLI-OPTION", f"--steps: got {steps}, allowed: at least 1")
-    for option, value in (("--price-per-hour", price), ("--watts", watts)):
-        if value is not None and not 0 < value < math.inf:
-            raise InvalidInput("E-CLI-OPTION", f"{option}: got {value:g}, allowed: a number above 0")
-        if value is not None and steps is None:
-            raise InvalidInput("E-CLI-OPTION", f"{option} is for the cost of a whole training: add --steps N")
-    if price is not None and all(node.ranks for node in machines.nodes):
-        raise InvalidInput("E-CLI-OPTION", "--price-per-hour is for a rented server, but these machines have none: use --homes "
-                                           "LINE, or remove it")
+    rate, comma, text = server.partition(",")
+    if not comma:
+        return server, 0.0
+    try:
+        price = float(text)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < math.inf:
+        raise InvalidInput("E-CLI-OPTION",
+                           f'--server {server}: got the price {text!r}, allowed: a number above 0, as in "1Gb,0.04"')
+    if steps is None:
+        raise InvalidInput("E-CLI-OPTION", f"--server {server}: a price is for the cost of a whole training: add --steps N")
+    return rate or SERVER, price
 
 
 SERVER = "1Gb"

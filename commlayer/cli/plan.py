@@ -39,18 +39,18 @@ Sync = Annotated[str, typer.Option(help="auto (any sync mode), or step (synchron
 PlanFile = Annotated[Path, typer.Option("--plan", help="The plan file; its inputs must be next to it.", metavar="FILE")]
 Steps = Annotated[int | None, typer.Option(
     help="Length of the training in steps of all machines together, for hours, GPU-hours and kWh.", metavar="N")]
-Price = Annotated[float | None, typer.Option(help="Price of the rented server per hour, with --steps.", metavar="N")]
-Watts = Annotated[float | None, typer.Option(
-    help="Power of one worker, with --steps; default: the GPU's data sheet.", metavar="W")]
+PricedServer = Annotated[str, typer.Option(
+    help='The link of the server for --homes; default 1Gb. With --steps also its price per hour: "1Gb,0.04".',
+    metavar="RATE[,PRICE]")]
 ALLOWED = ("forward", "fragments", "staleness")
 UNEVEN = 1.2
 """From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
 
 
 def estimate(
-    model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
+    model: Model, nodes: Nodes = "", homes: Homes = "", server: PricedServer = "", cluster: ClusterFile = "",
     batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, steps: Steps = None,
-    price_per_hour: Price = None, watts: Watts = None, json: Json = None,
+    json: Json = None,
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
@@ -59,13 +59,13 @@ def estimate(
     from commlayer.planner.baselines import Verdict, gains, training_costs, verdict
 
     arguments.check_json(json)
+    server, price = arguments.server_price(server, steps)
     machines = arguments.cluster_named(cluster, nodes, homes, server)
-    arguments.check_training(steps, price_per_hour, watts, machines)
     planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale, shares=True)
     rows = planned.alternatives()
     assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
                                                 named=bool(optimizer)))
-    costs = training_costs(rows, planned.machines, steps, price_per_hour or 0.0, watts or 0.0) if steps else ()
+    costs = training_costs(rows, planned.machines, steps, price) if steps else ()
     result = Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan, costs)
     arguments.write_json(json, records.encode(result).decode())
     planned.show(rows, assumptions, verbose=verbose, table=arguments.learning_table("", None), buckets=verbose,

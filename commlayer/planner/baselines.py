@@ -51,20 +51,20 @@ class TrainingCost(Record, frozen=True):
     server_cost: float = 0.0
     """Price of the rented servers; 0: there are none, or the price is unknown."""
     kwh: float = 0.0
-    """Energy of the GPUs; 0: the power of some device is unknown."""
+    """Energy of the GPUs at their data sheets' power; 0: the power of some device is unknown."""
 
 
 def training_costs(
-    rows: Sequence[Baseline], cluster: Cluster, steps: int, price: float = 0.0, watts: float = 0.0,
+    rows: Sequence[Baseline], cluster: Cluster, steps: int, price: float = 0.0,
 ) -> tuple[TrainingCost, ...]:
     """What the plan and the fastest machine alone take for a training of `steps` synchronous steps without compression. `price`
-    per hour of one rented server; `watts` of one worker, 0: as in the GPU's data sheet."""
+    per hour of one rented server; 0: unknown."""
     rented = sum(1 for node in cluster.nodes if not node.ranks)
     result = []
     for row in [rows[0], *(row for row in rows if row.name == ALONE)]:
         nodes = [node for node in cluster.nodes if node.ranks and row.node in ("", node.name)]
         hours = steps * row.step_s * row.steps / 3600
-        power = [node.ranks * (watts or (GPUS[node.device].watts if node.device in GPUS else 0.0)) for node in nodes]
+        power = [node.ranks * GPUS[node.device].watts if node.device in GPUS else 0.0 for node in nodes]
         kwh = hours * sum(power) / 1000 if all(power) else 0.0
         result.append(TrainingCost(row.name, hours, hours * sum(node.ranks for node in nodes),
                                    0.0 if row.node else price * rented * hours, kwh))

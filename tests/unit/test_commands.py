@@ -200,7 +200,7 @@ def test_an_optimizer_has_its_own_memory_and_sources(commlayer, name: str, memor
 @pytest.mark.nightly
 def test_a_whole_training_costs_hours_of_gpus_and_of_the_server(commlayer) -> None:
     record = ("estimate", "gpt2", "--homes", "3xrtx3060@100/20Mb,rtx4090@100/20Mb", "--steps", "10000")
-    _, out, _ = commlayer(*record, "--price-per-hour", "0.5", "--json", "e.json")
+    _, out, _ = commlayer(*record, "--server", "1Gb,0.5", "--json", "e.json")
     result = json.loads(Path("e.json").read_text())
     mine, alone = result["training"]
     plan, *_, single = result["alternatives"]
@@ -212,17 +212,15 @@ def test_a_whole_training_costs_hours_of_gpus_and_of_the_server(commlayer) -> No
         assert cost["gpu_hours"] == pytest.approx(gpus * cost["hours"])
         assert cost["kwh"] == pytest.approx(watts * cost["hours"] / 1000)
     assert (mine["server_cost"], alone["server_cost"]) == (pytest.approx(0.5 * mine["hours"]), 0.0)
-    commlayer(*record, "--watts", "100", "--json", "w.json")
-    watts = json.loads(Path("w.json").read_text())["training"]
-    assert [cost["kwh"] / cost["gpu_hours"] for cost in watts] == pytest.approx([0.1, 0.1])
 
 
 @pytest.mark.parametrize("arguments", [
-    ("--steps", "0"), ("--watts", "100"), ("--price-per-hour", "1"), ("--steps", "9", "--watts", "-1"),
-    ("--steps", "9", "--watts", "nan"), ("--steps", "9", "--price-per-hour", "0"), ("--steps", "9", "--price-per-hour", "1"),
+    ("--homes", NODES, "--steps", "0"), ("--homes", NODES, "--server", "1Gb,1"),
+    ("--nodes", NODES, "--steps", "9", "--server", ",1"),
+    *(("--homes", NODES, "--steps", "9", "--server", f"1Gb,{price}") for price in ("", "0", "-1", "nan", "inf", "cheap")),
 ])
 def test_costs_of_a_training_need_its_length_and_a_rented_server(commlayer, arguments: tuple[str, ...]) -> None:
-    code, out, errors = commlayer("estimate", "lstm", "--nodes", NODES, *arguments)
+    code, out, errors = commlayer("estimate", "lstm", *arguments)
     assert (code, out) == (2, "")
     assert errors.endswith("[E-CLI-OPTION]\n")
 
