@@ -78,7 +78,10 @@ class RunEvents:
         self.log.append(JobEvent(run=run, name=Path(sys.argv[0] or "python").name, host=host, world=world, version=version(),
                                  settings=digest(settings)))
         if config.events:
-            self._files.append(EventFile(self.log, Path(config.events) / f"rank-{rank}.jsonl"))
+            try:
+                self._files.append(EventFile(self.log, Path(config.events) / f"rank-{rank}.jsonl"))
+            except InvalidInput as error:  # check_folder() was called before the job began; other ranks depend on this one now
+                log.warning("%s", error)
 
     # ---- steps
 
