@@ -5,6 +5,7 @@
 
 #include <cstdarg>
 #include <cstring>
+#include <string>
 
 namespace nb = nanobind;
 
@@ -36,6 +37,14 @@ struct ExchangeTable {
   int (*view)(void* object, TensorView* out);
 };
 
+// For messages. The stable ABI hides the structure of types.
+std::string type_name(PyObject* object) {
+  const nb::object name = nb::steal(PyType_GetName(Py_TYPE(object)));
+  const char* text = name.is_valid() ? PyUnicode_AsUTF8AndSize(name.ptr(), nullptr) : nullptr;
+  if (!text) PyErr_Clear();
+  return text ? text : "an object";
+}
+
 // Looked up once per type; tensors, parameters and a subclass or two are all there is.
 const ExchangeTable* exchange_table(PyTypeObject* type) {
   static PyTypeObject* known[4];
@@ -55,8 +64,8 @@ const ExchangeTable* exchange_table(PyTypeObject* type) {
     PyErr_Clear();
     return nullptr;
   }
-  Py_INCREF(type);
-  Py_XDECREF(known[next]);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
+  Py_XDECREF(reinterpret_cast<PyObject*>(known[next]));
   known[next] = type;
   tables[next] = table;
   next = (next + 1) % 4;
@@ -103,7 +112,7 @@ bool Memory::from_tensor(PyObject* object, bool writable) {
     if (!view.is_valid()) {
       PyErr_Clear();
       fail(PyExc_TypeError, "%s: got %s, allowed are contiguous CPU tensors, numpy arrays and bytes-like objects", name_,
-           Py_TYPE(object)->tp_name);
+           type_name(object).c_str());
     }
     from_buffer(view.ptr(), writable);
     return true;
@@ -144,7 +153,7 @@ void Memory::from_buffer(PyObject* object, bool writable) {
   if (PyObject_GetBuffer(object, &buffer_, flags) != 0) {
     PyErr_Clear();
     fail(PyExc_BufferError, "%s: need a %scontiguous buffer, got %s", name_, writable ? "writable " : "",
-         Py_TYPE(object)->tp_name);
+         type_name(object).c_str());
   }
   held_ = true;
   data_ = buffer_.buf;
