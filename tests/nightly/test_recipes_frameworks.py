@@ -121,6 +121,16 @@ def test_lora_sends_adapters_only(tmp_path: Path) -> None:
     assert 0.4 < nbytes < 0.7, "4 bits for each adapter weight, and nothing for others"
 
 
+def test_images_learn_with_few_bytes_and_are_drawn(tmp_path: Path) -> None:
+    need("matplotlib")
+    out = alone(tmp_path, *TORCHRUN, str(EXAMPLES / "images.py"), "--steps", "64", "--plot", "images.png")
+    accuracies, sent = zip(*re.findall(r"^every .*: accuracy ([\d.]+), ([\d.]+) MB sent$", out, re.MULTILINE), strict=True)
+    assert all(float(accuracy) > 0.8 for accuracy in accuracies)
+    dense, coded, local = map(float, sent)
+    assert dense > 7 * coded > 7 * 7 * local
+    assert (tmp_path / "images.png").stat().st_size > 5000
+
+
 def test_a_slow_card_gets_a_smaller_share(tmp_path: Path) -> None:
     out = alone(tmp_path, *TORCHRUN, str(EXAMPLES / "two_cards.py"), "--epochs", "2", "--slow-ms", "2")
     first, second = map(int, re.findall(r"^epoch 2: shares (\d+) and (\d+) of 96", out, re.MULTILINE)[0])

@@ -70,6 +70,8 @@ TABLES: dict[str, tuple[Row, ...]] = {
     ),
     "Machines": (
         Row("Linux, x86-64", YES, "all tests; kernels for AVX2 and AVX-512"),
+        Row("Python 3.12, 3.13", LIMITS,
+            "by hand: the wheel of the stable ABI is installed, plans and computes; no training was run with them"),
         Row("Linux, aarch64", LIMITS,
             "kernels run under an emulator, byte for byte; the whole package has never run there",
             ("tests/nightly/test_native_builds.py::test_neon_gives_the_bytes_of_every_other_body",)),
