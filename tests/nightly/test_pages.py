@@ -191,3 +191,21 @@ def test_the_site_builds_without_warnings() -> None:
     pages = re.findall(r'= "([\w/.-]+\.md)"', (ROOT / "build" / "zensical.toml").read_text())
     assert {"README.md", "docs/explanation/faq.md"} <= set(pages)
     assert (ROOT / "build" / "site" / "index.html").exists()
+
+
+# ---- Python blocks
+
+GUIDES = [page for folder in ("how-to", "tutorials") for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+          if "```python" in page.read_text() and page.stem != "frameworks"]
+"""The block of frameworks.md loads a model from a hub, for a GPU."""
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_code_of_a_guide_runs(page: Path, tmp_path: Path) -> None:
+    world = 4 if page.stem == "uneven-machines" else 2  # its shares are for four
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
+         str(ROOT / "tests" / "support" / "scripts" / "code_blocks.py"), str(page)],
+        cwd=tmp_path, text=True, timeout=110, capture_output=True, env=clean_environment() | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("ran ") == world
