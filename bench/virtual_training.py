@@ -74,7 +74,7 @@ class Variant(Record, frozen=True):
 def outer_of(way: Variant) -> OuterSGD:
     """Without a name the default of attach(). Raises InvalidInput for an unknown name."""
     if not way.outer:
-        return usual("adam" if way.optimizer == "adam" else "sgd")
+        return usual("sgd" if way.optimizer == "sgd" else "adam")
     if way.outer not in OUTERS:
         raise InvalidInput("E-USER-CODE",
                            f"outer: got {way.outer!r}, allowed: {', '.join(map(repr, OUTERS))}, or '' for the optimizer's own")

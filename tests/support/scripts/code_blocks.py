@@ -33,7 +33,7 @@ class Net(nn.Sequential):
 
 class Writer:
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        assert "/" in name
+        assert name
         assert value == value
         assert step >= 0
 
