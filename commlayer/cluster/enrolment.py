@@ -114,6 +114,7 @@ class EnrolmentServer:
     def serve(self, sock: socket.socket, where: str) -> str:
         """Runs one enrolment on a connection. Returns the reason of a refusal; "" if the home has its certificate."""
         host, deadline = where.rpartition(":")[0], time.monotonic() + ENROL_S
+        began = False  # whether to count a failure: connections that are lost before are not attempts
         try:
             if _receive(sock, len(MAGIC), deadline) != MAGIC:
                 return "it began with an unknown request"
@@ -121,10 +122,11 @@ class EnrolmentServer:
             _send(sock, MAGIC + _framed(b"" if busy else self._authority), deadline)
             if busy:
                 return f"more than {MAX_FAILED} failed enrolments of this address within a minute"
+            began = True
             reason = self._serve(sock, where, deadline)
         except (CommError, OSError) as error:
             reason = str(error) or "it sent no request in time"
-        if reason:
+        if reason and began:
             self._failed.add(host, time.monotonic())
         return reason
 

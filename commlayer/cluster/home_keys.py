@@ -11,13 +11,12 @@ import binascii
 import hashlib
 import re
 import secrets
-import ssl
 from pathlib import Path
 from typing import NamedTuple
 
 from commlayer.config import host_port, user_folder
 from commlayer.errors import InvalidInput
-from commlayer.transport.key_folder import CA, CERTIFICATE
+from commlayer.transport.key_folder import CERTIFICATE
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 ALLOWED_NAMES = "allowed: 1 to 63 letters, digits, '.', '_' and '-', starting with a letter or digit"
@@ -60,19 +59,17 @@ class HomeLine(NamedTuple):
         return user_folder() / f"{re.sub('[^A-Za-z0-9._-]', '_', host)}-{port}-{self.name}"
 
     def stored(self) -> Path | None:
-        """Returns the folder if it has the keys that this line leads to: of the same CA and, if the line has a token, made with
-        that token. Otherwise returns None."""
+        """Returns the folder if it has keys and, if this line has a token, they were fetched with that token. Otherwise returns
+        None."""
         if not (self.folder / CERTIFICATE).is_file():
             return None
         if self.token is None:
             return self.folder
         try:
-            authority = ssl.PEM_cert_to_DER_cert((self.folder / CA).read_text("ascii"))
             digest = (self.folder / LINE).read_text("ascii").split()[-1]
         except (OSError, ValueError, IndexError):
             return None
-        same = hashlib.sha256(authority).digest() == self.token.fingerprint and digest == self.token.digest
-        return self.folder if same else None
+        return self.folder if digest == self.token.digest else None
 
 
 def new_token(authority: bytes) -> Token:
