@@ -101,8 +101,10 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
 def _invited(folder: Path, names: list[str]) -> tuple[Path, dict[str, Token]]:
     """Creates what is missing: the CA, this server's keys, and invitations of homes that have neither keys nor an invitation.
     Returns the folder of this server's keys, and the tokens of the new invitations."""
-    from commlayer.cluster import invitations  # imported late: it loads cryptography
+    from commlayer.cluster import authority, invitations  # imported late: they load cryptography
 
+    for name in names:
+        authority.check_name(name)
     if invitations.SERVER in names:
         raise InvalidInput("E-CLI-OPTION", f"--invite: the name {invitations.SERVER!r} is this server's own: use another one")
     place, new = invitations.server_keys(folder)

@@ -246,12 +246,12 @@ def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, 
     former = place.with_name(f".{place.name}.{secrets.token_hex(4)}.former")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir(mode=0o700)
     except OSError as error:
         raise InvalidInput("E-KEYS",
                            f"{place} cannot be created: {error.filename or place.parent}: {error.strerror}; choose a "
                            "writable folder") from None
     try:
-        part.mkdir(mode=0o700)
         for name in folders:
             (part / name).mkdir(mode=0o700)
         write_whole({part / name: data for name, data in contents.items()}, durable=True, mode=0o600)
