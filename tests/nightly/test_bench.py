@@ -31,7 +31,7 @@ from bench.fuzz_targets import CODECS, Target, targets
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.tasks import TASKS
 from bench.tta import shown
-from bench.tta.page import KEPT, PARTS, ROOT, Part, overview
+from bench.tta.page import KEPT, PARTS, ROOT, Part
 from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
@@ -314,11 +314,3 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_pages_show_the_kept_rows(part: Part) -> None:
     page = part.page.read_text("utf-8")
     assert page == part.within(page, longest(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
-
-
-def test_the_readme_shows_rows_of_the_overview() -> None:
-    rows = [line for line in (ROOT / "README.md").read_text("utf-8").splitlines()
-            if line.startswith(("| chars,", "| digits,", "| passages,"))]
-    kept = overview(longest(Store(KEPT).rows.values())).splitlines()
-    assert [row for row in rows if row not in kept] == []
-    assert len(rows) > 4

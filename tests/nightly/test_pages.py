@@ -22,10 +22,12 @@ README = (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.commit(1)
-def test_the_first_script_is_the_example() -> None:
-    first = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert first is not None
-    assert first[1] == (ROOT / "examples" / "train.py").read_text("utf-8")
+def test_the_diff_is_that_of_the_example() -> None:
+    (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+    example = (ROOT / "examples" / "train.py").read_text("utf-8").splitlines()
+    lines = [line[1:] for line in diff.splitlines() if line != " ..."]
+    assert [line for line in lines if line not in example] == []
+    assert sum(line.startswith("+") for line in diff.splitlines()) <= 5
 
 
 @pytest.mark.commit(1)
