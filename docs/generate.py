@@ -23,6 +23,7 @@ from commlayer.cli.main import app
 from commlayer.compressors.plan_codecs import FACTORIES
 from commlayer.engine.inspection import Inspection
 from commlayer.errors import CODES
+from commlayer.integrations import tracking
 from commlayer.observe import events
 
 FOLDER = Path(__file__).parent / "reference"
@@ -179,6 +180,7 @@ SECTIONS: tuple[tuple[str, str, Any, tuple[str, ...]], ...] = (
     ("Optimizers", "commlayer.optim", optim, tuple(optim.__all__)),
     ("Batch shares", "commlayer.balance", balance, tuple(balance.__all__)),
     ("Planner", "commlayer.planner", planner, tuple(planner.__all__)),
+    ("Trackers", "commlayer.integrations.tracking", tracking, ("log_to", "scalars")),
 )
 
 
@@ -193,7 +195,7 @@ def api() -> str:
                "[errors.md](errors.md), codecs with their bits in [codecs.md](codecs.md). Other names are internal."),
         "", "## commlayer",
     ]
-    for name in ("attach",):
+    for name in ("attach", "LocalSteps", "DiLoCo"):
         lines += _entry(f"commlayer.{name}", getattr(commlayer, name))
     lines += _class("commlayer.Session", commlayer.Session, signature=False)
     lines += _class("session.inspect", Inspection, signature=False, members=INSPECT)
@@ -207,6 +209,8 @@ def api() -> str:
         for name in sorted(names, key=lambda name: name == "Sampler"):
             item = getattr(module, name)
             lines += _class(f"{prefix}.{name}", item) if name == "Sampler" else _item(name, item)
+    lines += ["", *_wrap("Integrations with transformers, Accelerate and Lightning are on the page "
+                         "[frameworks](../how-to/frameworks.md).")]
     return "\n".join([*lines, ""])
 
 
