@@ -12,6 +12,7 @@ from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
 from commlayer.cli.join import join
 from commlayer.cli.profile import profile
+from commlayer.cli.report import report
 from commlayer.cli.serve import serve
 from commlayer.cli.top import top
 from commlayer.cli.trace import trace
@@ -43,6 +44,7 @@ app.command()(demo)
 app.command()(plan.estimate)
 app.command()(serve)
 app.command()(top)
+app.command()(report)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(join)
 app.command(context_settings={"allow_interspersed_args": False})(up)

@@ -27,8 +27,8 @@ def serve(
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers counts only others.")] = False,
     min_workers: Annotated[int, typer.Option(help="Continue with at least this many workers; 0: none may leave.", min=0)] = 0,
     number: Annotated[int, typer.Option(help="This server's number in the plan; -1: the next free one.", min=-1)] = -1,
-    metrics: Annotated[str, typer.Option(help="Serve metrics for Prometheus there; a port alone is on 127.0.0.1.",
-                                         metavar="HOST:PORT")] = "",
+    page: Annotated[str, typer.Option(help="Serve a page about the job, and metrics for Prometheus, there; a port alone is on "
+                                           "127.0.0.1.", metavar="[HOST:]PORT")] = "",
     events: Annotated[str, typer.Option(help="Folder for the job's events, for `commlayer top`.", metavar="DIR")] = "",
     invite: Annotated[str, typer.Option(help="Names of homes to invite, with commas; default: home-1 to home-WORKERS.",
                                         metavar="NAMES")] = "",
@@ -48,8 +48,8 @@ def serve(
     config, invites = _read(settings, names, wanted=bool(invite))
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
-    if config.join and (events or metrics):
-        raise InvalidInput("E-CLI-OPTION", f"{'--events' if events else '--metrics'} with --join {config.join}: only the "
+    if config.join and (events or page):
+        raise InvalidInput("E-CLI-OPTION", f"{'--events' if events else '--page'} with --join {config.join}: only the "
                                            "coordinator has a job's events; give it to the server that was started without "
                                            "--join")
     if servers == 0 and not no_server:
@@ -60,7 +60,7 @@ def serve(
     from commlayer.cluster import server_process
 
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
-                                       -1 if no_server else number, not no_server, metrics=_address_of(metrics))
+                                       -1 if no_server else number, not no_server, page=_address_of(page))
     if invites:
         place, tokens = _invited(folder, names)
         config = read_config(settings | {"keys": str(place)})
@@ -115,10 +115,10 @@ def _invited(folder: Path, names: list[str]) -> tuple[Path, dict[str, Token]]:
 
 
 def _address_of(text: str) -> tuple[str, int] | None:
-    """The host and port of --metrics; None if it is not given."""
+    """The host and port of --page; None if it is not given."""
     if not text:
         return None
     try:
         return ("127.0.0.1", int(text)) if text.isdecimal() and int(text) < 65536 else host_port(text)
     except ValueError as error:
-        raise InvalidInput("E-CLI-OPTION", f"--metrics: {error}") from None
+        raise InvalidInput("E-CLI-OPTION", f"--page: {error}") from None

@@ -34,7 +34,6 @@ from commlayer.transport.key_folder import Keys
 
 if TYPE_CHECKING:
     from commlayer.cluster.summation_server import DataServer
-    from commlayer.observe.web import WebServer
 
 log = logging.getLogger("commlayer")
 
@@ -67,8 +66,8 @@ class ServeOptions(NamedTuple):
     job_token: str = ""
     again: bool = False
     data_port: int = messages.ANY
-    metrics: tuple[str, int] | None = None
-    """Host and port for Prometheus; None: no metrics."""
+    page: tuple[str, int] | None = None
+    """Host and port of the web page and of metrics for Prometheus; None: there are none."""
     ca: str = ""
     """Folder of the job's CA, if this process accepts invitations; the next two fields belong to it."""
     invited: tuple[str, ...] = ()
@@ -106,24 +105,28 @@ def run(config: Config, part: ServeOptions) -> None:
         events = log_of_job()
         if config.events and not config.join and not part.parent:
             stack.callback(EventFile(events, Path(config.events) / "events.jsonl").close)
-        if part.metrics is not None:
-            stack.callback(_serve_metrics(*part.metrics, config, events).close)
+        if part.page is not None:
+            _serve_page(*part.page, config, events, stack)
         while following is not None and not terminated.is_set():
             following = _serve(*following, ends[0], ends[1], events)
             ends[:] = threading.Event(), threading.Event()
 
 
-def _serve_metrics(host: str, port: int, config: Config, events: EventLog) -> WebServer:
-    from commlayer.observe.web import Follower, WebServer, read_token  # imported late, because most servers need no HTTP
+def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: contextlib.ExitStack) -> None:
+    # Imported late, because most servers need no HTTP.
+    from commlayer.observe.job_feed import JobFeed
+    from commlayer.observe.web import WebServer, read_token
 
     if not is_loopback(host) and not config.insecure:
-        raise InvalidInput("E-PLAIN-TEXT", f"--metrics {host}: HTTP is not encrypted, and this is not a loopback address: use "
+        raise InvalidInput("E-PLAIN-TEXT", f"--page {host}: HTTP is not encrypted, and this is not a loopback address: use "
                                            "127.0.0.1 and a tunnel, or --insecure if you trust the network")
-    token = read_token(config.token)
-    server = WebServer(host, port, token, {"/metrics": Follower(events).metrics})
+    token, feed = read_token(config.token), JobFeed(events)
+    stack.callback(feed.close)
+    server = WebServer(host, port, token, feed.pages, public=("/metrics",))
+    stack.callback(server.close)
+    log.info("page: http://%s/?token=%s", server.address, token)
     log.info("metrics for Prometheus: http://%s/metrics%s", server.address,
              "" if is_loopback(host) else f" with the header Authorization: Bearer {token}")
-    return server
 
 
 def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: threading.Event, events: EventLog

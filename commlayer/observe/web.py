@@ -1,6 +1,6 @@
 """A small HTTP server for what people and Prometheus read about a job. It only answers GET, and changes nothing.
 
-On another address than loopback, each request must carry the token: `Authorization: Bearer TOKEN`.
+Requests carry the token, as `Authorization: Bearer TOKEN` or as `?token=TOKEN`. On loopback, public pages need none.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ import hmac
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import closing
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
 
 from commlayer.config import is_loopback, join_host
 from commlayer.errors import InvalidInput
-from commlayer.observe.events import EventLog, decode
-from commlayer.observe.job_view import JobView
-from commlayer.observe.metrics import CONTENT_TYPE, exposition
 
 log = logging.getLogger("commlayer")
 
@@ -31,8 +29,12 @@ MAX_CONNECTIONS = 32
 
 
 class Page(NamedTuple):
+    """An answer. The parts of a generator are sent as they come, until the client needs more than REQUEST_S for one of them."""
+
     content_type: str
-    body: bytes
+    body: bytes | Generator[bytes]
+    headers: Mapping[str, str] = MappingProxyType({})
+    status: HTTPStatus = HTTPStatus.OK
 
 
 Pages = Mapping[str, Callable[[], Page]]
@@ -45,29 +47,11 @@ def read_token(secret: str) -> str:
     return hmac.digest(secret.encode(), b"commlayer: read the job's pages", hashlib.sha256).hex()[:32]
 
 
-class Follower:
-    """A JobView that follows an EventLog. Thread-safe."""
-
-    def __init__(self, events: EventLog) -> None:
-        self._events, self._view, self._cursor = events, JobView(), 0
-        self._lock = threading.Lock()
-
-    def metrics(self) -> Page:
-        with self._lock:
-            while (batch := self._events.since(self._cursor)).lines:
-                self._cursor = batch.cursor
-                for line in batch.lines:
-                    if (event := decode(line)) is not None:
-                        self._view.apply(event)
-            return Page(CONTENT_TYPE, exposition(self._view, time.time()).encode())
-
-
 class WebServer:
     """Serves pages on threads of its own, from construction to close()."""
 
-    def __init__(self, host: str, port: int, token: str, pages: Pages) -> None:
-        """`token`: needed by requests unless `host` is loopback."""
-        needed = "" if is_loopback(host) else token
+    def __init__(self, host: str, port: int, token: str, pages: Pages, *, public: Collection[str] = ()) -> None:
+        """`public`: paths of pages that need no token if `host` is loopback."""
         slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
         class Server(ThreadingHTTPServer):
@@ -92,7 +76,7 @@ class WebServer:
         class Handler(_Handler):
             pass
 
-        Handler.pages, Handler.token = pages, needed
+        Handler.pages, Handler.token, Handler.public = pages, token, public if is_loopback(host) else ()
         try:
             self._server = Server((host, port), Handler)
         except OSError as error:
@@ -111,37 +95,49 @@ class WebServer:
 class _Handler(BaseHTTPRequestHandler):
     pages: Pages = MappingProxyType({})
     token = ""
+    public: Collection[str] = ()
     timeout = REQUEST_S
     server_version, sys_version = "commlayer", ""
 
     def do_GET(self) -> None:
-        page = self.pages.get(self.path.partition("?")[0])
-        if not self._allowed():
-            self._refuse(HTTPStatus.UNAUTHORIZED, "this address needs the header Authorization: Bearer TOKEN, with the token "
-                                                  "that `commlayer serve` printed [E-SECRET]")
+        address = urlsplit(self.path)
+        page = self.pages.get(address.path)
+        if not (address.path in self.public or self._allowed(address.query)):
+            self._refuse(HTTPStatus.UNAUTHORIZED, "this needs the token that `commlayer serve` printed: ?token=TOKEN in the "
+                                                  "address, or the header Authorization: Bearer TOKEN [E-SECRET]")
         elif page is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"no such page; there are {', '.join(self.pages)}")
         else:
-            self._answer(HTTPStatus.OK, page())
+            self._answer(page())
 
-    def _allowed(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return not self.token or hmac.compare_digest(given.encode(), self.token.encode())
+    def _allowed(self, query: str) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip() or parse_qs(query).get("token", [""])[0]
+        return bool(given) and hmac.compare_digest(given.encode(), self.token.encode())
 
     def _refuse(self, status: HTTPStatus, line: str) -> None:
-        self._answer(status, Page("text/plain; charset=utf-8", f"{line}\n".encode()))
+        self._answer(Page("text/plain; charset=utf-8", f"{line}\n".encode(), status=status))
 
-    def _answer(self, status: HTTPStatus, page: Page) -> None:
-        self.send_response(status)
-        headers = {"Content-Type": page.content_type, "Content-Length": str(len(page.body)), "Cache-Control": "no-store",
-                   "X-Content-Type-Options": "nosniff"}
-        if status is HTTPStatus.UNAUTHORIZED:
+    def _answer(self, page: Page) -> None:
+        headers = {"Content-Type": page.content_type, "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+        if page.status is HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
+        if isinstance(page.body, bytes):
+            self._head(page.status, {**headers, **page.headers, "Content-Length": str(len(page.body))})
+            self.wfile.write(page.body)
+            return
+        with closing(page.body):
+            part = next(page.body)  # a generator that has begun can release what it holds, even if the client is gone
+            self._head(page.status, {**headers, **page.headers})
+            self.wfile.write(part)
+            for part in page.body:
+                self.wfile.write(part)
+
+    def _head(self, status: HTTPStatus, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(page.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs requests only for debugging: Prometheus makes one every few seconds."""
-        log.debug("web: " + format, *args)
+        """Logs requests only for debugging, because there is one every few seconds, and without the token."""
+        log.debug("web: %s", (format % args).replace(self.token, "TOKEN"))

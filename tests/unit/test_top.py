@@ -5,13 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,60 +13,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.commands import commlayer_called  # noqa: F401  (a fixture)
+from support.event_stream import START, stream
 
 from commlayer.cli.top_screen import line_of, screen, summary, worker_lines
 from commlayer.errors import InvalidInput
 from commlayer.integrations.tracking import log_to, scalars
 from commlayer.observe import events
-from commlayer.observe.events import (
-    Event,
-    EventLog,
-    JobEvent,
-    LinkEvent,
-    LogEvent,
-    MemberEvent,
-    NoiseScaleEvent,
-    PlanEvent,
-    QualityEvent,
-    StepEvent,
-    WaitEvent,
-)
 from commlayer.observe.job_view import JobView
 from commlayer.observe.metrics import exposition
-from commlayer.observe.web import Follower, Page, WebServer, read_token
-
-START = 1_700_000_000.0
-
-
-def stream(world: int = 3, seconds: int = 30, *, trouble: bool = True) -> Iterator[Event]:
-    """A job of `world` homes: one becomes silent, returns, and one dies."""
-    yield JobEvent(time=START, run="5f0c2a91d3e4b687", name="train.py", world=world, version="0.1.0")
-    for number in range(world):
-        yield MemberEvent(time=START, member=f"worker {number}", name=f"home-{number}")
-    yield PlanEvent(time=START + 1, rank=0, digest="1a2b3c4d5e6f7081", codec="int4()", local_steps=8, step_s=0.21,
-                    convergence_factor=1.08, summary="12 buckets, mostly int4(), H=8, 210.0 ms a step predicted")
-    for second in range(2, seconds):
-        at = START + second
-        for number in range(world):
-            if trouble and number == world - 1 and 10 <= second < 20:
-                continue
-            exposed_s = 0.02 + 0.01 * number % 0.1
-            yield StepEvent(time=at, rank=number, step=5 * second, steps=5, step_s=0.2 + exposed_s, compute_s=0.2,
-                            exposed_s=exposed_s, hidden_s=0.1, sent_bytes=1_000_000, received_bytes=1_000_000,
-                            dense_bytes=27_000_000, loss=4.0 / second, share=1 / world, samples=160.0)
-            if second % 5 == 0:
-                yield LinkEvent(time=at, rank=number, up_bytes_per_s=1.2e6, down_bytes_per_s=1.1e7,
-                                planned_up_bytes_per_s=1.25e6, planned_down_bytes_per_s=1.25e7, rtt_s=0.03)
-        if trouble and 13 <= second < 20:
-            yield WaitEvent(time=at, what="heartbeat", names=(f"worker {world - 1}",), waited_s=second - 9.0, limit_s=60.0)
-        if trouble and second == 20:
-            yield WaitEvent(time=at, what="heartbeat", names=(f"worker {world - 1}",), over=True)
-    yield QualityEvent(time=START + seconds, rank=0, cosine=0.93, residual=1.5)
-    yield NoiseScaleEvent(time=START + seconds, rank=0, batches=12.0)
-    if trouble:
-        yield LogEvent(time=START + seconds, rank=0, level="warning", code="E-PEER-LOST", text="worker 1: connection lost")
-        yield MemberEvent(time=START + seconds, member="worker 1", name="home-1", state="dead",
-                          reason="no heartbeat for 60.0 s")
 
 
 def view_at(seconds: float, world: int = 3) -> JobView:
@@ -222,56 +170,6 @@ def test_the_dashboard_asks_only_for_metrics_that_there_are() -> None:
              for name in re.findall(r"commlayer_\w+", target["expr"])}
     assert len(asked) >= 10
     assert asked <= there
-
-
-def fetched(address: str, path: str, token: str = "") -> tuple[int, str]:
-    request = urllib.request.Request(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"} if token else {})
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def test_metrics_are_served_and_follow_the_log() -> None:
-    log = EventLog(retains=True)
-    with closing(WebServer("127.0.0.1", 0, "secret", {"/metrics": Follower(log).metrics})) as server:
-        assert fetched(server.address, "/metrics")[0] == 200
-        for event in stream():
-            log.append(event)
-        status, text = fetched(server.address, "/metrics")
-        assert status == 200
-        assert "commlayer_step_total" in text
-        assert fetched(server.address, "/")[0] == 404
-
-
-def test_other_addresses_than_loopback_need_the_token() -> None:
-    token = read_token("the job's secret")
-    assert "secret" not in token
-    with closing(WebServer("0.0.0.0", 0, token, {"/x": lambda: Page("text/plain", b"data")})) as server:
-        address = server.address.replace("0.0.0.0", "127.0.0.1")
-        assert [fetched(address, "/x", given)[0] for given in ("", "wrong", token)] == [401, 401, 200]
-        assert fetched(address, "/absent")[0] == 401
-
-
-def test_a_port_that_is_taken_is_one_error() -> None:
-    with closing(WebServer("127.0.0.1", 0, "", {})) as server:
-        with pytest.raises(InvalidInput) as refused:
-            WebServer("127.0.0.1", int(server.address.rpartition(":")[2]), "", {})
-        assert refused.value.code == "E-ADDRESS"
-
-
-@pytest.mark.parametrize(("options", "code"), [
-    (["--metrics", "nonsense"], "E-ADDRESS"), (["--metrics", "99999"], "E-ADDRESS"),
-    (["--metrics", "0.0.0.0:0"], "E-ADDRESS"), (["--metrics", "0.0.0.0:1"], "E-PLAIN-TEXT"),
-    (["--join", "127.0.0.1:9", "--metrics", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
-    (["--events", "/proc/none"], "E-EVENTS"),
-])
-def test_mistakes_of_serve_about_events_are_one_line(options: list[str], code: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "commlayer", "serve", *options], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert f"[{code}]" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # ---- trackers
