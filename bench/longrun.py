@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import json
 import math
+import statistics
 import sys
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from msgspec import structs
 from bench import learning_tasks, report, virtual_training
 from bench.learning_run import optimizer_of
 from bench.virtual_training import Variant
+from commlayer.planner import convergence, tables
 
 STORE = Path(__file__).with_name("longrun_runs.jsonl")
 STEPS, WARMUP, LOOKS = 2000, 100, 20
@@ -100,9 +102,10 @@ class Case(NamedTuple):
     def key(self) -> str:
         return json.dumps({**structs.asdict(self.way), "steps": self.steps, "schedule": self.schedule}, sort_keys=True)
 
-    @property
-    def synchronous(self) -> tuple[Case, ...]:
-        return tuple(self._replace(way=self.way.dense, steps=round(part * STEPS)) for part in SHORTER)
+    def synchronous(self, workers: int = 0) -> tuple[Case, ...]:
+        """The trainings to compare with: of `workers` workers, or as many as this one has."""
+        dense = structs.replace(self.way.dense, workers=workers or self.way.workers)
+        return tuple(self._replace(way=dense, steps=round(part * STEPS)) for part in SHORTER)
 
 
 def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "cosine", batches: int = 1) -> list[Case]:
@@ -112,7 +115,7 @@ def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "c
              for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
     alone = structs.replace(dense, workers=1)
     first = [Case(dense, STEPS, schedule), Case(alone, STEPS, schedule), *(Case(way, STEPS, schedule) for way in local[:3])]
-    others = [*first[0].synchronous, *(Case(way, STEPS, schedule) for way in local[3:])]
+    others = [*first[0].synchronous(), *(Case(way, STEPS, schedule) for way in local[3:])]
     return list(dict.fromkeys(first + others))
 
 
@@ -160,11 +163,11 @@ class Store:
         return curve[-1] if curve else None
 
 
-def factor_of(case: Case, store: Store) -> float | None:
+def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
     """Steps over those of the synchronous training that ends at the same loss; None if trainings are missing. Beyond the
     shortest synchronous training it is extrapolated over the logarithm of the length."""
     loss = store.final(case)
-    points = [(math.log(each.steps), final) for each in case.synchronous if (final := store.final(each)) is not None]
+    points = [(math.log(each.steps), final) for each in case.synchronous(workers) if (final := store.final(each)) is not None]
     if loss is None or len(points) < 2:
         return None
     points.sort()
@@ -201,12 +204,37 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
     except KeyboardInterrupt:
         print("bench: stopped; what is measured stays, and the same command goes on from there", file=sys.stderr)
     rows: list[dict[str, Any]] = []
+    pairs: list[tuple[float, float]] = []
     for case in planned:
         if (final := store.final(case)) is not None:
-            factor = factor_of(case, store)
-            rows.append({"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
-                         "loss": round(final, 4), **({"factor": round(factor, 2)} if factor else {})})
-    return {"rows": rows, "summary": {"trainings": len(rows), "missing": len(planned) - len(rows)}}
+            row: dict[str, Any] = {"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
+                                   "loss": round(final, 4)}
+            if factor := factor_of(case, store, args.workers):
+                row["factor"] = round(factor, 2)
+            if factor and case.way.updates and not case.way.outer:
+                model = modelled(case)
+                row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
+                pairs.append((factor, model))
+            rows.append(row)
+    return {"rows": rows, "summary": {"trainings": len(rows), "missing": len(planned) - len(rows), **agreement(pairs)}}
+
+
+def modelled(case: Case) -> float:
+    """The convergence factor by the planner's model, which has not seen these trainings."""
+    way = case.way
+    numel = sum(p.numel() for p in TASKS[way.task](way.seed).model.parameters())
+    return 1 + convergence.excess(tables.rows(), way.codec, convergence.Recipe(
+        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel)).steps
+
+
+def agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Median error of the model, and its rank correlation with the measured factors."""
+    if len(pairs) < 3:
+        return {}
+    from scipy.stats import spearmanr
+
+    return {"median_error_pct": 100 * statistics.median(abs(model / factor - 1) for factor, model in pairs),
+            "rank_correlation": float(spearmanr(pairs).statistic)}
 
 
 def label(case: Case) -> str:
@@ -215,4 +243,5 @@ def label(case: Case) -> str:
         return "alone"
     if not way.updates:
         return "synchronous"
-    return f"H={way.every} {way.codec} {way.outer or 'matched'}"
+    outer = {"": "norm-matched averaging", "plain": "averaging", "diloco": "Nesterov"}[way.outer]
+    return f"{way.every} local steps, {way.codec}, {outer}"

@@ -21,7 +21,7 @@ def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_
     """Losses that fall with the logarithm of the length."""
     store = Store(tmp_path / "runs.jsonl")
     assert factor_of(LOCAL, store) is None
-    for case in DENSE.synchronous:
+    for case in DENSE.synchronous():
         store.add(case, [9.0, 3 - 0.1 * math.log(case.steps)], 1.0)
     assert factor_of(LOCAL, store) is None
     store.add(LOCAL, [9.0, 3 - 0.1 * math.log(STEPS / slower)], 1.0)
