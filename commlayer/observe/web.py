@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping
@@ -16,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from commlayer.config import is_loopback, join_host
 from commlayer.errors import InvalidInput
@@ -100,15 +101,19 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "commlayer", ""
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        page = self.pages.get(address.path)
-        if not (address.path in self.public or self._allowed(address.query)):
+        path, _, query = self.path.partition("?")
+        page = self.pages.get(path)
+        if not (self._is_public(path) or self._allowed(query)):
             self._refuse(HTTPStatus.UNAUTHORIZED, "this needs the token that `commlayer serve` printed: ?token=TOKEN in the "
                                                   "address, or the header Authorization: Bearer TOKEN [E-SECRET]")
         elif page is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"no such page; there are {', '.join(self.pages)}")
         else:
             self._answer(page())
+
+    def _is_public(self, path: str) -> bool:
+        """A web page of somebody else that has made its own name point to this machine sends that name as Host."""
+        return path in self.public and is_loopback(re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]"))
 
     def _allowed(self, query: str) -> bool:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ").strip() or parse_qs(query).get("token", [""])[0]

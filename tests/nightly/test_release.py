@@ -61,6 +61,8 @@ def test_the_wheel_is_whole_and_runs_on_older_systems(built: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
     assert {"commlayer/py.typed", "commlayer/demo/digits.npz", "commlayer/planner/learning.json"} <= names
+    assert {f"commlayer/observe/{name}" for name in (
+        "page.html", "vendor/LICENSE", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")} <= names
     assert any(name.startswith("commlayer/_core.") for name in names)
     assert any(name.startswith("commlayer/_cuda/") for name in names)
     assert {name.partition("/")[0] for name in names} == {"commlayer", f"commlayer-{VERSION}.dist-info"}

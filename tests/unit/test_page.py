@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import re
 import socket
 import subprocess
@@ -83,9 +84,9 @@ def fetched(address: str, path: str, token: str = "") -> tuple[int, str]:
 class Updates:
     """One client of the updates."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, token: str = TOKEN) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        self._connection.request("GET", f"/updates?token={TOKEN}")
+        self._connection.request("GET", f"/updates?token={token}")
         self._answer = self._connection.getresponse()
         self.status, self.kind = self._answer.status, self._answer.getheader("Content-Type")
 
@@ -125,6 +126,16 @@ def test_the_token_is_taken_from_the_address_or_a_header(shared: Served) -> None
     assert fetched(shared.address, "/metrics")[0] == 200  # Prometheus on the same machine
 
 
+@pytest.mark.parametrize(("host", "status"), [
+    ("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example", 401), ("", 401), ("[", 401),
+    ("127.0.0.1.evil.example:80", 401)])
+def test_metrics_without_a_token_are_for_this_machine_by_its_own_name(shared: Served, host: str, status: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=10)
+    connection.request("GET", "/metrics", headers={"Host": host})
+    assert connection.getresponse().status == status
+    connection.close()
+
+
 def test_other_addresses_than_loopback_always_need_the_token() -> None:
     assert "secret" not in TOKEN
     pages = {"/x": lambda: Page("text/plain", b"data")}
@@ -155,14 +166,47 @@ def test_a_port_that_is_taken_is_one_error(shared: Served) -> None:
 
 @pytest.mark.parametrize(("options", "code"), [
     (["--page", "nonsense"], "E-ADDRESS"), (["--page", "99999"], "E-ADDRESS"), (["--page", "0.0.0.0:0"], "E-ADDRESS"),
-    (["--page", "0.0.0.0:1"], "E-PLAIN-TEXT"), (["--join", "127.0.0.1:9", "--page", "1"], "E-CLI-OPTION"),
-    (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"), (["--events", "/proc/none"], "E-EVENTS"),
+    (["--join", "127.0.0.1:9", "--page", "1"], "E-CLI-OPTION"), (["--join", "127.0.0.1:9", "--events", "x"], "E-CLI-OPTION"),
 ])
-def test_mistakes_of_serve_about_events_are_one_line(options: list[str], code: str) -> None:
+def test_mistakes_of_serve_about_events_are_one_line(commlayer: Any, options: list[str], code: str,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLAYER_TOKEN", "a-secret-that-is-long-enough")
+    status, _, error = commlayer("serve", *options)
+    assert status == 2
+    assert f"[{code}]" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("options", "code"), [
+    (["--page", "0.0.0.0:1"], "E-PLAIN-TEXT"), (["--events", "/proc/none"], "E-EVENTS")])
+def test_serve_ends_if_it_cannot_show_events(options: list[str], code: str) -> None:
     done = subprocess.run([sys.executable, "-m", "commlayer", "serve", *options], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"[{code}]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_serve_prints_the_address_of_the_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "commlayer", "serve", "--workers", "2", "--page", "0"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COMMLAYER_")}
+    with (tmp_path / "log").open("w") as file:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=environment, cwd=tmp_path)
+    try:
+        found: list[str] = []
+
+        def printed() -> bool:
+            found[:] = re.findall(r"http://(\S+)/\?token=(\w+)", (tmp_path / "log").read_text())[0:1]
+            return bool(found)
+
+        until(printed, "the address is printed")
+        address, token = found[0]
+        assert fetched(address, "/")[0] == 401
+        assert fetched(address, "/", token)[1].startswith("<!doctype html>")
+        with closing(Updates(int(address.rpartition(":")[2]), token)) as client:
+            until(lambda: "to join" in str(client.next()), "the page says what the job waits for")
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 # ---- updates
