@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import torch
 from torch import nn
@@ -120,6 +120,10 @@ class Session:
     def log_loss(self, loss: float | torch.Tensor) -> None:
         """Passes a step's training loss to the event stream (`commlayer top`), and to the quality guard, which compares later
         losses with it. A tensor is read later, so the call does not wait for the device."""
+        if not isinstance(loss, SupportsFloat) or (isinstance(loss, torch.Tensor) and (loss.numel() != 1 or loss.is_complex())):
+            got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise InvalidInput("E-ARGUMENT", f"loss: got {got}, allowed: a number, or a tensor with one element such as "
+                                             "loss.mean()")
         self._driver.log_loss(loss)
 
     def synchronize(self) -> None:

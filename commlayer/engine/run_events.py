@@ -17,7 +17,7 @@ from msgspec import structs
 from commlayer.cluster.messages import version
 from commlayer.config import Config
 from commlayer.engine.step import Counters, Units
-from commlayer.errors import InvalidInput, code_of, without_code
+from commlayer.errors import InvalidInput, code_of, short_line, without_code
 from commlayer.observe.events import (
     EventFile,
     EventLog,
@@ -122,7 +122,12 @@ class RunEvents:
     def _read_loss(self) -> float | None:
         if self._loss is None:
             return None
-        loss = float(self._loss)
+        try:
+            loss = float(self._loss)
+        except RuntimeError as error:  # of the device; whatever else uses the device reports it as well
+            self._loss = None
+            self.text(f"the loss at step {self._last} could not be read: {short_line(error, 200)}", logging.WARNING)
+            return None
         if self._finite and not math.isfinite(loss):
             self.text(f"the loss is {loss} at step {self._last}", logging.WARNING)
         self._finite = math.isfinite(loss)

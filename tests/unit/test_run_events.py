@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import commlayer
 from commlayer.config import Config
 from commlayer.engine.run_events import LINK_S, RunEvents, check_folder
 from commlayer.engine.step import Counters, Units
@@ -126,3 +128,31 @@ def test_a_file_that_cannot_be_opened_later_stops_no_training(tmp_path: Any, cap
     stream.open(Config(events=str(tmp_path)), rank=3, world=4, run="r", host="h")
     assert "[E-EVENTS]" in caplog.text
     stream.close()
+
+
+class Unreadable(torch.Tensor):
+    """A loss on a device that has failed."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("CUDA error: device-side assert triggered\nmore")
+
+
+def test_a_loss_that_cannot_be_read_stops_neither_training_nor_the_end_of_the_session() -> None:
+    rank = Rank()
+    rank.stream.loss(torch.tensor(1.0).as_subclass(Unreadable))
+    rank.step(2.0)
+    rank.stream.loss(torch.tensor(1.0).as_subclass(Unreadable))
+    rank.step(0.1)
+    rank.stream.flush()
+    assert [event.loss for event in rank.events()] == [None, None]
+    assert [event.level for event in rank.events(LogEvent)] == ["warning", "warning"]
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), torch.ones(0), torch.ones((), dtype=torch.complex64), "1.0", None, [1.0]])
+def test_what_is_no_loss_is_refused_when_it_is_logged(loss: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+    with commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1)) as session:
+        for good in (torch.tensor([1.0]), 1, np.float32(2.0)):
+            session.log_loss(good)
+        with pytest.raises(InvalidInput, match="E-ARGUMENT"):
+            session.log_loss(loss)
