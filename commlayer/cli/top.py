@@ -72,23 +72,25 @@ def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -
     from commlayer.cluster.event_client import EventClient
 
     with contextlib.closing(EventClient(config)) as client:
-        _watch(client, once=once)
+        _watch(client, client.read(), once=once)
 
 
 def _watch_files(path: Path, *, once: bool) -> None:
     from commlayer.observe.event_files import WHERE, EventFiles
 
     files = EventFiles(path)
-    if not files.read():
+    events = files.read()
+    if not events:
         raise InvalidInput("E-EVENTS", f"{path}: has no events yet: start the job first, or {WHERE}")
-    _watch(EventFiles(path), once=once)
+    _watch(files, events, once=once)
 
 
-def _watch(source: Source, *, once: bool) -> None:
-    """Shows the job until its last worker has left. A coordinator that stops answering is shown, and asked again."""
+def _watch(source: Source, events: list[Event], *, once: bool) -> None:
+    """Shows the job until its last worker has left. `events`: what `source` has returned already. A coordinator that stops
+    answering is shown, and asked again."""
     from commlayer.observe.job_view import JobView
 
-    view, events = JobView(), source.read()
+    view = JobView()
     with _output(view) as show:
         while True:
             for event in events:

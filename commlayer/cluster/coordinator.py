@@ -292,15 +292,21 @@ class Coordinator:
                     if place.left and not before.registrations[token].left:
                         log.warning("%s: ended while no coordinator was running, according to its servers", place.peer)
                 self._set(self._without_awaited(state))
-                self.events.waits(waits_of(self._state, self._rendezvous.pending_waits(), self._clock(), begin,
-                                           TOLD_HEARTBEATS * self._config.heartbeat_s, self._config.dead_after_s,
-                                           self._patience_s), self._clock())
-            if self._state.view is None:
-                self.events.homes(self._rendezvous.homes())
             try:
                 self._drop_revoked()
+                self._note_waits(begin)
             except Exception:  # without this thread no failure would be detected
-                log.exception("failed to disconnect processes with revoked certificates; retrying in the next tick")
+                log.exception("failed to disconnect processes with revoked certificates, or to note waits; retrying in the "
+                              "next tick")
+
+    def _note_waits(self, begin: float) -> None:
+        """Adds events about what the job waits for. `begin`: when this coordinator began to wait for processes."""
+        with self._lock:
+            state, now = self._state, self._clock()
+        noticed_s, pending = TOLD_HEARTBEATS * self._config.heartbeat_s, self._rendezvous.pending_waits()
+        self.events.waits(waits_of(state, pending, now, begin, noticed_s, self._config.dead_after_s, self._patience_s), now)
+        if state.view is None:
+            self.events.homes(self._rendezvous.homes())
 
     def _without_awaited(self, state: membership.State) -> membership.State:
         """Evicts workers for which other workers have waited too long in the key-value store."""

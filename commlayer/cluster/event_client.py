@@ -8,7 +8,7 @@ from commlayer.cluster import messages
 from commlayer.cluster.client import CALL_S, CoordinatorChannel, diagnose
 from commlayer.config import Config
 from commlayer.errors import CorruptFrame, short_line
-from commlayer.observe.events import Event, decode
+from commlayer.observe.events import Event, clean, decode
 from commlayer.records import MALFORMED
 from commlayer.transport.key_folder import Keys
 
@@ -35,7 +35,7 @@ class EventClient:
             if not reply.lines:
                 return events
             try:
-                events += [event for event in map(decode, reply.lines) if event is not None]
+                events += [clean(event) for event in map(decode, reply.lines) if event is not None]
             except (*MALFORMED, RecursionError) as error:
                 raise CorruptFrame(f"sent a malformed event: {short_line(error, 200)}", peer=self._channel.peer) from None
 

@@ -111,9 +111,11 @@ def _checked(line: bytes, place: Registration, view: View | None) -> AnyEvent | 
     except (*MALFORMED, RecursionError) as error:
         raise CorruptFrame(f"sent a malformed event: {short_line(error, 200)}", peer=place.peer) from None
     match event:
-        case MemberEvent():
+        case MemberEvent() | WaitEvent(what="heartbeat" | "join"):
             return None
-        case JobEvent() if view is not None:
+        case JobEvent():
+            if view is None:
+                return None
             return structs.replace(event, run=view.run, world=len(view.members), host=name_of(place))
     return event
 

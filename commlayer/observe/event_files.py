@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commlayer.errors import InvalidInput, short_line
-from commlayer.observe.events import FORMAT, Event, JobEvent, decode
+from commlayer.observe.events import FORMAT, Event, JobEvent, clean, decode
 from commlayer.records import MALFORMED
 
 WHERE = "give a folder that COMMLAYER_EVENTS or `commlayer serve --events` named"
@@ -60,6 +60,7 @@ def read_run(path: Path) -> list[Event]:
 def _event(line: bytes, file: Path, number: int) -> Event | None:
     try:
         event = decode(line)
+        event = None if event is None else clean(event)
     except (*MALFORMED, RecursionError) as error:
         raise InvalidInput("E-EVENTS", f"{file}:{number} is not an event ({short_line(error, 100)}); {WHERE}") from None
     if isinstance(event, JobEvent) and event.format > FORMAT:

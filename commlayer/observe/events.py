@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import secrets
 import threading
 import time
@@ -33,7 +32,10 @@ MAX_TEXT_CHARS, MAX_NAMES = 1000, 16
 """Maximum number of characters of a text in an event, and of names in a list."""
 MAX_LINE_NBYTES = 24 << 10
 """Maximum size of an event as a line. All texts together are shorter."""
-MAX_INTEGER = 1 << 62
+MAX_INTEGER, MAX_NUMBER = 1 << 62, 1e100
+"""Maximum size of integers and of other numbers, so that sums over ranks and steps never overflow."""
+MAX_RETAINED = 4096
+"""Maximum number of keys whose last events a log keeps. A job of 256 workers has half as many."""
 
 WaitKind = Literal["join", "step", "call", "heartbeat"]
 LogLevel = Literal["info", "warning", "error"]
@@ -245,7 +247,7 @@ def decode(line: bytes) -> AnyEvent | None:
 
 def clean(event: E) -> E:
     """Returns the event with control characters escaped, long text shortened, and numbers replaced that are not finite (JSON
-    has none) or very large.
+    has none) or very large. Logs clean what they append, and readers what they get from files and other machines.
 
     >>> clean(LogEvent(text="no room\\nworker 0: forged")).text
     'no room\\\\nworker 0: forged'
@@ -260,7 +262,7 @@ def clean(event: E) -> E:
         elif isinstance(value, int):
             good = value if abs(value) < MAX_INTEGER else 0
         elif isinstance(value, float):
-            good = value if math.isfinite(value) else None if name == "loss" else 0.0
+            good = value if abs(value) < MAX_NUMBER else None if name == "loss" else 0.0  # false for nan
         elif isinstance(value, tuple):
             good = tuple(short_line(each, MAX_TEXT_CHARS // MAX_NAMES) for each in value[:MAX_NAMES])
         else:
@@ -306,7 +308,7 @@ class EventLog:
     def __init__(self, rank: int = COORDINATOR, *, most: int = 1024, most_nbytes: int = 1 << 20, retains: bool = False,
                  clock: Callable[[], float] = time.time) -> None:
         """`rank`: put into events that have no time yet. `retains`: keeps the last event of each key (key_of) when it would be
-        dropped, so a new reader still gets the complete state of the job. Keys must then be bounded."""
+        dropped, so a new reader still gets the complete state of the job."""
         self.rank, self.id = rank, secrets.token_hex(8)
         self._most, self._most_nbytes, self._retains, self._clock = most, most_nbytes, retains, clock
         self._lock = threading.Lock()
@@ -335,6 +337,8 @@ class EventLog:
         if key is not None and self._newest[key] == self._first:
             del self._newest[key]
             self._retained[key] = self._first, line
+            if len(self._retained) > MAX_RETAINED:
+                del self._retained[next(iter(self._retained))]
         self._first += 1
 
     def since(self, cursor: int, *, most: int = 1024, most_nbytes: int = 1 << 20) -> Batch:

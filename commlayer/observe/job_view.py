@@ -320,7 +320,8 @@ class JobView:
             case CheckpointEvent():
                 return f"checkpoint {event.action} at step {event.step:,} in {event.directory}"
             case LogEvent():
-                return f"{event.text} [{event.code}]" if event.code else event.text
+                sender = f"{self.display(f'worker {event.rank}')}: " if event.rank > 0 else ""  # rank 0 reports for all
+                return f"{sender}{event.text}{event.code and f' [{event.code}]'}"
         return type(event).__name__
 
     def recent_words(self) -> Iterator[tuple[float, str]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from support import rank_pool
 from support.attached import data, mlp
 from support.commands import commlayer_called  # noqa: F401  (a fixture)
@@ -130,7 +131,9 @@ def test_a_repeated_heartbeat_adds_its_events_once() -> None:
 def test_a_member_speaks_only_for_itself() -> None:
     job, state = JobEvents(EventLog(retains=True)), running(2)
     job.received(beat("w1", StepEvent(time=time.time(), rank=0, step=5), MemberEvent(time=1.0, member="worker 0", state="dead"),
-                      JobEvent(time=time.time(), run="another", world=9)), state, 0.0)
+                      JobEvent(time=time.time(), run="another", world=9),
+                      *(WaitEvent(what=what, names=("worker 0",)) for what in ("heartbeat", "join"))), state, 0.0)
+    job.received(beat("w1", JobEvent(time=time.time(), run="another")), structs.replace(state, view=None), 0.0)
     job.received(beat("s0", LogEvent(time=time.time(), text="of a server")), state, 0.0)
     job.received(beat("stranger", LogEvent(time=time.time(), text="of a stranger")), state, 0.0)
     step, began = read(job.log)

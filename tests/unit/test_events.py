@@ -121,6 +121,16 @@ def test_the_last_event_of_each_key_survives_a_full_log() -> None:
     assert log.since(cursor).lines == ()
 
 
+def test_the_number_of_kept_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MAX_RETAINED", 5)
+    log = EventLog(most=2, retains=True)
+    for number in range(20):
+        log.append(MemberEvent(member=f"home {number}"))
+    kept = [events.decode(line) for line in log.since(0).lines]
+    assert [event.member for event in kept if isinstance(event, MemberEvent)] == [f"home {n}" for n in range(13, 20)]
+    assert log.since(0).missed == 13
+
+
 def test_time_and_rank_are_filled_in() -> None:
     log = EventLog(3, clock=lambda: 12.5)
     log.append(LogEvent(text="mine"))
@@ -152,6 +162,15 @@ def test_ranks_are_merged_in_order_of_time_but_a_coordinator_has_all(tmp_path: P
     assert [event.time for event in read_run(tmp_path)] == [1.0, 2.0, 3.0]
     written(tmp_path / "events.jsonl", LogEvent(time=9.0, text="all"))
     assert [event.time for event in read_run(tmp_path)] == [9.0]
+
+
+def test_text_from_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_bytes(
+        b'{"event":"log","time":1,"rank":1,"text":"a\\u001b]0;title\\u0007b"}\n{"event":"step","time":2,"rank":1,"loss":1e300}\n')
+    text, step = read_run(tmp_path)
+    assert isinstance(text, LogEvent)
+    assert isinstance(step, StepEvent)
+    assert (text.text, step.loss) == (r"a\x1b]0;title\x07b", None)
 
 
 def test_a_growing_file_is_followed_line_by_line(tmp_path: Path) -> None:
@@ -310,6 +329,12 @@ def test_a_change_of_codecs_keeps_the_last_comparison() -> None:
 def test_names_are_shown_with_numbers_only_if_a_machine_has_several_workers() -> None:
     view = view_of(JOB, ANNA, BEN, MemberEvent(member="worker 2", name="ben"))
     assert [view.display(f"worker {number}") for number in range(4)] == ["anna", "ben#1", "ben#2", "worker 3"]
+
+
+def test_a_line_names_its_sender_unless_it_is_for_all() -> None:
+    job = view_of(MemberEvent(member="worker 1", name="ben"))
+    said = [job.words(LogEvent(rank=rank, text="text", code="E-LINK")) for rank in (events.COORDINATOR, 0, 1, 2)]
+    assert said == ["text [E-LINK]", "text [E-LINK]", "ben: text [E-LINK]", "worker 2: text [E-LINK]"]
 
 
 def test_losses_are_averaged_over_ranks_that_report_one() -> None:
