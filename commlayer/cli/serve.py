@@ -92,7 +92,7 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
         if config.join:
             raise
         return config, True
-    given = next((name for name in ("join", "keys", "insecure") if getattr(config, name)), "")
+    given = next((name for name in ("join", "keys") if getattr(config, name)), "")  # insecure is for --page on this server
     if wanted and given:
         raise InvalidInput("E-CLI-OPTION", f"--invite needs the CA's own keys (--dir), but {given} is set: remove one of them")
     return config, wanted
@@ -101,12 +101,10 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
 def _invited(folder: Path, names: list[str]) -> tuple[Path, dict[str, Token]]:
     """Creates what is missing: the CA, this server's keys, and invitations of homes that have neither keys nor an invitation.
     Returns the folder of this server's keys, and the tokens of the new invitations."""
-    from commlayer.cluster import authority, invitations  # imported late: they load cryptography
+    from commlayer.cluster import invitations  # imported late: it loads cryptography
 
     for name in names:
-        authority.check_name(name)
-    if invitations.SERVER in names:
-        raise InvalidInput("E-CLI-OPTION", f"--invite: the name {invitations.SERVER!r} is this server's own: use another one")
+        invitations.check_name(name)  # before the CA is made
     place, new = invitations.server_keys(folder)
     if new:
         print(f"commlayer serve: created a CA in {folder}, which can admit any machine to the job; keep it on this machine",

@@ -13,6 +13,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -31,6 +32,9 @@ CA_KEY, ISSUED, NODES = "ca.key", "issued", "nodes"
 CA_DAYS, NODE_DAYS, MOST_DAYS = 3650, 365, 3650
 EARLIER = datetime.timedelta(hours=1)
 """A new certificate is valid from this long before its time of issue, because a node's clock may be slow."""
+LOCK_S, LOCK_POLL_S = 30.0, 0.02
+"""Seconds to wait for another process that uses the folder, and between two attempts. Many homes may fetch certificates at
+once from a slow disk; a home whose connection has ended meanwhile tries again."""
 T = TypeVar("T")
 
 
@@ -225,7 +229,7 @@ def _remedy(path: Path) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks the CA's folder against other processes."""
+    """Locks the CA's folder against other processes and threads. Raises InvalidInput after LOCK_S."""
     try:
         descriptor = os.open(folder / CA_KEY, os.O_RDONLY)
     except OSError as error:
@@ -233,10 +237,23 @@ def locked(folder: Path) -> Iterator[None]:
                            f"{folder} contains no CA ({error.strerror}): create one with `commlayer keys init --dir "
                            f"{folder}`, or name another folder with --dir") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_S
+        while not _try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise InvalidInput("E-KEYS", f"{folder}: another process has used this folder for {LOCK_S:g} s; end it: look "
+                                             "for a stopped `commlayer keys`")
+            time.sleep(LOCK_POLL_S)
         yield
     finally:
         os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, ...], *, new: bool = False) -> None:

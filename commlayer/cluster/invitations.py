@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,11 +68,26 @@ def signing_key(secret: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(PURPOSE + secret).digest())
 
 
+def _public(secret: bytes) -> bytes:
+    return signing_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+NO_INVITATION = _public(secrets.token_bytes(16))
+"""Public key that belongs to no invitation."""
+
+
 def statement(name: str, csr: bytes, binding: Sequence[bytes]) -> bytes:
     """Returns the bytes that a home signs. `binding`: the server's nonce and the fingerprint of its certificate, so a signature
     is valid only on one connection to one server."""
     parts = (PURPOSE, name.encode(), csr, *binding)
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidInput unless a home can have this name."""
+    authority.check_name(name)
+    if name == SERVER:
+        raise InvalidInput("E-CLI-OPTION", f"the name {SERVER!r} is the server's own: give the home another one")
 
 
 def read_book(folder: Path) -> Book:
@@ -95,7 +111,7 @@ def invite(folder: Path, names: Sequence[str], hours: float = VALID_HOURS, *, ag
     if not 0 < hours <= MOST_HOURS:
         raise InvalidInput("E-CLI-OPTION", f"hours: got {hours:g}, allowed: above 0 to {MOST_HOURS:g}")
     for name in names:
-        authority.check_name(name)
+        check_name(name)
     with authority.locked(folder):
         _, ca = authority.load(folder)
         book, now = read_book(folder), time.time()
@@ -142,7 +158,9 @@ def redeem(folder: Path, name: str, csr: bytes, proof: bytes, binding: Sequence[
     which homes were invited nor whether they came.
     """
     invitation = read_book(folder).homes.get(name)
-    if invitation is None or not _verified(invitation.public, proof, statement(name, csr, binding)):
+    # The signature is verified for unknown names, too, so that the time of a refusal does not depend on the name.
+    verified = _verified(invitation.public if invitation else NO_INVITATION, proof, statement(name, csr, binding))
+    if invitation is None or not verified:
         raise Refused(UNKNOWN, code="E-INVITATION")
     public = _requested_key(name, csr)
     with authority.locked(folder):
@@ -224,10 +242,6 @@ def _verified(public: bytes, proof: bytes, data: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def _public(secret: bytes) -> bytes:
-    return signing_key(secret).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
 def _save(folder: Path, book: Book) -> None:

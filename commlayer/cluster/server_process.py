@@ -119,7 +119,8 @@ def _serve_page(host: str, port: int, config: Config, events: EventLog, stack: c
 
     if not is_loopback(host) and not config.insecure:
         raise InvalidInput("E-PLAIN-TEXT", f"--page {host}: HTTP is not encrypted, and this is not a loopback address: use "
-                                           "127.0.0.1 and a tunnel, or --insecure if you trust the network")
+                                           "127.0.0.1 and a tunnel; or if you trust the network, --insecure together with "
+                                           "--invite NAMES or --keys, which keep the job itself encrypted")
     token, feed = read_token(config.token), JobFeed(events)
     stack.callback(feed.close)
     server = WebServer(host, port, token, feed.pages, public=("/metrics",))

@@ -33,7 +33,7 @@ from commlayer.cluster import authority, client, enrolment, home_keys, invitatio
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.enrolment import MAGIC, Challenge, EnrolmentServer, Reply, Request
 from commlayer.cluster.home_keys import HomeLine, Token
-from commlayer.errors import CommError, DeadlineExceeded, NotYet, Refused
+from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
 from commlayer.transport.key_folder import Keys, enrolling_context
 
@@ -225,6 +225,22 @@ def test_a_home_waits_for_a_server_that_starts_later(server: Server) -> None:
     home = home._replace(address="127.0.0.1:1")
     assert refusal(lambda: enrolment.enrol(home, 0.3, said.append), DeadlineExceeded) == "E-DEADLINE"
     assert len(said) == 1
+
+
+def test_a_ca_that_another_process_holds_is_an_error_within_a_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = server.line()
+    monkeypatch.setattr(authority, "LOCK_S", 0.1)
+    with authority.locked(server.ca):
+        for act in (server.line, lambda: invitations.withdraw(server.ca, "home-1")):
+            with pytest.raises(InvalidInput, match="E-KEYS"):
+                act()
+        assert code_in(attempt(home, request_of("home-1", new_key())).error) == "E-KEYS"
+    assert attempt(home, request_of("home-1", new_key())).certificate
+
+
+def test_no_home_can_replace_the_certificate_of_the_server(server: Server) -> None:
+    with pytest.raises(InvalidInput, match="E-CLI-OPTION"):
+        server.line(invitations.SERVER, again=True)
 
 
 # ---- invitations that are not valid

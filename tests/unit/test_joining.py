@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from support.site_groups import asked
 
+from commlayer.cli import serve
 from commlayer.cli.up import Facts, next_step
 from commlayer.cluster import home_keys, sites
 from commlayer.cluster.home_keys import HomeLine, Token
@@ -70,6 +72,14 @@ def test_the_next_step(facts: Facts, words: str) -> None:
     assert words in line
     assert bool(words) == bool(line)
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(("given", "wanted", "invites"), [
+    ({}, True, True), ({"insecure": True}, True, True), ({"insecure": True}, False, False), ({"bind": "10.0.0.1"}, False, True),
+    ({"bind": "10.0.0.1", "insecure": True}, True, True),
+])
+def test_invited_homes_use_keys_even_if_a_page_may_be_plain_text(given: dict[str, Any], wanted: bool, invites: bool) -> None:
+    assert serve._read(given, ["home-1"], wanted=wanted)[1] == invites
 
 
 def test_progress_names_the_homes_that_are_missing() -> None:
