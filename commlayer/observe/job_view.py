@@ -209,6 +209,11 @@ class JobView:
         return [worker for _, worker in sorted(self.workers.items()) if worker.present]
 
     @property
+    def _counted(self) -> list[WorkerView]:
+        """The workers whose numbers are those of the job: the present ones, and all of them once the job is over."""
+        return self.present or list(self.workers.values())
+
+    @property
     def over(self) -> bool:
         """True: the job had workers, and all of them have left or died."""
         return bool(self.workers) and not self.present
@@ -219,19 +224,19 @@ class JobView:
 
     @property
     def step_s(self) -> float:
-        """Median step time of the present workers; 0: unknown."""
-        times_s = [worker.step.step_s for worker in self.present if worker.step.step_s]
+        """Median step time of the workers; 0: unknown."""
+        times_s = [worker.step.step_s for worker in self._counted if worker.step.step_s]
         return median(times_s) if times_s else 0.0
 
     @property
     def loss(self) -> float | None:
         """Mean of the workers' last losses; None if no worker has reported one."""
-        losses = [worker.step.loss for worker in self.present if worker.step.loss is not None]
+        losses = [worker.step.loss for worker in self._counted if worker.step.loss is not None]
         return fmean(losses) if losses else None
 
     @property
     def samples_per_s(self) -> float:
-        return sum(worker.samples_per_s for worker in self.present)
+        return sum(worker.samples_per_s for worker in self._counted)
 
     @property
     def compression(self) -> float:

@@ -134,9 +134,9 @@ class Curves:
         self.points: list[Point] = []
         self._every_s, self._next = 1.0, 0.0
 
-    def add(self, view: JobView) -> None:
-        """Adds a point, unless the previous one is less than a second old."""
-        if view.time < self._next:
+    def add(self, view: JobView, *, last: bool = False) -> None:
+        """Adds a point, unless the previous one is less than a second old. `last`: the view might change no more."""
+        if view.time < self._next and not last:
             return
         stepping = [worker.step for worker in view.present if worker.step.steps * worker.step.step_s > 0]
         if not stepping:
@@ -175,6 +175,8 @@ class Record:
 
     def apply(self, event: Event) -> None:
         run = self.view.job.run
+        if isinstance(event, MemberEvent) and event.state in ("left", "dead"):
+            self.curves.add(self.view, last=True)
         self.view.apply(event)
         if self.view.job.run != run:
             self.curves = Curves()

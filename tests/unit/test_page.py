@@ -354,11 +354,20 @@ def test_a_report_has_the_final_table_the_curves_and_what_happened() -> None:
     final = data["states"][-1]
     assert [(worker["name"], worker["state"], worker["step"]) for worker in final["workers"]] == [
         ("home-0", "trains", 145), ("home-1", "dead", 145), ("home-2", "trains", 145)]
-    assert len(data["points"]) == 28
+    assert len(data["points"]) == 29  # one a second, and one when home-1 dies
     assert {kind for _, kind, _ in data["events"]} >= {"plan", "dead", "warning"}
     middle = next(state for state in data["states"] if state["time"] == START + 19)
     assert middle["waits"] == ["waiting for home-2, which sends no heartbeats, 10 of 60 s"]
     assert [worker["state"] for worker in middle["workers"]] == ["trains", "trains", "silent"]
+
+
+def test_a_run_that_is_over_keeps_its_last_numbers() -> None:
+    ended = [MemberEvent(time=START + 50, member=f"worker {number}", state="left") for number in (0, 2)]
+    data = data_of(report([*stream(), *ended]))
+    final = data["states"][-1]
+    assert final["over"]
+    assert (final["step"], final["step_s"], final["loss"]) == (145, 0.23, pytest.approx(4 / 29, rel=1e-3))
+    assert data["points"][-1][6] == final["loss"]
 
 
 def test_of_several_runs_the_last_one_is_shown() -> None:
@@ -395,7 +404,7 @@ def test_the_command_writes_one_file(commlayer: Any, run_folder: Path) -> None:
     code, output, _ = commlayer("report", str(run_folder), "--out", "a.html")
     assert code == 0
     assert output.startswith("a.html: ")
-    assert len(data_of(Path("a.html").read_bytes())["points"]) == 28
+    assert len(data_of(Path("a.html").read_bytes())["points"]) == 29
 
 
 @pytest.mark.parametrize(("arguments", "code"), [
@@ -445,6 +454,16 @@ def test_a_browser_shows_the_job_and_follows_it(browser: Browser) -> None:
     browser.problems = [each for each in browser.problems if "ERR_CONNECTION_REFUSED" not in each
                         and "ERR_INCOMPLETE_CHUNKED_ENCODING" not in each]
     assert browser.problems == []
+
+
+def test_of_many_members_those_that_need_attention_come_first(browser: Browser) -> None:
+    with closing(Served(log_of(stream(64)))) as served:
+        browser.look()
+        browser.open(served.url)
+        browser.until(lambda text: "home-63" in text, "the members")
+        first = browser.value("[...document.querySelectorAll('#rows tr')].slice(0, 3).map(row => row.cells[0].textContent)")
+        assert first == ["1 home-1", "0 home-0", "2 home-2"]  # the dead one, then the others by number
+        assert browser.problems == []
 
 
 def test_a_browser_shows_a_report_from_disk(browser: Browser, tmp_path: Path) -> None:
