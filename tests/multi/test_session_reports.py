@@ -265,7 +265,7 @@ def test_a_session_has_what_is_needed_every_day_and_the_rest_under_inspect() -> 
             "inspect"} <= public
     rest = {name for name in dir(session.inspect) if not name.startswith("_")}
     assert rest == {"plan", "connection", "observers", "decisions", "events", "laps", "trace", "members", "may_leave",
-                    "own", "carried", "parted", "catch_up", "followers", "given"}
+                    "own", "carried", "parted", "catch_up", "followers", "given", "steps_locally"}
     session.close()
 
 
