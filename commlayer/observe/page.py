@@ -132,16 +132,17 @@ class Curves:
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self._every_s, self._next = 1.0, 0.0
+        self._every_s, self._next, self._present = 1.0, 0.0, 0
 
     def add(self, view: JobView, *, last: bool = False) -> None:
-        """Adds a point, unless the previous one is less than a second old. `last`: the view might change no more."""
-        if view.time < self._next and not last:
+        """Adds a point, unless the previous one is less than a second old. `last`: a worker is about to leave. If it is the
+        first one since the previous point, this is the last moment with all workers."""
+        if len(view.present) != self._present if last else view.time < self._next:
             return
         stepping = [worker.step for worker in view.present if worker.step.steps * worker.step.step_s > 0]
         if not stepping:
             return
-        self._next = view.time + self._every_s
+        self._next, self._present = view.time + self._every_s, len(view.present)
         exposed = [step.exposed_s / step.step_s for step in stepping]
         times_s = [step.step_s for step in stepping]
         sent = sum(step.sent_bytes / (step.steps * step.step_s) for step in stepping)

@@ -368,6 +368,11 @@ def test_a_run_that_is_over_keeps_its_last_numbers() -> None:
     assert final["over"]
     assert (final["step"], final["step_s"], final["loss"]) == (145, 0.23, pytest.approx(4 / 29, rel=1e-3))
     assert data["points"][-1][6] == final["loss"]
+    together = list(stream(trouble=False))
+    together += [MemberEvent(time=START + 50, member=f"worker {number}", state="left") for number in range(3)]
+    points = data_of(report(together))["points"]
+    assert len(points) == 29
+    assert points[-1][7] == points[-2][7]  # of all workers, although they leave one after the other
 
 
 def test_of_several_runs_the_last_one_is_shown() -> None:
