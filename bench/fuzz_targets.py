@@ -15,11 +15,21 @@ import msgspec
 import torch
 
 from commlayer import planner, records
-from commlayer.cluster import coordinator, membership, messages, server_codecs, summation, summation_server
+from commlayer.cluster import (
+    coordinator,
+    enrolment,
+    job_events,
+    membership,
+    messages,
+    server_codecs,
+    summation,
+    summation_server,
+)
 from commlayer.compressors import codec_of, parse, seed, wrap
 from commlayer.compressors.codec import Codec
 from commlayer.errors import CorruptFrame, PeerLost, RecordError, Refused
-from commlayer.records import Job, Plan, ServerInfo, Spec, TensorInfo, View
+from commlayer.observe import events
+from commlayer.records import MALFORMED, Job, Plan, ServerInfo, Spec, TensorInfo, View
 from commlayer.transport import framing, handshake
 from commlayer.transport.chunking import Assembly, drop_zeros, restore_zeros, split_parts
 from commlayer.transport.crc import crc32c
@@ -50,8 +60,8 @@ class Target(NamedTuple):
 
 
 def targets() -> list[Target]:
-    return [frames(), zeros(), dialler(), acceptor(), *control(), calls(), joining(), parts_of_plans(), plans(), sums(),
-            *payloads(), *states()]
+    return [frames(), zeros(), dialler(), acceptor(), *control(), event_lines(), member_events(), calls(), joining(),
+            parts_of_plans(), plans(), sums(), *payloads(), *states()]
 
 
 def frame(header: Header, body: bytes = b"") -> bytes:
@@ -196,6 +206,11 @@ MEMBERS = records.Member(0, 0, "a", 7), records.Member(1, 1, "b", 8)
 VIEW = View(1, MEMBERS, (records.ServerInfo(0, "127.0.0.1:7001"),), "digest")
 
 
+EVENT_LINES = tuple(events.encode(event) for event in (
+    events.StepEvent(step=7, steps=2, step_s=0.5, loss=1.25, sent_bytes=9), events.MemberEvent(member="worker 1"),
+    events.WaitEvent(what="step", names=("worker 1",), waited_s=3.0), events.JobEvent(run="a", world=2)))
+
+
 def _messages() -> list[Any]:
     gone, overdue = messages.PeerExit("worker 1", "finished", 5), messages.Overdue(7, (1, 2), 600.0)
     return [
@@ -209,7 +224,10 @@ def _messages() -> list[Any]:
         messages.JoinReply(rank=0, world=3, node=1, nodes=2),
         messages.KvRequest("home", (("a/0/1", bytes(9)),), ("b",), ("n", 1, "once"), (("a/0/0", 0),), 2.0),
         messages.KvReply((b"there", None), sum=3), messages.KvReply(error="worker 1: gone"),
-        messages.StatusRequest(bytes(5), 7),
+        messages.StatusRequest(bytes(5), 7), messages.EventsRequest("log", 3), messages.EventsReply("log", 4, EVENT_LINES, 1.5),
+        messages.Heartbeat("token", events=EVENT_LINES, first_event=3, time_s=1.5),
+        enrolment.Challenge(bytes(NONCE_NBYTES)), enrolment.Request("home-1", bytes(40), bytes(64)),
+        enrolment.Reply("no"), enrolment.Reply("", bytes(40), bytes(9), "secret"),
         messages.StatusReply("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
     ]
 
@@ -258,6 +276,30 @@ def joining() -> Target:
         kept[0] = membership.tick(state, 100 * rng.random(), 10.0)
 
     return Target("control decisions", examples, read)
+
+
+def event_lines() -> Target:
+    """Lines of events, as a file's reader takes them."""
+
+    def read(data: bytes, _: random.Random) -> None:
+        if (event := events.decode(data)) is not None:
+            assert events.decode(events.encode(events.clean(event))) == events.clean(event)
+
+    return Target("lines of events", list(EVENT_LINES), read, (*MALFORMED, RecursionError))
+
+
+def member_events() -> Target:
+    """Heartbeats with events at the coordinator."""
+    state = membership.State(1, 0)
+    request = messages.worker_request("job", 0, 1, plan=b"p")
+    state, _ = membership.join(state, request, 0.0)
+    log = job_events.log_of_job()
+
+    def read(data: bytes, rng: random.Random) -> None:
+        beat = messages.Heartbeat(request.token, events=(data,), first_event=rng.randrange(1 << 40), time_s=rng.random())
+        job_events.JobEvents(log).received(beat, state, rng.random())  # a sender whose lines are not limited yet
+
+    return Target("events of a member", list(EVENT_LINES), read)
 
 
 def parts_of_plans() -> Target:
