@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -14,9 +14,6 @@ from commlayer.config import Config, host_port, read_config
 from commlayer.errors import InvalidInput, RecordError
 from commlayer.transport import secret
 from commlayer.transport.secret import REMEDY
-
-if TYPE_CHECKING:
-    from commlayer.cluster.home_keys import Token
 
 
 def serve(
@@ -62,9 +59,8 @@ def serve(
     part = server_process.ServeOptions(workers, (0 if no_server else 1) if servers is None else servers,
                                        -1 if no_server else number, not no_server, page=_address_of(page))
     if invites:
-        place, tokens = _invited(folder, names)
-        config = read_config(settings | {"keys": str(place)})
-        part = part._replace(ca=str(folder.absolute()), invited=tuple(names), tokens=tokens)
+        config = read_config(settings | {"keys": str(_keys_of_server(folder, names))})
+        part = part._replace(ca=str(folder.absolute()), invited=tuple(names))
     elif not config.token:
         part = part._replace(job_token=secret.new_secret())
         config = msgspec.structs.replace(config, token=part.job_token)
@@ -98,18 +94,18 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
     return config, wanted
 
 
-def _invited(folder: Path, names: list[str]) -> tuple[Path, dict[str, Token]]:
-    """Creates what is missing: the CA, this server's keys, and invitations of homes that have neither keys nor an invitation.
-    Returns the folder of this server's keys, and the tokens of the new invitations."""
+def _keys_of_server(folder: Path, names: list[str]) -> Path:
+    """Returns the folder of this server's keys. Creates the CA and the keys if they are missing, after it has checked the names
+    of homes to invite."""
     from commlayer.cluster import invitations  # imported late: it loads cryptography
 
     for name in names:
-        invitations.check_name(name)  # before the CA is made
+        invitations.check_name(name)
     place, new = invitations.server_keys(folder)
     if new:
         print(f"commlayer serve: created a CA in {folder}, which can admit any machine to the job; keep it on this machine",
               file=sys.stderr, flush=True)
-    return place, invitations.invite(folder, names, keep=True)
+    return place
 
 
 def _address_of(text: str) -> tuple[str, int] | None:

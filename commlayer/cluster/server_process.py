@@ -16,7 +16,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,6 @@ import msgspec
 from commlayer.cluster import child_processes, client, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
-from commlayer.cluster.home_keys import Token
 from commlayer.cluster.job_events import log_of_job
 from commlayer.config import Config, host_port, is_loopback, join_host, read_config, reconnect_window_s
 from commlayer.errors import Coded, CommError, InvalidInput, line_of, without_code
@@ -69,11 +68,9 @@ class ServeOptions(NamedTuple):
     page: tuple[str, int] | None = None
     """Host and port of the web page and of metrics for Prometheus; None: there are none."""
     ca: str = ""
-    """Folder of the job's CA, if this process accepts invitations; the next two fields belong to it."""
+    """Folder of the job's CA, if this process accepts invitations; `invited` belongs to it."""
     invited: tuple[str, ...] = ()
     """Names of the homes that should join."""
-    tokens: Mapping[str, Token] = {}
-    """Tokens of the homes that were invited just now, by name."""
 
 
 def run(config: Config, part: ServeOptions) -> None:
@@ -261,11 +258,13 @@ def _advertised(address: str, config: Config) -> str:
 
 
 def _invite(part: ServeOptions, control: str) -> None:
-    """Logs the line to paste at each home."""
+    """Invites homes that have neither keys nor an invitation, and logs the line to paste at each home. Called when the server
+    listens, because an invitation whose line is never shown would be in the way of the next start."""
     from commlayer.cluster import invitations  # imported late: it loads cryptography
 
-    invitations.set_address(Path(part.ca), control)
-    lines = invitations.commands(Path(part.ca), part.invited, {} if part.again else part.tokens, control)
+    folder = Path(part.ca)
+    invitations.set_address(folder, control)
+    lines = invitations.commands(folder, part.invited, invitations.invite(folder, part.invited, keep=True), control)
     log.info("paste one line at each home, with your script instead of %s; a token (after #) works once, within %g hours:\n%s",
              invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 

@@ -4,6 +4,7 @@ job."""
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import shlex
@@ -268,6 +269,16 @@ def test_a_port_in_use_is_one_line(served: Any, commlayer: Any) -> None:
     assert code == 2
     assert errors.startswith(f"commlayer: {lines['control']} is in use")
     assert errors.endswith("[E-ADDRESS]\n")
+
+
+def test_a_server_that_cannot_start_uses_up_no_invitation(served: Any, commlayer: Any, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="cryptography is not installed")
+    options = ["--no-server", "--invite", "home-1", "--dir", str(tmp_path / "keys")]
+    _, lines = served("--no-server")
+    for wrong in (["--port", lines["control"].rpartition(":")[2]], ["--page", "0.0.0.0:1"]):
+        assert commlayer("serve", *options, *wrong)[0] == 2
+    process, _ = served(*options)
+    assert any("commlayer join home-1@127.0.0.1:" in line and "#" in line for line in itertools.islice(process.stderr, 4))
 
 
 def test_a_coordinator_serves_a_job_to_its_end(served: Any) -> None:
