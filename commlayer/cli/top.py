@@ -25,7 +25,8 @@ LOOK_S, FRAME_S = 1.0, 0.25
 """Seconds between two looks at a running job, and between two frames of a replay."""
 LINE_S = 10.0
 """Seconds between two lines about a running job, if output is not a terminal."""
-FASTEST = 1e6
+REPLAY_S = 60.0
+"""Seconds that a replay takes, unless the run itself was shorter."""
 
 
 class Source(Protocol):
@@ -45,9 +46,7 @@ def top(
                                                 metavar="RUN")] = None,
     at: Annotated[float, typer.Option(help="With --replay: begin this many seconds after the start.", metavar="SECONDS",
                                       min=0.0)] = 0.0,
-    speed: Annotated[float, typer.Option(help="With --replay: times as fast as the run; 0: show one moment and end.",
-                                         metavar="X", min=0.0, max=FASTEST)] = 10.0,
-    once: Annotated[bool, typer.Option("--once", help="Show the present state and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one state, the present one or that of --at, and end.")] = False,
 ) -> None:
     """Watch a job: members, steps, links, plan, and what it waits for. Ctrl-C ends the view, not the job."""
     if bool(job) == (replay is not None):
@@ -55,7 +54,7 @@ def top(
                                            "of `commlayer serve`, or a folder of events, or --replay RUN")
     with contextlib.suppress(KeyboardInterrupt):
         if replay is not None:
-            _replay(replay, at, 0.0 if once else speed)
+            _replay(replay, at, once=once)
         elif ":" in job and not Path(job).exists():
             _watch_coordinator(job, keys, insecure, once=once)
         else:
@@ -106,7 +105,7 @@ def _watch(source: Source, events: list[Event], *, once: bool) -> None:
                 events, show.note = [], str(error)
 
 
-def _replay(path: Path, at: float, speed: float) -> None:
+def _replay(path: Path, at: float, *, once: bool) -> None:
     from commlayer.observe.event_files import read_run
     from commlayer.observe.job_view import JobView
 
@@ -115,7 +114,7 @@ def _replay(path: Path, at: float, speed: float) -> None:
     now = start + at
     if now > end:
         raise InvalidInput("E-CLI-OPTION", f"--at {at:g}: the run has {end - start:.0f} s; give fewer seconds")
-    place = 0
+    place, frame_s = 0, FRAME_S * max(1.0, (end - now) / REPLAY_S)
     with _output(view) as show:
         while True:
             while place < len(events) and events[place].time <= now:
@@ -124,12 +123,12 @@ def _replay(path: Path, at: float, speed: float) -> None:
                     show.event(events[place])
                 place += 1
             show.note = f"replay: {now - start:.0f} of {end - start:.0f} s"
-            if not speed or now >= end:
+            if once or now >= end:
                 break
             show.state(now)
             if show.paced:
                 time.sleep(FRAME_S)
-            now = min(end, now + FRAME_S * speed) if show.paced else end
+            now = min(end, now + frame_s) if show.paced else end
         show.state(now, last=True)
 
 

@@ -102,7 +102,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_a_replay_shows_the_chosen_moment(commlayer: Any, run_folder: Path) -> None:
-    code, output, _ = commlayer("top", "--replay", str(run_folder), "--at", "19", "--speed", "0")
+    code, output, _ = commlayer("top", "--replay", str(run_folder), "--at", "19", "--once")
     assert code == 0
     assert "waiting for home-2, which sends no heartbeats, 10 of 60 s" in output
     assert "is dead" not in output
