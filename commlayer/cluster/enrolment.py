@@ -114,7 +114,6 @@ class EnrolmentServer:
     def serve(self, sock: socket.socket, where: str) -> str:
         """Runs one enrolment on a connection. Returns the reason of a refusal; "" if the home has its certificate."""
         host, deadline = where.rpartition(":")[0], time.monotonic() + ENROL_S
-        began = False  # whether to count a failure: connections that are lost before are not attempts
         try:
             if _receive(sock, len(MAGIC), deadline) != MAGIC:
                 return "it began with an unknown request"
@@ -122,11 +121,12 @@ class EnrolmentServer:
             _send(sock, MAGIC + _framed(b"" if busy else self._authority), deadline)
             if busy:
                 return f"more than {MAX_FAILED} failed enrolments of this address within a minute"
-            began = True
             reason = self._serve(sock, where, deadline)
-        except (CommError, OSError) as error:
-            reason = str(error) or "it sent no request in time"
-        if reason and began:
+        except Refused as error:
+            reason = str(error)
+        except (CommError, OSError) as error:  # a home on a bad line tries again: lost connections are not failed attempts
+            return str(error) or "it sent no request in time"
+        if reason:
             self._failed.add(host, time.monotonic())
         return reason
 

@@ -601,6 +601,15 @@ def test_failed_attempts_of_an_address_are_limited_and_members_are_not(server: S
     assert not failures.exceeded("127.0.0.2", time.monotonic())
 
 
+def test_connections_that_are_lost_are_no_failed_attempts(server: Server) -> None:
+    home = server.line()
+    assert home.token is not None
+    for _ in range(enrolment.MAX_FAILED + 1):
+        with dialled(home.address, home.token):
+            pass
+    server.joined(enrolment.enrol(home, WAIT_S))
+
+
 def test_the_table_of_addresses_is_bounded() -> None:
     failures = enrolment.Failures()
     for number in range(enrolment.MAX_ADDRESSES + 5):
