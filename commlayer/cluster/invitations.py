@@ -205,7 +205,8 @@ def commands(folder: Path, names: Sequence[str], tokens: Mapping[str, Token], ad
     """Returns the command to paste at each home. A home that was invited earlier gets a comment instead, because the folder
     does not contain its token."""
     earlier = {name: until for name, until in pending(folder).items() if name not in tokens}
-    return [f"# {name}: its earlier line is valid until {_when(earlier[name])}; for a new one: commlayer keys invite {name}"
+    again = "commlayer keys invite" + ("" if folder.absolute() == Path("keys").absolute() else f" --dir {folder}")
+    return [f"# {name}: its earlier line is valid until {_when(earlier[name])}; for a new one: {again} {name}"
             if name in earlier else f"commlayer join {HomeLine(name, address, tokens.get(name))} {SCRIPT}" for name in names]
 
 

@@ -40,13 +40,17 @@ class EventFiles:
         try:
             with file.open("rb") as stream:
                 stream.seek(begin)
-                data = stream.read()
+                events = list[Event]()
+                for line in stream:
+                    if not line.endswith(b"\n"):
+                        break  # the last line is not complete yet
+                    begin, number = begin + len(line), number + 1
+                    if (event := _event(line, file, number)) is not None:
+                        events.append(event)
         except OSError as error:
             raise InvalidInput("E-EVENTS", f"{file} cannot be read: {error.strerror}; {WHERE}") from None
-        data = data[:data.rfind(b"\n") + 1]  # the last line might be incomplete
-        lines = data.splitlines()
-        self._read[file] = begin + len(data), number + len(lines)
-        return [event for place, line in enumerate(lines, number + 1) if (event := _event(line, file, place)) is not None]
+        self._read[file] = begin, number
+        return events
 
 
 def read_run(path: Path) -> list[Event]:

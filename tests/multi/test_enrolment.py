@@ -177,7 +177,7 @@ def test_a_restarted_server_keeps_invitations_and_the_address_for_new_ones(serve
     assert invitations.pending(server.ca).keys() == {"home-2"}
     lines = invitations.commands(server.ca, ["home-1", "home-2"], {}, server.address)
     assert lines[0] == f"commlayer join home-1@{server.address} train.py"
-    assert re.match(r"# home-2: .* UTC; .*commlayer keys invite home-2$", lines[1])
+    assert re.match(r"# home-2: .* UTC; .*commlayer keys invite --dir \S+ home-2$", lines[1])
 
 
 def test_a_lost_reply_costs_no_invitation_and_a_request_with_the_same_key_gets_the_same_certificate(server: Server) -> None:
