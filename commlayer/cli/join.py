@@ -55,11 +55,11 @@ def join(
     from commlayer.cluster import messages
     from commlayer.cluster.site_client import SiteLease
 
-    attendance = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
+    lease = SiteLease(config.join, config, messages.site_request(nproc_per_node, node_rank), _say)
     reason = "it was interrupted"
     try:
         with _leaves_on_signals():
-            seat = attendance.meet(wait)
+            seat = lease.meet(wait)
         first = _first_rank(seat, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
@@ -70,15 +70,15 @@ def join(
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "min_workers": str(seat.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]
-        children = [_start(line, attendance.request.token, seat, local, nproc_per_node, settings)
+        children = [_start(line, lease.request.token, seat, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
-        code, reason = _wait(children, attendance)
+        code, reason = _wait(children, lease)
     except CommError as error:
         reason = str(error)
         raise
     finally:
-        attendance.close(reason)
-    if code and not attendance.ended.is_set():
+        lease.close(reason)
+    if code and not lease.ended.is_set():
         others = f"continue if they have {seat.min_workers} workers" if seat.min_workers else "end, too"
         _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
@@ -119,7 +119,7 @@ def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, 
     return subprocess.Popen(command, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
 
 
-def _wait(children: Sequence[Child], attendance: SiteLease) -> tuple[int, str]:
+def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
     """Waits for all workers. Returns the exit code of the first failure (130 after Ctrl-C) and the reason for log lines."""
     code, reason, until = 0, "finished", 0.0
     with _interrupts() as interrupted:
@@ -131,9 +131,9 @@ def _wait(children: Sequence[Child], attendance: SiteLease) -> tuple[int, str]:
             elif not until and failed:
                 until = time.monotonic() + END_S
                 code, reason = _code(failed[0]), _said(failed[0])
-            elif not until and attendance.ended.is_set():
-                _say(attendance.why)
-                code, reason, until = 2, attendance.why, time.monotonic() + END_S
+            elif not until and lease.ended.is_set():
+                _say(lease.why)
+                code, reason, until = 2, lease.why, time.monotonic() + END_S
             elif until and time.monotonic() > until:
                 _signal(children, signal.SIGKILL)
             time.sleep(POLL_S)

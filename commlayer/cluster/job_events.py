@@ -49,7 +49,7 @@ class JobEvents:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self._senders: dict[str, _Sender] = {}
-        self._told: dict[WaitKind, tuple[tuple[str, ...], float]] = {}
+        self._reported: dict[WaitKind, tuple[tuple[str, ...], float]] = {}
         """Maps the kind of a wait to the names and the time of the last event about it."""
         self._homes: Mapping[str, str] = {}
 
@@ -95,12 +95,12 @@ class JobEvents:
         """Adds events about waits that have begun, have other names than before, last, or have ended."""
         current = {wait.what: wait for wait in present}
         for what, wait in current.items():
-            names, at = self._told.get(what, ((), -REPEAT_S))
+            names, at = self._reported.get(what, ((), -REPEAT_S))
             if names != wait.names or now - at >= REPEAT_S:
-                self._told[what] = wait.names, now
+                self._reported[what] = wait.names, now
                 self.log.append(wait)
-        for what in [what for what in self._told if what not in current]:
-            names, _ = self._told.pop(what)
+        for what in [what for what in self._reported if what not in current]:
+            names, _ = self._reported.pop(what)
             self.log.append(WaitEvent(what=what, names=names, over=True))
 
 
