@@ -181,9 +181,17 @@ def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
 
 
 def spelled(rates: Sequence[Rates]) -> str:
-    """Formats the rates in Mb/s; one pair if all nodes are equal."""
-    each = [f"{r.up_bps / 1e6:.3g}/{r.down_bps / 1e6:.3g}" for r in rates]
+    """Formats the rates in Mb/s; one pair if all nodes are equal.
+
+    >>> spelled([Rates(1.734e9, 20e6)])
+    '1,730/20 Mb/s up/down'
+    """
+    each = [f"{_mbps(r.up_bps)}/{_mbps(r.down_bps)}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
+
+
+def _mbps(bps: float) -> str:
+    return f"{float(f'{bps / 1e6:.3g}'):,.3f}".rstrip("0").rstrip(".")
 
 
 # ---- Throughput: the rate that a link sustained while busy, from byte counters. Interface counters include all concurrent
