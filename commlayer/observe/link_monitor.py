@@ -184,14 +184,14 @@ def spelled(rates: Sequence[Rates]) -> str:
     """Formats the rates in Mb/s; one pair if all nodes are equal.
 
     >>> spelled([Rates(1.734e9, 20e6)])
-    '1,730/20 Mb/s up/down'
+    '1734/20 Mb/s up/down'
     """
     each = [f"{_mbps(r.up_bps)}/{_mbps(r.down_bps)}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
 
 
 def _mbps(bps: float) -> str:
-    return f"{float(f'{bps / 1e6:.3g}'):,.3f}".rstrip("0").rstrip(".")
+    return f"{bps / 1e6:.0f}" if bps >= 1e9 else f"{bps / 1e6:.3g}"
 
 
 # ---- Throughput: the rate that a link sustained while busy, from byte counters. Interface counters include all concurrent
