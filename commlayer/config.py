@@ -457,8 +457,9 @@ def is_loopback(host: str) -> bool:
 def check_plain_text(name: str, host: str, config: Config) -> None:
     """Raises an error if unencrypted traffic to or from `host` is not allowed; the error names the setting `name`."""
     if not is_loopback(host) and not config.insecure and not config.keys:
+        line = "give the home's line, NAME@HOST:PORT#TOKEN, or " if name == "join" else ""
         raise RecordError("E-PLAIN-TEXT",
-                          f"{name}: {host} is another machine and traffic is not encrypted: set keys ({PREFIX}KEYS) to a "
+                          f"{name}: {host} is another machine and traffic is not encrypted: {line}set keys ({PREFIX}KEYS) to a "
                           "folder that `commlayer keys init` and `commlayer keys add NAME` create, or set insecure "
                           f"(insecure=True, --insecure, {PREFIX}INSECURE=1) if you trust the complete network between the "
                           "machines")

@@ -333,7 +333,7 @@ def _ms(seconds: float) -> str:
 
 def _needs(steps: float) -> str:
     """Returns the convergence factor as text, for log lines that give a step time."""
-    return f" ({steps:.2f} times as many to the loss)" if steps > 1.0 else ""
+    return f" (convergence factor {steps:.2f})" if steps > 1.0 else ""
 
 
 # ---- trials

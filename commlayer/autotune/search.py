@@ -229,23 +229,22 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
 def _how(other: Plan) -> str:
     how = f"{other.local_steps} local steps" if other.local_steps > 1 else "steps on own gradients"
     if other.overlap == "round":
-        how += f", exchanged{f' in {other.fragments} parts' if other.fragments > 1 else ''} while the next "
-        how += "are taken" if other.local_steps > 1 else "is taken"
+        how += f", exchange overlapped{f' in {other.fragments} parts' if other.fragments > 1 else ''}"
     return how
 
 
 def _hint(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
     (plain_s, plain_steps), (other_s, other_steps) = ((plan.step_s, steps_of(plan, made_from)) for plan in (plain, other))
     times = plain_s * plain_steps / (other_s * other_steps)
-    return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step and "
-            f"{other_steps:.2f} times as many steps, instead of {1e3 * plain_s:.1f} ms and {plain_steps:.2f} times; "
+    return (f"local steps would reach a loss {times:.1f} times as fast: {_how(other)}, {1e3 * other_s:.1f} ms per step with "
+            f"convergence factor {other_steps:.2f}, instead of {1e3 * plain_s:.1f} ms with {plain_steps:.2f}; "
             "attach(..., sync='auto') allows them")
 
 
 def _leaves(plain: Plan, other: Plan, made_from: PlanInputs) -> str:
-    speeds = [f"{1e3 * plan.step_s:.1f} ms a step, {steps_of(plan, made_from):.2f} times as many to the loss"
+    speeds = [f"{1e3 * plan.step_s:.1f} ms a step, convergence factor {steps_of(plan, made_from):.2f}"
             for plan in (plain, other)]
-    return (f"these links are too slow for averaged gradients ({speeds[0]} at best): switching to {_how(other)} "
+    return (f"these links are too slow for averaged gradients (at best {speeds[0]}): switching to {_how(other)} "
             f"({speeds[1]}); sync='step' would keep averaged gradients")
 
 

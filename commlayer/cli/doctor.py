@@ -47,7 +47,7 @@ def doctor(
         report.show(console, finding)
 
     bind, port = split_bind(bind, port)
-    join, keys = stored_keys(join, keys)
+    join, keys = stored_keys(join, keys, insecure=insecure)
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
         config = read_config({name: value for name, value in settings.items() if value})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commlayer.cli.options import Insecure, Keys, parse_line
+from commlayer.cli.options import Insecure, Keys, parse_line, stored_keys
 from commlayer.cluster import home_keys
 from commlayer.config import Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
@@ -46,6 +46,8 @@ def join(
         home = parse_line(address, keys)
         _check_script(script)  # before the token is used
         keys, address = str(_keys_of(home)), home.address
+    else:
+        address, keys = stored_keys(address, keys, insecure=insecure)
     options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in options.items() if value})
     if not config.token:
@@ -127,6 +129,7 @@ def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:
             failed = [child.returncode for child in children if child.returncode]
             if not until and interrupted:
                 code, reason, until = 130, "this home was interrupted", time.monotonic() + END_S
+                _say(f"interrupted: this home tells the others and leaves, within {END_S:g} s")
                 _signal(children, signal.SIGINT)
             elif not until and failed:
                 until = time.monotonic() + END_S

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from commlayer.cluster import home_keys
-from commlayer.config import host_port
-from commlayer.errors import InvalidInput
+from commlayer.config import host_port, read_config
+from commlayer.errors import InvalidInput, RecordError
 
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.", metavar="FILE")]
 Out = Annotated[Path, typer.Option(help="Write the result there.", metavar="FILE")]
@@ -28,15 +28,28 @@ Journal = Annotated[str, typer.Option(help="Folder for the server's journal, to 
 Folder = Annotated[Path, typer.Option("--dir", help="The CA's folder; keep it on one machine.", metavar="DIR")]
 
 
-def stored_keys(address: str, keys: str) -> tuple[str, str]:
-    """Returns the address and the folder of keys that a home's line names; other addresses unchanged."""
+def stored_keys(address: str, keys: str, *, insecure: bool) -> tuple[str, str]:
+    """Returns the address and the folder of keys that a home's line names. A plain HOST:PORT uses the keys of the only home
+    that has fetched keys there, unless other keys, a secret, or insecure are set."""
     if not home_keys.is_line(address):
-        return address, keys
+        homes = [home for home in home_keys.stored_lines() if home.address == address]
+        if len(homes) != 1 or keys or insecure or _has_access(address):
+            return address, keys
+        return address, str(homes[0].folder)
     home = parse_line(address, keys)
     if (folder := home.stored()) is None:
         raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}: `commlayer join` with the whole line, "
                                            "whose token follows '#', fetches them")
     return home.address, str(folder)
+
+
+def _has_access(address: str) -> bool:
+    """Returns whether environment and file set what a connection to `address` needs."""
+    try:
+        config = read_config({"join": address})
+    except RecordError as error:
+        return error.code != "E-PLAIN-TEXT"
+    return bool(config.token or config.insecure)
 
 
 def parse_line(address: str, keys: str) -> home_keys.HomeLine:

@@ -62,6 +62,14 @@ def nbytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def elements(count: int) -> str:
+    """
+    >>> elements(124_439_808), elements(4810)
+    ('124.4 M', '4,810')
+    """
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
+
+
 def table(title: str, *columns: str) -> Table:
     """An empty table. Columns whose names begin with ">" are right-aligned, for numbers."""
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -77,7 +85,7 @@ def title(plan: Plan, job: Job, cluster: Cluster) -> str:
         mode = "one step stale: .grad is the average of all workers, for some tensors of the previous step"
     elif plan.steps_locally:
         mode = f"{sync_mode(plan)}: between exchanges each worker steps on its own .grad"
-    return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {job.numel / 1e6:,.1f} M elements, "
+    return (f"{job.name or 'job'}: {len(job.tensors)} tensors, {elements(job.numel)} elements, "
             f"{cluster.ranks} ranks on {sum(1 for n in cluster.nodes if n.ranks)} nodes\nmode: {mode}")
 
 
@@ -104,7 +112,7 @@ def summary(plan: Plan, job: Job, cluster: Cluster, timeline: Timeline) -> str:
     if job.batch and plan.step_s:
         lines.append(f"{job.batch * cluster.ranks / plan.step_s:,.1f} samples a second, all ranks together")
     if plan.servers:
-        lines.append(f"servers on {hosts or f'{plan.servers} nodes'}")
+        lines.append(f"summation servers: {hosts or f'{plan.servers} nodes'}")
     return "\n".join(lines)
 
 

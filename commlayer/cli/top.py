@@ -62,7 +62,7 @@ def top(
 
 
 def _watch_coordinator(address: str, keys: str, insecure: bool, *, once: bool) -> None:
-    address, keys = stored_keys(address, keys)
+    address, keys = stored_keys(address, keys, insecure=insecure)
     options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
     config = read_config({name: value for name, value in options.items() if value})
     if not config.token:
@@ -94,7 +94,8 @@ def _watch(source: Source, events: list[Event], *, once: bool) -> None:
         while True:
             for event in events:
                 view.apply(event)
-                show.event(event)
+                if not once:
+                    show.event(event)
             show.state(time.time() + source.ahead_s, last=once or view.over)
             if once or view.over:
                 return

@@ -56,11 +56,11 @@ def up(
     script: Annotated[Path | None, typer.Argument(help="The training script.", metavar="[SCRIPT]", show_default=False)] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
 ) -> None:
-    """Join with the keys of this machine's home, or say what to do next."""
+    """Join with the keys of this machine's home, or say what to do next. Exit code 2 if a script was not started."""
     facts = look(str(script or ""))
     if line := next_step(facts):
         print(f"commlayer up: {line}")
-        return
+        raise typer.Exit(2 if script else 0)
     assert script is not None
     join(str(facts.homes[0]), script, args)
 

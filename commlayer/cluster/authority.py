@@ -266,7 +266,7 @@ def make_folder(place: Path, contents: Mapping[str, bytes], folders: tuple[str, 
         part.mkdir(mode=0o700)
     except OSError as error:
         raise InvalidInput("E-KEYS",
-                           f"{place} cannot be created: {error.filename or place.parent}: {error.strerror}; choose a "
+                           f"{place} cannot be created in {place.parent.absolute()}: {error.strerror}; choose a "
                            "writable folder") from None
     try:
         for name in folders:

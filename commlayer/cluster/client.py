@@ -135,7 +135,7 @@ class CoordinatorChannel:
                 self._certificate = None
                 self._certificate = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
             if self._certificate is None:
-                raise PeerLost("not reachable: no answer to a connection that checks its certificate", peer=self.peer)
+                raise PeerLost("not reachable: it accepts no connection, or does not answer in time", peer=self.peer)
             self._checked = connections
         if self.keys is not None and self._certificate is not None and self._certificate.serial in self.keys.revoked():
             raise Refused(f"its certificate ({self._certificate.name}) was revoked", peer=self.peer,

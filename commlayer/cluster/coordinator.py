@@ -355,7 +355,7 @@ class Coordinator:
 
     def _log_epoch(self, view: View, former: View | None) -> None:
         if former is None:
-            log.info("all joined: %d workers, %d servers, plan %s", len(view.members), len(view.servers), view.plan or "none")
+            log.info("all joined: workers: %d, servers: %d, plan %s", len(view.members), len(view.servers), view.plan or "none")
             if self._state.min_workers and (unable := epoch_change.inelastic_workers(self._state)):
                 log.warning("min_workers %d has no effect: %s cannot continue after other workers leave",
                             self._state.min_workers, ", ".join(unable))

@@ -190,7 +190,7 @@ def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: 
             break
         except (PeerLost, DeadlineExceeded) as error:
             if not waiting:
-                say(f"waiting up to {wait_s:g} s for the server at {home.address} to answer")
+                say(f"waiting up to {wait_s:g} s for the server at {home.address} to answer: {error.what}")
             waiting = True
             if not backoff.wait():
                 raise DeadlineExceeded(f"did not answer within {wait_s:g} s ({error.what}): check that `commlayer serve` is "

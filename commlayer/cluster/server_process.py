@@ -219,6 +219,8 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         else:
             failed = "its coordinator reports the failure" if member is not None and member.failed else ""
         if part.parent or stopped.is_set() or not failed:
+            if not stopped.is_set():
+                log.info("the job has finished; this server ends")
             return None
         log.warning("the job failed (%s); this server waits at %s for the next job", without_code(failed), control)
     # Workers know the coordinator's address, and the coordinator sends them those of the servers.

@@ -223,7 +223,8 @@ class Torch(Record, frozen=True):
 
 def check_torch(f: Torch) -> Iterator[Finding]:
     if not f.torch:
-        yield fail("torch", f.error or "not installed", "pip install torch, then check `python -c 'import torch'`")
+        yield fail("torch", f.error or "not installed", "check `python -c 'import torch'`: if it works but is slow, run this "
+                                                        "again on a less busy machine; else pip install torch")
         return
     release = f.torch.partition("+")[0]
     least = ".".join(map(str, LEAST_TORCH))

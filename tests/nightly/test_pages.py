@@ -48,7 +48,7 @@ def test_the_command_to_plan_runs_in_a_clone() -> None:
     assert done.returncode == 0, done.stderr
     assert "3 ranks on 3 nodes" in done.stdout
     assert "homes behind NAT" in done.stdout
-    assert "servers on server" in done.stdout
+    assert "summation servers: server" in done.stdout
 
 
 # ---- docs/tutorials/first-evening.md
@@ -93,7 +93,7 @@ def test_the_page_shows_what_the_planner_says_of_its_cluster(tmp_path: Path) -> 
     (line,) = re.findall(r"^\$ commlayer (estimate .*)$", EVENING, re.MULTILINE)
     text = CliRunner().invoke(app, line.split(), env={"COLUMNS": "120"})
     assert text.exit_code == 0, text.output
-    assert "servers on server\n" in text.output
+    assert "summation servers: server\n" in text.output
     rows = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", text.output, re.MULTILINE))
     shown = dict(re.findall(r"^ (this plan|best synchronous|one machine alone) +([\d.]+ .*) x *$", EVENING, re.MULTILINE))
     assert {name: row.split() for name, row in rows.items()} == {name: row.split() for name, row in shown.items()} != {}

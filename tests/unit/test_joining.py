@@ -10,6 +10,8 @@ import pytest
 from support.site_groups import asked
 
 from commlayer.cli import serve
+from commlayer.cli.main import run
+from commlayer.cli.options import stored_keys
 from commlayer.cli.up import Facts, next_step
 from commlayer.cluster import home_keys, sites
 from commlayer.cluster.home_keys import HomeLine, Token
@@ -80,6 +82,44 @@ def test_the_next_step(facts: Facts, words: str) -> None:
 ])
 def test_invited_homes_use_keys_even_if_a_page_may_be_plain_text(given: dict[str, Any], wanted: bool, invites: bool) -> None:
     assert serve._read(given, ["home-1"], wanted=wanted)[1] == invites
+
+
+def store(*lines: str) -> None:
+    for line in lines:
+        home = home_keys.parse(line)
+        home.folder.mkdir(parents=True)
+        (home.folder / home_keys.LINE).write_text(f"{line} 0\n")
+
+
+@pytest.mark.parametrize(("stored", "keys", "insecure", "token", "used"), [
+    (["a@1.2.3.4:7000"], "", False, "", True),
+    (["a@1.2.3.4:7000", "a@1.2.3.4:7001"], "", False, "", True),
+    (["a@1.2.3.4:7001"], "", False, "", False),
+    (["a@1.2.3.4:7000", "b@1.2.3.4:7000"], "", False, "", False),
+    (["a@1.2.3.4:7000"], "mine", False, "", False),
+    (["a@1.2.3.4:7000"], "", True, "", False),
+    (["a@127.0.0.1:7000"], "", False, "", True),
+    (["a@127.0.0.1:7000"], "", False, "0123456789", False),
+])
+def test_an_address_uses_the_keys_of_the_only_home_there(stored: list[str], keys: str, insecure: bool, token: str, used: bool,
+                                                         monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("COMMLAYER_TOKEN", token)
+    monkeypatch.chdir(tmp_path)
+    store(*stored)
+    address = f"{home_keys.parse(stored[0]).address.partition(':')[0]}:7000"
+    expected = str(home_keys.parse(stored[0]).folder) if used else keys
+    assert stored_keys(address, keys, insecure=insecure) == (address, expected)
+
+
+@pytest.mark.parametrize(("words", "code"), [(["up", "train.py"], 2), (["up"], 0)])
+def test_up_fails_if_it_does_not_start_the_script(words: list[str], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                  ) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["commlayer", *words])
+    with pytest.raises(SystemExit, match=str(code)):
+        run()
 
 
 def test_progress_names_the_homes_that_are_missing() -> None:
