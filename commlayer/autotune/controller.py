@@ -310,7 +310,8 @@ class TuningController:
             return
         links = state.with_rates(rates)
         if not slower(rates, watch.planned):
-            self._say(f"links are faster than planned: {spelled(rates)} in steps, planned {spelled(watch.planned)}")
+            self._say(f"links are faster than planned: {spelled(rates)} in steps, planned {spelled(watch.planned)}",
+                      logging.DEBUG)  # while a link is found to be faster and faster, many such lines follow each other
             # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
             self._set_links(structs.replace(state.measured(links, 0.0), reprobe=state.reprobe))
             return

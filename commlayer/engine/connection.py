@@ -277,7 +277,7 @@ class JobContext:
     def log(self, line: str, level: int = logging.INFO, *, event: bool = True) -> None:
         """Logs an event that all ranks know, once on each node and in each home. `event`: False if the event stream has an
         event of another kind about it."""
-        if event and self.rank == 0:
+        if event and self.rank == 0 and level >= logging.INFO:
             self.stream.text(line, level)
         if self.logs:
             log.log(level, "%s", line)
