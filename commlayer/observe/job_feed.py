@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Generator
@@ -14,6 +15,8 @@ from commlayer.observe.events import EventLog, decode
 from commlayer.observe.metrics import CONTENT_TYPE, exposition
 from commlayer.observe.page import Record, Update, document, state_of
 from commlayer.observe.web import Page, Pages
+
+log = logging.getLogger("commlayer")
 
 UPDATE_S = 1.0
 """Seconds between two updates."""
@@ -55,7 +58,15 @@ class JobFeed:
             self._publish()
 
     def _publish(self) -> None:
-        """Makes the update about what is new. The caller holds the lock."""
+        """Makes the update about what is new. The caller holds the lock. An error leaves clients with what they have."""
+        try:
+            self._make_update()
+        except Exception:
+            log.exception("the page of the job cannot show its latest events")
+            self._number, self._update = self._number + 1, b""
+        self._changed.notify_all()
+
+    def _make_update(self) -> None:
         self._follow()
         record, (notable, points, curve) = self._record, self._sent
         self._sent = record.notable, len(record.curves.points), record.curves.points
@@ -63,7 +74,6 @@ class JobFeed:
         # Curves that were merged or that belong to another run are sent as a whole.
         goes_on = self._streams and curve is record.curves.points
         self._update = self._message(record.notable - notable, points) if goes_on else b""
-        self._changed.notify_all()
 
     def _follow(self) -> None:
         while (batch := self._events.since(self._cursor)).lines:

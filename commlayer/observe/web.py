@@ -11,8 +11,9 @@ import logging
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Generator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
@@ -53,7 +54,7 @@ class WebServer:
 
     def __init__(self, host: str, port: int, token: str, pages: Pages, *, public: Collection[str] = ()) -> None:
         """`public`: paths of pages that need no token if `host` is loopback."""
-        slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        slots, unread = threading.BoundedSemaphore(MAX_CONNECTIONS), dict[Any, float]()
 
         class Server(ThreadingHTTPServer):
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -61,6 +62,7 @@ class WebServer:
 
             def process_request(self, request: Any, client_address: Any) -> None:
                 if slots.acquire(blocking=False):
+                    unread[request] = time.monotonic()
                     super().process_request(request, client_address)
                 else:
                     self.shutdown_request(request)
@@ -69,13 +71,25 @@ class WebServer:
                 try:
                     super().process_request_thread(request, client_address)
                 finally:
+                    unread.pop(request, None)
                     slots.release()
+
+            def service_actions(self) -> None:
+                """Called twice a second. Ends connections whose request is not complete in time, however often bytes come."""
+                for request, begin in tuple(unread.items()):
+                    if time.monotonic() - begin > REQUEST_S:
+                        unread.pop(request, None)
+                        with suppress(OSError):
+                            request.shutdown(socket.SHUT_RDWR)
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 log.debug("a web request from %s failed", client_address, exc_info=True)
 
         class Handler(_Handler):
-            pass
+            def parse_request(self) -> bool:
+                complete = super().parse_request()
+                unread.pop(self.request, None)
+                return complete
 
         Handler.pages, Handler.token, Handler.public = pages, token, public if is_loopback(host) else ()
         try:

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,22 @@ def test_the_number_of_clients_is_bounded_and_a_place_becomes_free(served: Serve
     until(free, "the place of a client that has gone")
     for client in clients:
         client.close()
+
+
+def test_requests_that_come_a_byte_at_a_time_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "REQUEST_S", 0.5)
+    with closing(Served(log_of(stream()))) as page, ExitStack() as stack:
+        slow = [stack.enter_context(socket.create_connection(("127.0.0.1", page.port), 10)) for _ in range(web.MAX_CONNECTIONS)]
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            for each in slow:
+                with suppress(OSError):
+                    each.send(b"G")
+            with suppress(OSError):
+                if fetched(f"127.0.0.1:{page.port}", "/metrics")[0] == 200:
+                    break
+            time.sleep(0.1)
+        assert time.monotonic() < until
 
 
 def test_a_client_that_does_not_read_is_dropped_and_hinders_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
