@@ -150,9 +150,10 @@ def line(progress: DemoProgress) -> str:
         return waiting(progress)
     if not now.step:
         return f"{NAMES[now.run]:10}  begins"
+    accuracy = f"{now.accuracy:.1%}" if now.accuracy else "-"  # it is not measured in the first steps
     costs = f"{span(now.step_s)}, {size(now.step_nbytes)} a step"
     return (f"{NAMES[now.run]:10}  step {now.step:<4} loss {now.loss:5.3f}   training {now.train_s:4.1f} s  "
-            f"accuracy {now.accuracy:5.1%}  {costs}")
+            f"accuracy {accuracy:>5}  {costs}")
 
 
 def waiting(progress: DemoProgress) -> str:

@@ -20,8 +20,9 @@ from commlayer import plan_file, records
 from commlayer.cli import plan_output
 from commlayer.cli.arguments import function_of, job_made_by, job_named, made_by
 from commlayer.cli.main import run
+from commlayer.demo import report
 from commlayer.demo.fleet import Progress
-from commlayer.demo.report import notes, results, ring_bound_s
+from commlayer.demo.report import DemoProgress, notes, results, ring_bound_s
 from commlayer.demo.settings import CODEC, DemoSettings, read_settings
 from commlayer.engine.regroup import unfit
 from commlayer.planner import builtin, plan
@@ -686,6 +687,13 @@ def test_figures_of_two_runs_that_reached_the_target() -> None:
     assert bound["train_s"] == pytest.approx(100 * 0.3603384)
     assert figures["summary"]["speedup_over_bound"] == pytest.approx(100 * 0.3603384 / 8)
     assert "4.50x" in notes(settings(), figures, native=True)
+
+
+@pytest.mark.parametrize(("accuracy", "shown"), [(0.0, "accuracy     -  "), (0.971, "accuracy 97.1%  ")])
+def test_an_accuracy_that_is_not_measured_yet_is_not_shown_as_0(accuracy: float, shown: str) -> None:
+    progress = DemoProgress(settings())
+    progress.latest.append(msgspec.structs.replace(DENSE, accuracy=accuracy))
+    assert shown in report.line(progress)
 
 
 @pytest.mark.parametrize("reached", [(True, False), (False, True), (False, False)])
