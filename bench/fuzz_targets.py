@@ -226,8 +226,8 @@ def _messages() -> list[Any]:
         messages.KvReply((b"there", None), sum=3), messages.KvReply(error="worker 1: gone"),
         messages.StatusRequest(bytes(5), 7), messages.EventsRequest("log", 3), messages.EventsReply("log", 4, EVENT_LINES, 1.5),
         messages.Heartbeat("token", events=EVENT_LINES, first_event=3, time_s=1.5),
-        enrolment.Challenge(bytes(NONCE_NBYTES)), enrolment.Request("home-1", bytes(40), bytes(64)),
-        enrolment.Reply("no"), enrolment.Reply("", bytes(40), bytes(9), "secret"),
+        enrolment.EnrolmentChallenge(bytes(NONCE_NBYTES)), enrolment.EnrolmentRequest("home-1", bytes(40), bytes(64)),
+        enrolment.EnrolmentReply("no"), enrolment.EnrolmentReply("", bytes(40), bytes(9), "secret"),
         messages.StatusReply("1", 1, 4, 1.5, 3, 1, (ServerInfo(0, "127.0.0.1:7001"),), data=bytes(7)),
     ]
 

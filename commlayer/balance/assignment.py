@@ -13,7 +13,7 @@ from commlayer.records import Plan
 T = TypeVar("T")
 
 
-class JobView(Protocol):
+class JobInspection(Protocol):
     """The part of session.inspect that batch assignment needs: the job's plan and members."""
 
     @property
@@ -46,7 +46,7 @@ class TrainingSession(Protocol):
     """The part of a session that batch assignment needs."""
 
     @property
-    def inspect(self) -> JobView: ...
+    def inspect(self) -> JobInspection: ...
 
     @property
     def step(self) -> int: ...

@@ -68,11 +68,11 @@ cannot be guessed; the limit saves work and log lines."""
 T = TypeVar("T", bound=Record)
 
 
-class Challenge(Record, frozen=True):
+class EnrolmentChallenge(Record, frozen=True):
     nonce: bytes
 
 
-class Request(Record, frozen=True):
+class EnrolmentRequest(Record, frozen=True):
     name: str
     csr: bytes
     """Certificate request as DER."""
@@ -80,7 +80,7 @@ class Request(Record, frozen=True):
     """Signature with the invitation's key: see invitations.statement()."""
 
 
-class Reply(Record, frozen=True):
+class EnrolmentReply(Record, frozen=True):
     """Contains an error with its code, or all else."""
 
     error: str = ""
@@ -133,17 +133,17 @@ class EnrolmentServer:
     def _serve(self, sock: socket.socket, where: str, deadline: float) -> str:
         with _secured(self._context, sock, deadline, server=True) as tls:
             nonce = new_nonce()
-            _send_record(tls, Challenge(nonce), deadline)
-            request = _receive_record(tls, Request, MAX_REQUEST_NBYTES, deadline)
+            _send_record(tls, EnrolmentChallenge(nonce), deadline)
+            request = _receive_record(tls, EnrolmentRequest, MAX_REQUEST_NBYTES, deadline)
             name = one_line(request.name[:80])
             try:
                 granted = invitations.redeem(self._folder, request.name, request.csr, request.proof, (nonce, self._fingerprint))
             except (Coded, OSError) as error:
                 known = isinstance(error, Refused)
                 reason = str(error) if known else coded("E-KEYS", "the server cannot issue certificates now: see its log")
-                _send_record(tls, Reply(reason), deadline)
+                _send_record(tls, EnrolmentReply(reason), deadline)
                 return f"enrolment of {name}: {error}"
-            _send_record(tls, Reply("", granted.certificate, granted.revoked, self._secret), deadline)
+            _send_record(tls, EnrolmentReply("", granted.certificate, granted.revoked, self._secret), deadline)
         log.info("%s at %s has fetched its certificate", name, where)
         return ""
 
@@ -208,7 +208,7 @@ def enrol(home: HomeLine, wait_s: float, say: Callable[[str], None] = lambda _: 
     return place
 
 
-def _fetch(home: HomeLine, token: Token, csr: bytes, deadline: float) -> tuple[bytes, Reply]:
+def _fetch(home: HomeLine, token: Token, csr: bytes, deadline: float) -> tuple[bytes, EnrolmentReply]:
     """Runs one enrolment. Returns the CA's certificate as DER, and the reply."""
     try:
         with contextlib.closing(_connect(home.address, deadline)) as sock:
@@ -217,11 +217,11 @@ def _fetch(home: HomeLine, token: Token, csr: bytes, deadline: float) -> tuple[b
             with _secured(enrolling_context(ca), sock, deadline, server=False) as tls:
                 shown = tls.getpeercert(binary_form=True)
                 assert shown is not None
-                challenge = _receive_record(tls, Challenge, MAX_REQUEST_NBYTES, deadline)
+                challenge = _receive_record(tls, EnrolmentChallenge, MAX_REQUEST_NBYTES, deadline)
                 signed = invitations.statement(home.name, csr, (challenge.nonce, hashlib.sha256(shown).digest()))
                 proof = invitations.signing_key(token.secret).sign(signed)
-                _send_record(tls, Request(home.name, csr, proof), deadline)
-                reply = _receive_record(tls, Reply, MAX_REPLY_NBYTES, deadline)
+                _send_record(tls, EnrolmentRequest(home.name, csr, proof), deadline)
+                reply = _receive_record(tls, EnrolmentReply, MAX_REPLY_NBYTES, deadline)
     except TimeoutError:
         raise DeadlineExceeded("no answer in time") from None
     except ssl.SSLError as error:
@@ -265,7 +265,7 @@ def _authority(sock: socket.socket, token: Token, deadline: float) -> bytes:
     return ca
 
 
-def _check(home: HomeLine, key: ec.EllipticCurvePrivateKey, authority_der: bytes, reply: Reply) -> None:
+def _check(home: HomeLine, key: ec.EllipticCurvePrivateKey, authority_der: bytes, reply: EnrolmentReply) -> None:
     """Raises Refused unless the certificate and the revocation list are of the CA, and the certificate is for this key and
     name. Only the CA's owner can make such a certificate, so the reply did not come from another server of the job."""
     try:

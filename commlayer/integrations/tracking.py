@@ -10,7 +10,7 @@ from commlayer.errors import InvalidInput
 Scalars = dict[str, float]
 
 
-class Measured(Protocol):
+class MeasuredSession(Protocol):
     """The session of commlayer.attach()."""
 
     @property
@@ -19,7 +19,7 @@ class Measured(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-def scalars(session: Measured, prefix: str = "comm/") -> Scalars:
+def scalars(session: MeasuredSession, prefix: str = "comm/") -> Scalars:
     """Returns the session's counters as a flat dict with names as trackers expect them, such as `comm/exposed_s` and
     `comm/sent_MB`."""
     flat = {}
@@ -29,7 +29,7 @@ def scalars(session: Measured, prefix: str = "comm/") -> Scalars:
     return flat
 
 
-def log_to(session: Measured, writer: Any, *, every: int = 10, prefix: str = "comm/") -> Callable[..., None]:
+def log_to(session: MeasuredSession, writer: Any, *, every: int = 10, prefix: str = "comm/") -> Callable[..., None]:
     """Returns a function to call after each step, `log(loss=...)`. Every `every` steps it logs the session's counters, and the
     keyword arguments under their own names.
 

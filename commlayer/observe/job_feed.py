@@ -13,7 +13,7 @@ import msgspec
 
 from commlayer.observe.events import EventLog, decode
 from commlayer.observe.metrics import CONTENT_TYPE, exposition
-from commlayer.observe.page import Record, Update, document, state_of
+from commlayer.observe.page import RunRecord, Update, document, state_of
 from commlayer.observe.web import Page, Pages
 
 log = logging.getLogger("commlayer")
@@ -33,7 +33,7 @@ class JobFeed:
     """
 
     def __init__(self, events: EventLog) -> None:
-        self._events, self._cursor, self._record = events, 0, Record()
+        self._events, self._cursor, self._record = events, 0, RunRecord()
         self._sent = 0, 0, self._record.curves.points
         """What clients have: number of notable events, number of points, and the list of these points."""
         self._changed = threading.Condition()

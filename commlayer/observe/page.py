@@ -57,7 +57,7 @@ class WorkerState(msgspec.Struct):
     loss: Number
 
 
-class State(msgspec.Struct):
+class PageState(msgspec.Struct):
     """A job at one moment."""
 
     time: float
@@ -88,16 +88,16 @@ class Update(msgspec.Struct):
     """What the page gets: the state, and the points and notable events that it does not have yet. `whole`: the page must drop
     those that it has."""
 
-    states: list[State]
+    states: list[PageState]
     points: list[Point]
     events: list[Notable]
     whole: bool = True
 
 
-def state_of(view: JobView, now: float) -> State:
+def state_of(view: JobView, now: float) -> PageState:
     """The job at the time `now`, in the clock of the events."""
     plan = view.plan
-    return State(
+    return PageState(
         now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
         _short(view.step_s), _short(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
         _short(plan.convergence_factor), _short(view.loss), _short(view.samples_per_s), _short(view.compression),
@@ -126,7 +126,7 @@ def _short(number: Any) -> Any:
 
 # ---- curves
 
-class Curves:
+class RunCurves:
     """Points of a job's curves over time, at most one a second. When there are MOST_POINTS, neighbours are merged, so that the
     curves of a long run keep their extremes."""
 
@@ -165,11 +165,11 @@ def _merged(pair: Sequence[Point]) -> Point:
     return [join(numbers) if numbers else None for join, numbers in zip(joins, known, strict=True)]
 
 
-class Record:
+class RunRecord:
     """A job's view with what happened before: curves, and notable events in words."""
 
     def __init__(self) -> None:
-        self.view, self.curves = JobView(), Curves()
+        self.view, self.curves = JobView(), RunCurves()
         self.events: deque[Notable] = deque(maxlen=MOST_ROWS)
         self.notable = 0
         """Number of notable events so far, with those that were dropped."""
@@ -180,7 +180,7 @@ class Record:
             self.curves.add(self.view, last=True)
         self.view.apply(event)
         if self.view.job.run != run:
-            self.curves = Curves()
+            self.curves = RunCurves()
         if isinstance(event, StepEvent):
             self.curves.add(self.view)
         if self.view.recent and self.view.recent[-1] is event:
@@ -200,7 +200,7 @@ def _kind(event: Event) -> str:
 def report(events: Sequence[Event]) -> bytes:
     """The file about a finished run, from its events in order of time. Of several runs it shows the last one."""
     events = _last_run(events)
-    record, states = Record(), list[State]()
+    record, states = RunRecord(), list[PageState]()
     begin, end = events[0].time, events[-1].time
     every_s = max(1.0, (end - begin) / MOST_FRAMES)
     due = begin + every_s

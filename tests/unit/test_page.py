@@ -31,7 +31,7 @@ from commlayer.errors import InvalidInput
 from commlayer.observe import events, job_feed, web
 from commlayer.observe.events import Event, EventLog, JobEvent, LogEvent, MemberEvent, StepEvent
 from commlayer.observe.job_feed import MAX_STREAMS, JobFeed
-from commlayer.observe.page import MOST_POINTS, Curves, Record, document, report
+from commlayer.observe.page import MOST_POINTS, RunCurves, RunRecord, document, report
 from commlayer.observe.web import Page, WebServer, read_token
 
 TOKEN = read_token("the job's secret")
@@ -337,7 +337,7 @@ def test_headers_of_the_page(shared: Served) -> None:
 
 
 def test_curves_are_bounded_and_keep_their_extremes() -> None:
-    record = Record()
+    record = RunRecord()
     for second in range(5 * MOST_POINTS):
         record.apply(StepEvent(time=START + second, rank=0, step=second, step_s=9.0 if second == 777 else 0.5, exposed_s=0.1))
     points = record.curves.points
@@ -349,7 +349,7 @@ def test_curves_are_bounded_and_keep_their_extremes() -> None:
 
 
 def test_no_point_without_steps() -> None:
-    curves, record = Curves(), Record()
+    curves, record = RunCurves(), RunRecord()
     curves.add(record.view)
     record.apply(JobEvent(time=START, run="x", world=1))
     record.apply(StepEvent(time=START, rank=0, step=1, steps=0, step_s=1.0))
