@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from commlayer.cluster import authority, client, enrolment, home_keys, invitations, messages
 from commlayer.cluster.coordinator import Coordinator
-from commlayer.cluster.enrolment import MAGIC, Challenge, EnrolmentServer, Reply, Request
+from commlayer.cluster.enrolment import MAGIC, EnrolmentChallenge, EnrolmentReply, EnrolmentRequest, EnrolmentServer
 from commlayer.cluster.home_keys import HomeLine, Token
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
@@ -107,18 +107,19 @@ def dialled(address: str, token: Token) -> Iterator[tuple[ssl.SSLSocket, bytes, 
         sock.sendall(MAGIC)
         ca = enrolment._authority(sock, token, soon())
         with enrolment._secured(enrolling_context(ca), sock, soon(), server=False) as tls:
-            nonce = enrolment._receive_record(tls, Challenge, 4096, soon()).nonce
+            nonce = enrolment._receive_record(tls, EnrolmentChallenge, 4096, soon()).nonce
             yield tls, nonce, hashlib.sha256(tls.getpeercert(binary_form=True) or b"").digest()
 
 
-def attempt(home: HomeLine, csr: bytes, name: str = "", secret: bytes = b"", binding: Sequence[bytes] | None = None) -> Reply:
+def attempt(home: HomeLine, csr: bytes, name: str = "", secret: bytes = b"",
+            binding: Sequence[bytes] | None = None) -> EnrolmentReply:
     """The server's reply to a request, which is signed as the line demands unless it is told otherwise."""
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement(name or home.name, csr, binding or (nonce, fingerprint))
         proof = invitations.signing_key(secret or home.token.secret).sign(signed)
-        enrolment._send_record(tls, Request(name or home.name, csr, proof), soon())
-        return enrolment._receive_record(tls, Reply, 1 << 20, soon())
+        enrolment._send_record(tls, EnrolmentRequest(name or home.name, csr, proof), soon())
+        return enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon())
 
 
 def code_in(text: str) -> str:
@@ -399,8 +400,8 @@ def test_a_signature_for_another_request_or_name_is_refused(server: Server) -> N
     with dialled(home.address, home.token) as (tls, nonce, fingerprint):
         signed = invitations.statement("home-1", request_of("home-1", new_key()), (nonce, fingerprint))
         proof = invitations.signing_key(home.token.secret).sign(signed)
-        enrolment._send_record(tls, Request("home-1", request_of("home-1", new_key()), proof), soon())
-        assert code_in(enrolment._receive_record(tls, Reply, 1 << 20, soon()).error) == "E-INVITATION"
+        enrolment._send_record(tls, EnrolmentRequest("home-1", request_of("home-1", new_key()), proof), soon())
+        assert code_in(enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon()).error) == "E-INVITATION"
     assert server.certificates == []
 
 
@@ -424,7 +425,7 @@ class Middle:
             assert enrolment._receive(sock, len(MAGIC), soon()) == MAGIC
             sock.sendall(MAGIC + enrolment._framed(self._ca))
             with enrolment._secured(self._context, sock, soon(), server=True) as tls:
-                enrolment._send_record(tls, Challenge(self._nonce), soon())
+                enrolment._send_record(tls, EnrolmentChallenge(self._nonce), soon())
                 self._act(tls)
                 while piece := tls.recv(4096):
                     self.received += piece
@@ -469,14 +470,14 @@ def _bare_keys(self: Keys, folder: Path) -> None:
 
 def test_another_server_of_the_job_cannot_use_what_a_home_sends_it(server: Server) -> None:
     """It has a certificate that homes trust, passes on the real server's nonce, and then the home's request."""
-    home, replies = server.line(), list[Reply]()
+    home, replies = server.line(), list[EnrolmentReply]()
     assert home.token is not None
     with dialled(home.address, home.token) as (tls, nonce, _):
 
         def relay(inner: Any) -> None:
-            request = enrolment._receive_record(inner, Request, 4096, soon())
+            request = enrolment._receive_record(inner, EnrolmentRequest, 4096, soon())
             enrolment._send_record(tls, request, soon())
-            replies.append(enrolment._receive_record(tls, Reply, 1 << 20, soon()))
+            replies.append(enrolment._receive_record(tls, EnrolmentReply, 1 << 20, soon()))
             enrolment._send_record(inner, replies[0], soon())
 
         middle = Middle(invitations.certificate_authority(server.ca), authority.add(server.ca, "gpu-1"), relay, nonce)
@@ -493,9 +494,9 @@ def test_another_server_of_the_job_cannot_give_a_home_false_keys(server: Server)
     false = authority.sign(key, ca, "home-1", new_key().public_key(), dials_only=True)
 
     def reply(inner: Any) -> None:
-        enrolment._receive_record(inner, Request, 4096, soon())
+        enrolment._receive_record(inner, EnrolmentRequest, 4096, soon())
         revoked = (server.ca / "crl.pem").read_bytes()
-        enrolment._send_record(inner, Reply("", authority.pem(false), revoked, "a-false-secret"), soon())
+        enrolment._send_record(inner, EnrolmentReply("", authority.pem(false), revoked, "a-false-secret"), soon())
 
     home = server.line()
     middle = Middle(invitations.certificate_authority(server.ca), authority.add(server.ca, "gpu-1"), reply)
