@@ -12,6 +12,7 @@ from rich.text import Text
 
 from commlayer.observe.events import Event
 from commlayer.observe.job_view import JobView, WorkerView
+from commlayer.observe.link_monitor import megabits
 
 BAR = 8
 """Width of the bar of a step's time, in characters."""
@@ -119,7 +120,7 @@ def _row(view: JobView, worker: WorkerView, now: float, *, wide: bool) -> Iterat
     yield f"{step.hidden_s / step.step_s:.0%}" if step.step_s else "-"
     for measured, planned in ((worker.up_bytes_per_s, worker.link.planned_up_bytes_per_s),
                               (worker.down_bytes_per_s, worker.link.planned_down_bytes_per_s)):
-        yield megabits(measured) + (f"/{megabits(planned)}" if planned else "")
+        yield megabits_of(measured) + (f"/{megabits_of(planned)}" if planned else "")
     yield f"{step.share:.0%}" if step.share else "-"
     if wide:
         yield "-" if step.loss is None else f"{step.loss:.4g}"
@@ -135,8 +136,8 @@ def bar(exposed: float) -> Text:
     return Text.assemble(("█" * (BAR - waits), "green"), ("░" * waits, "yellow"), f" {exposed:.0%}")
 
 
-def megabits(bytes_per_s: float) -> str:
-    return f"{8e-6 * bytes_per_s:.3g}" if bytes_per_s else "-"
+def megabits_of(bytes_per_s: float) -> str:
+    return megabits(8 * bytes_per_s) if bytes_per_s else "-"
 
 
 def duration(seconds: float) -> str:
@@ -186,7 +187,7 @@ def worker_lines(view: JobView, now: float) -> Iterator[str]:
         for way, measured, planned in (("up", worker.up_bytes_per_s, link.planned_up_bytes_per_s),
                                        ("down", worker.down_bytes_per_s, link.planned_down_bytes_per_s)):
             if measured:
-                parts.append(f"{way} {megabits(measured)}{f' of {megabits(planned)} planned' if planned else ''} Mb/s")
+                parts.append(f"{way} {megabits_of(measured)}{f' of {megabits_of(planned)} planned' if planned else ''} Mb/s")
         parts += [f"{step.share:.0%} of the batch"] if step.share else []
         yield ", ".join(parts)
 

@@ -37,7 +37,7 @@ def next_step(facts: Facts) -> str:
         return "this folder has the job's CA, so this machine is its server: run `commlayer serve --bind HOST:PORT --workers N`"
     if not facts.homes:
         return ("this machine has no keys yet. Paste the line that the server's owner sends you: commlayer join "
-                "NAME@HOST:PORT#TOKEN SCRIPT. If nobody serves yet: commlayer serve --bind HOST:PORT --workers N")
+                "NAME@HOST:PORT#TOKEN SCRIPT. If there is no server yet: commlayer serve --bind HOST:PORT --workers N")
     if len(facts.homes) > 1:
         lines = " or ".join(f"commlayer join {home} {facts.script or 'SCRIPT'}" for home in facts.homes)
         return f"this machine has keys of {len(facts.homes)} homes; run {lines}"

@@ -243,8 +243,8 @@ class Units:
         self.total, self.weight_known = other.total, other.weight_known
 
     def rate_of(self, bucket: WorkerBucket) -> float:
-        """Returns the factor by which a bucket's gradients are multiplied before encoding, besides weight and loss scale: the
-        learning rate if the codec encodes weight updates, else 1."""
+        """Returns the factor by which a bucket's gradients are multiplied before encoding, apart from weight and loss scale:
+        the learning rate if the codec encodes weight updates, else 1."""
         return self.rate if bucket.in_updates else 1.0
 
     def scale_of(self, bucket: WorkerBucket) -> float:

@@ -186,11 +186,12 @@ def spelled(rates: Sequence[Rates]) -> str:
     >>> spelled([Rates(1.734e9, 20e6)])
     '1734/20 Mb/s up/down'
     """
-    each = [f"{_mbps(r.up_bps)}/{_mbps(r.down_bps)}" for r in rates]
+    each = [f"{megabits(r.up_bps)}/{megabits(r.down_bps)}" for r in rates]
     return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
 
 
-def _mbps(bps: float) -> str:
+def megabits(bps: float) -> str:
+    """Formats a rate in Mb/s."""
     return f"{bps / 1e6:.0f}" if bps >= 1e9 else f"{bps / 1e6:.3g}"
 
 

@@ -126,7 +126,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(page())
 
     def _is_public(self, path: str) -> bool:
-        """A web page of somebody else that has made its own name point to this machine sends that name as Host."""
+        """Returns whether a request for `path` needs no token. Its Host must name this machine: a foreign web page can make
+        its own domain resolve to 127.0.0.1, and then sends that domain as Host."""
         return path in self.public and is_loopback(re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]"))
 
     def _allowed(self, query: str) -> bool:

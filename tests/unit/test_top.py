@@ -63,15 +63,17 @@ def test_a_job_of_64_members_fits_and_shows_who_needs_attention(height: int) -> 
 
 
 def test_a_refresh_of_64_members_is_fast() -> None:
-    """With a second's events of all members, and all of them on the screen."""
-    view = view_at(19, 64)
+    """With a second's events of all members, and all of them on the screen. The best of three: other load only adds time."""
     latest = [event for event in stream(64) if START + 19 < event.time <= START + 20]
     assert len(latest) >= 64
-    begin = time.thread_time()
-    for event in latest:
-        view.apply(event)
-    shown(view, 20, width=160, height=80)
-    assert time.thread_time() - begin < 0.2
+    times = []
+    for _ in range(3):
+        view, begin = view_at(19, 64), time.thread_time()
+        for event in latest:
+            view.apply(event)
+        shown(view, 20, width=160, height=80)
+        times.append(time.thread_time() - begin)
+    assert min(times) < 0.2
 
 
 def test_before_and_after_the_job() -> None:
