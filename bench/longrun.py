@@ -64,7 +64,10 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in (learnt, held))  # type: ignore[return-value]
 
 
-def transformer(width: int, layers: int, size: int, rates: Mapping[str, float], seed: int) -> learning_tasks.Task:
+def transformer(
+    width: int, layers: int, size: int, rates: Mapping[str, float], seed: int,
+    loss: learning_tasks.Loss = learning_tasks.class_loss,
+) -> learning_tasks.Task:
     """Predicts the next character of `corpus`. `size`: sequences in a batch."""
     torch.manual_seed(seed)
     learnt, held = corpus()
@@ -80,12 +83,18 @@ def transformer(width: int, layers: int, size: int, rates: Mapping[str, float], 
             yield rows(learnt, torch.randint(len(learnt) - CONTEXT - 1, (size,), generator=generator))
 
     model = learning_tasks.Transformer(width, layers, LETTERS, CONTEXT)
-    return learning_tasks.Task(model, batches, learning_tasks.class_loss,
+    return learning_tasks.Task(model, batches, loss,
                                rows(held, torch.linspace(0, len(held) - CONTEXT - 2, 256).long()), dict(rates))
 
 
+def mixed_loss(model: torch.nn.Module, batch: learning_tasks.Batch) -> torch.Tensor:
+    """The loss with matrix products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return learning_tasks.class_loss(model, batch)
+
+
 TASKS: dict[str, Callable[[int], learning_tasks.Task]] = {
-    "transformer-2m": lambda seed: transformer(192, 5, 8, {"adam": 2e-3, "sgd": 0.3}, seed),
+    "transformer-2m": lambda seed: transformer(192, 5, 8, {"adam": 2e-3, "sgd": 0.3}, seed, mixed_loss),
     "transformer-350k": lambda seed: transformer(96, 3, 8, {"adam": 2e-3, "sgd": 0.3}, seed),
     "gru": learning_tasks.gru, "conv": learning_tasks.conv,
 }
@@ -131,7 +140,8 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
     return warm * (LAST + (1 - LAST) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2) if step > WARMUP else warm
 
 
-def train(case: Case) -> list[float]:
+def train(case: Case, noise: list[float]) -> list[float]:
+    """Returns the validation losses, and fills `noise` as `virtual_training.train` does."""
     def make(seed: int) -> virtual_training.TrainingTask:
         task = TASKS[case.way.task](seed)
         rate = case.way.rate or task.rates["adam" if case.way.optimizer == "muon" else case.way.optimizer]
@@ -139,7 +149,7 @@ def train(case: Case) -> list[float]:
                                              task.loss, task.validation)
 
     return virtual_training.train(case.way, make, steps=case.steps, looks=LOOKS,
-                                  rate=lambda step: rate_at(step, case.steps, case.schedule))
+                                  rate=lambda step: rate_at(step, case.steps, case.schedule), noise=noise)
 
 
 class Store:
@@ -148,14 +158,16 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.curves: dict[str, list[float]] = {}
+        self.noise: dict[str, list[float]] = {}
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             one = json.loads(line)
-            self.curves[one["case"]] = one["curve"]
+            self.curves[one["case"]], self.noise[one["case"]] = one["curve"], one.get("noise", [])
 
-    def add(self, case: Case, curve: Sequence[float], seconds: float) -> None:
-        self.curves[case.key] = [*curve]
+    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[float]) -> None:
+        self.curves[case.key], self.noise[case.key] = [*curve], [*noise]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case.key, "curve": [round(loss, 5) for loss in curve],
+                                   **({"noise": [round(batches, 2) for batches in noise]} if noise else {}),
                                    "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
 
     def final(self, case: Case) -> float | None:
@@ -197,8 +209,9 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
     try:
         for case in planned:
             if not args.show and case.key not in store.curves:
-                begin = time.perf_counter()
-                store.add(case, train(case), time.perf_counter() - begin)
+                begin, noise = time.perf_counter(), list[float]()
+                curve = train(case, noise)
+                store.add(case, curve, time.perf_counter() - begin, noise)
                 print(f"{case.way.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
                       file=sys.stderr, flush=True)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ overlap and the outer optimizer. Only the transport is missing. A test trains th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,7 @@ from commlayer.engine.local_steps import Lengths, OuterSteps, StepWeights
 from commlayer.engine.optimizers import job_of
 from commlayer.engine.step import Units
 from commlayer.errors import InvalidInput
+from commlayer.observe.noise_scale import NoiseScale
 from commlayer.optim import OuterSGD, usual
 from commlayer.planner.buckets import fragments_of
 from commlayer.records import Job, Plan, Record
@@ -103,9 +104,11 @@ def warm(step: int) -> float:
 
 def train(
     way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
+    noise: list[float] | None = None,
 ) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
-    rate as a fraction of the task's. Raises InvalidInput for a task that cannot be trained."""
+    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, unless
+    the workers take local steps. Raises InvalidInput for a task that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
@@ -118,6 +121,8 @@ def train(
         trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
             curve.append(_validated(way, task.validation(trainer.learnt())))
+            if noise is not None and isinstance(trainer, _Averaged):
+                noise.append(trainer.noise.known)
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
@@ -186,12 +191,16 @@ class _Averaged:
         self._optimizer = _Optimizer(task, self._model)
         self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
         self._late: list[torch.Tensor] | None = None
+        self.noise = NoiseScale()
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
         """`batches`: of each worker."""
         parameters = list(self._model.parameters())
         gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, each), parameters) for each in batches]
-        mean: list[torch.Tensor] | None = self._workers.average(gradients)[0]
+        average = self._workers.average(gradients)[0]
+        if self._workers.world > 1:
+            self.noise = self.noise.plus([_square(each) for each in gradients], _square(average))
+        mean: list[torch.Tensor] | None = average
         if self._way.late:
             mean, self._late = self._late, mean
         for i, parameter in enumerate(parameters):
@@ -200,6 +209,10 @@ class _Averaged:
 
     def learnt(self) -> nn.Module:
         return self._model
+
+
+def _square(tensors: Iterable[torch.Tensor]) -> float:
+    return sum(float(tensor.square().sum()) for tensor in tensors)
 
 
 class _Local:

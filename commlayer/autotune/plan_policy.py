@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.observe.link_monitor import LinkWatch, Rates, ReprobeSchedule, differ
+from commlayer.observe.link_monitor import EXPECTED_S, LinkWatch, Rates, ReprobeSchedule, differ
 from commlayer.observe.prediction_check import LIMIT, PredictionCheck, StalePlan
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.model import DENSE, Basis, Link, PlanInputs
@@ -202,9 +202,10 @@ class LinkState(Record, frozen=True):
     reprobe: ReprobeSchedule
 
     @classmethod
-    def of(cls, links: tuple[Link, ...], now: float) -> LinkState:
+    def of(cls, links: tuple[Link, ...], now: float, took_s: float = 0.0) -> LinkState:
+        """Returns the state after the first measurement, which took `took_s` seconds."""
         rates = rates_of(links)
-        return cls(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
+        return cls(links, LinkWatch(rates), rates, ReprobeSchedule(now, expected_s=max(took_s, EXPECTED_S)))
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
         """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""

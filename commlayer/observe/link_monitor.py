@@ -278,7 +278,7 @@ HINTED_S = 1.0
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
-"""Assumed duration of a probe in seconds, before the first one is measured."""
+"""Shortest assumed duration of a probe in seconds, before the first one is measured."""
 
 
 class ReprobeSchedule(Record, frozen=True):
@@ -290,10 +290,12 @@ class ReprobeSchedule(Record, frozen=True):
     hinted_s: float = HINTED_S
     cost_s: float = 0.0
     """Duration of the last probe in seconds; 0 before the first."""
+    expected_s: float = EXPECTED_S
+    """Assumed duration of the first probe: the links' first measurement took as long, if it sent anything."""
 
     def changed(self, now: float) -> ReprobeSchedule:
         """Returns the schedule after links were measured."""
-        return ReprobeSchedule(now, cost_s=self.cost_s)
+        return ReprobeSchedule(now, cost_s=self.cost_s, expected_s=self.expected_s)
 
     def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
         """Returns the schedule after a probe of `cost_s` seconds. `found`: True if the link has become faster."""
@@ -304,7 +306,7 @@ class ReprobeSchedule(Record, frozen=True):
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
         """True: a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than the presently known
         rates. `to_win`: fraction of the time that infinitely fast links could save."""
-        for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
+        for_s, cost_s = now - self.since_s, self.cost_s or self.expected_s
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
 

@@ -32,10 +32,10 @@ BUFFER_CODEC = "identity()"
 """Codec of buffers such as running statistics, which are few."""
 
 
-def least_spread_nbytes(turns: int) -> int:
-    """Least bytes per part when a tensor is spread over servers. With several fragments parts are smaller, to balance servers
-    within each fragment."""
-    return SPREAD_NBYTES if turns == 1 else LEAST_FUSED_NBYTES
+def least_spread_nbytes(turns: int, forward: bool = False) -> int:
+    """Least bytes per part when a tensor is spread over servers. Parts are smaller if something waits for a few tensors only:
+    for those of a fragment, or with `forward` for those of a layer."""
+    return LEAST_FUSED_NBYTES if turns > 1 or forward else SPREAD_NBYTES
 
 
 def default_plan(
@@ -76,14 +76,16 @@ def default_plan(
         cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
-    spread_nbytes = least_spread_nbytes(fragments)
+    spread_nbytes = least_spread_nbytes(fragments, forward)
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
-    hosts = _in_turns(groups, sizes, servers, fragments) if service else [0] * len(sizes)
+    # The next forward waits for the first layers only: whatever it waits for, all servers have equal parts of it.
+    hosts = [0] * len(sizes) if not service else \
+        spread(sizes[::-1], servers)[::-1] if forward else _in_turns(groups, sizes, servers, fragments)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):

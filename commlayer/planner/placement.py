@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, least_spread_nbytes, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FUSED_NBYTES, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
@@ -162,7 +162,8 @@ def parts(
     """Cuts buckets and assigns the parts to servers; `options` has the index of each bucket's option.
 
     Buckets that use servers are cut so that each server gets at least `finely` parts, and a part of each fragment. Each part
-    goes to the server, and to the rank of the node, with the least load.
+    goes to the server, and to the rank of the node, with the least load. The last parts are placed first: computing hides the
+    exchange of the others, so a step waits for the server with most of the last ones.
     """
     hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
     sizes = [sum(s.numel for s in slices) for slices in groups]
@@ -171,7 +172,7 @@ def parts(
     for b, (slices, numel, option) in enumerate(zip(groups, sizes, options, strict=True)):
         cuts = catalog.options[option].served and not parse_spec(catalog.options[option].codec).needs_shape
         count = -(-numel * max(finely, fragments) * hosts // total) if cuts else 1
-        count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // least_spread_nbytes(fragments)))
+        count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // LEAST_FUSED_NBYTES))
         each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts
         ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
         for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
@@ -188,6 +189,8 @@ def parts(
         free = [i for i in places if i in weights and result[i].server == ANY]
         if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
             free.sort(key=lambda i: -weights[i])
+        else:
+            free.reverse()
         for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):
             result[i] = result[i]._replace(server=server)
     return [part._replace(server=max(part.server, 0)) for part in result]

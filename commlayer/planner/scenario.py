@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
@@ -23,10 +22,9 @@ from commlayer.records import Bucket, Job, Plan, Slice, Timing
 SHARED, FINER = 4, (8, 16, 32)
 """Numbers of parts per server into which the model is cut: SHARED by default, since fewer parts could be unbalanced, and the
 finer FINER, which are also tried."""
-PARTS_WORTH = 0.12
-"""Fraction of the step time that each doubling of the number of parts must save. A part wakes a dozen threads at the worker and
-its server, which costs more than predicted on busy processors. Four hosts on two cores took 3 to 12 % longer with 37 parts than
-with 25, although the prediction was 3 % less."""
+PART_S = 5e-4
+"""Seconds of a step that an additional part must save. A part wakes a dozen threads at the worker and its server, which takes
+0.2 ms of Python at each of them, beside the costs that are predicted."""
 CODES = 1e6
 """Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
@@ -156,12 +154,12 @@ class Scenario:
             plan = self._plan(parts)
             step_s = self.inputs.exact_s(plan)
             for finely in FINER if plan.servers else ():
-                if step_s * (1 - PARTS_WORTH / 4) * self.recipe.every <= choice.step_s:
+                if step_s * self.recipe.every - PART_S <= choice.step_s:
                     break  # even the search's lower bound would not save enough
                 other = self._parts(choice, finely)
                 if len(other) > len(parts):
                     other_s = self.inputs.exact_s(finer := self._plan(other))
-                    if other_s < step_s * (1 - PARTS_WORTH * math.log2(len(other) / len(parts))):
+                    if other_s < step_s - PART_S * (len(other) - len(parts)) / self.recipe.every:
                         parts, plan, step_s = other, finer, other_s
             self._placed[choice.options] = PricedPlan(self, choice, plan, tuple(part.origin for part in parts),
                                                 step_s * (1 + choice.excess), choice.excess)
