@@ -62,17 +62,22 @@ class Credit:
         self._rates: deque[float] = deque(maxlen=WINDOWS)
         self._best, self._without = 0.0, 0
         self._round_trip_s = 0.0
-        self._queue_s, self._full = QUEUE_S, False
+        self._queue_s, self._full, self._paused = QUEUE_S, False, False
 
     def update(self, now: float, seen: LinkSample) -> None:
+        """Takes a reading. One that includes a pause can only raise the rate: a burst of N bytes that is shorter than a round
+        trip is measured as N bytes per round trip, however fast the link."""
         self._round_trip_s = seen.round_trip_s
         self.due_s = now + max(WINDOW_S, 2 * seen.round_trip_s)
-        self._rates.append(seen.rate)
+        paused, self._paused = self._paused, False
         if seen.rate > GROWTH * self._best:
             self._best, self._without = seen.rate, 0
+        elif paused:
+            return
         else:
             self._without += 1
-            self._best = max(self._rates)
+        self._rates.append(seen.rate)
+        self._best = max(self._rates)
         self.part_nbytes = int(min(MAX_PART_NBYTES, max(MIN_PART_NBYTES, self._best * PART_S)))
 
     @property
@@ -105,7 +110,7 @@ class Credit:
     def idle(self) -> None:
         """Records that no frame was waiting to be sent. If the link was idle meanwhile, the sender thread did not wake too
         late."""
-        self._full = False
+        self._full, self._paused = False, True
 
 
 SUPPORTED = sys.platform == "linux"

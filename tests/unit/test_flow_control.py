@@ -106,6 +106,26 @@ def test_a_sender_that_comes_late_gets_a_longer_queue_and_one_in_time_the_short_
     assert result.nbytes == short
 
 
+@pytest.mark.parametrize("burst_nbytes", [1e4, 1e5, 3e5])
+def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: float) -> None:
+    """A burst of N bytes is measured as N bytes per round trip. As a limit, that would keep the next burst as slow."""
+    credit, round_trip_s = Credit(), 0.09
+    for i in range(20):
+        credit.update(float(i), LinkSample(burst_nbytes / round_trip_s, round_trip_s))
+        credit.idle()
+    assert not credit.settled
+    assert credit.wait_s(1 << 30) == credit.nbytes_s == 0.0
+    known = settled(100 * MEGABIT, round_trip_s)
+    limit = known.nbytes
+    for i in range(2 * WINDOWS):
+        known.idle()
+        known.update(10.0 + i, LinkSample(burst_nbytes / round_trip_s, round_trip_s))
+    assert known.nbytes == limit
+    known.idle()
+    known.update(60.0, LinkSample(200 * MEGABIT, round_trip_s))
+    assert not known.settled, "a burst that was faster shows that the link is"
+
+
 def test_a_link_that_becomes_slower_is_seen_in_so_many_looks() -> None:
     result = settled(100 * MEGABIT, 0.03)
     before = result.nbytes
