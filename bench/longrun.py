@@ -122,9 +122,9 @@ def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "c
     dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches)
     local = [structs.replace(dense, codec="int4()", codes="updates", every=every, outer=outer)
              for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
-    alone = structs.replace(dense, workers=1)
-    first = [Case(dense, STEPS, schedule), Case(alone, STEPS, schedule), *(Case(way, STEPS, schedule) for way in local[:3])]
-    others = [*first[0].synchronous(), *(Case(way, STEPS, schedule) for way in local[3:])]
+    whole = Case(dense, STEPS, schedule)
+    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
+    others = [*whole.synchronous(), *(Case(way, STEPS, schedule) for way in local[3:])]
     return list(dict.fromkeys(first + others))
 
 
@@ -201,7 +201,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
-    """Trains what is missing. A row for each training."""
+    """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
+    "over_alone": how many times sooner than one worker alone it reaches its loss, without the time of exchanges."""
     torch.set_num_threads(1)
     store, planned = Store(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)
@@ -222,14 +223,22 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
         if (final := store.final(case)) is not None:
             row: dict[str, Any] = {"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
                                    "loss": round(final, 4)}
+            if noise := [batches for batches in store.noise.get(case.key, []) if batches]:
+                row["noise"] = round(statistics.median(noise) / case.way.workers, 1)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
+                if case.way.updates and (alone := factor_of(alone_of(case), store, args.workers)):
+                    row["over_alone"] = round(alone / factor, 2)
             if factor and case.way.updates and not case.way.outer:
                 model = modelled(case)
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
             rows.append(row)
     return {"rows": rows, "summary": {"trainings": len(rows), "missing": len(planned) - len(rows), **agreement(pairs)}}
+
+
+def alone_of(case: Case) -> Case:
+    return case._replace(way=structs.replace(case.way.dense, workers=1))
 
 
 def modelled(case: Case) -> float:
