@@ -47,8 +47,9 @@ def default_plan(
     `down`: the download codec, if it is not `codec`. `fragments`: number of parts of the model that are exchanged one after the
     other; all servers get about the same number of elements of each.
 
-    `forward`: each layer's forward waits only for its own results. Fused buckets are then small: the first layers' gradients
-    are ready last and needed first, and would wait for the rest of a large bucket.
+    `forward`: divides the model for `sync="forward"`, in which each layer's forward waits only for its own results. Fused
+    buckets are then small: the first layers' gradients are ready last and needed first, and would wait for the rest of a large
+    bucket. The automatic plan also begins like this, which suits slow links.
 
     Small neighbours of one dtype are fused up to fuse_nbytes and large tensors are cut to at most cut_nbytes; "allreduce"
     uses its own sizes. Equal arguments give equal plans.
@@ -83,9 +84,9 @@ def default_plan(
     groups.sort(key=lambda group: (_buffer(job, group), -min(part.tensor for part in group)))
     sizes = [sum(s.numel for s in group) for group in groups]
     service = path == "service"
-    # The next forward waits for the first layers only: whatever it waits for, all servers have equal parts of it.
-    hosts = [0] * len(sizes) if not service else \
-        spread(sizes[::-1], servers)[::-1] if forward else _in_turns(groups, sizes, servers, fragments)
+    hosts = [0] * len(sizes)
+    if service:
+        hosts = _first_needed(sizes, servers) if forward and fragments == 1 else _in_turns(groups, sizes, servers, fragments)
     owners = spread(sizes, ranks_per_node) if service else [0] * len(sizes)
     buckets = []
     for i, group in enumerate(groups):
@@ -97,6 +98,21 @@ def default_plan(
 
 def _buffer(job: Job, group: Sequence[Slice]) -> bool:
     return job.tensors[group[0].tensor].buffer
+
+
+def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
+    """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
+    waits for, all hosts have about equal parts of it. The others follow by size, like `shared`, so that the sums are equal.
+
+    >>> _first_needed([9, 3, 3, 5, 5], 2), shared([9, 3, 3, 5, 5], 2)
+    ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])
+    """
+    last = sum(1 for done in accumulate(reversed(sizes)) if 2 * done <= sum(sizes))
+    order = [*range(len(sizes))[::-1][:last], *sorted(range(len(sizes) - last), key=lambda place: -sizes[place])]
+    chosen = [0] * len(sizes)
+    for place, host in zip(order, spread([sizes[place] for place in order], hosts), strict=True):
+        chosen[place] = host
+    return chosen
 
 
 def _in_turns(groups: Sequence[tuple[Slice, ...]], sizes: Sequence[int], hosts: int, fragments: int) -> list[int]:

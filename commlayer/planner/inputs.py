@@ -147,7 +147,7 @@ def _twice(names: Sequence[T]) -> list[T]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/(\d+(?:\.\d+)?))?([MG])b")
+RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/(\d+(?:\.\d+)?))?(?:([MG])b)?")
 GROUP = re.compile(r"(?:(\d+)x)?(?:(\d+)\*)?([A-Za-z0-9-]+)@(\S+)")
 GROUP_FORM = '"3xrtx3060@100/20Mb" (down/up), "rtx4090@1Gb", "2x8*v100@25g" (2 nodes of 8 ranks)'
 
@@ -253,15 +253,19 @@ def rate_of(text: str) -> float:
     (20000000.0, 1000000000.0)
     """
     match = RATE.fullmatch(text.strip())
-    if match is None or match[2]:
+    if match is None or match[2] or not match[3]:
         raise InvalidInput("E-PLAN-INPUT", f'rate: got {text!r}, allowed: a number with its unit, such as "20Mb" or "1Gb"')
     return float(match[1]) * (1e9 if match[3] == "G" else 1e6)
 
 
 def _table_link(text: str) -> str:
-    """Converts "100/20Mb" and "1Gb" to the tables' names of links; returns any other text unchanged."""
+    """Converts "100/20Mb", "100/20" (also Mb/s) and "1Gb" to the tables' names of links; returns any other text unchanged.
+
+    >>> [_table_link(text) for text in ("100/20", "100/20Mb", "1Gb", "10g", "100")]
+    ['home-100/20', 'home-100/20', 'fiber-1000', '10g', '100']
+    """
     match = RATE.fullmatch(text)
-    if match is None:
+    if match is None or not (match[2] or match[3]):
         return text
     unit = 1000 if match[3] == "G" else 1
     down, up = float(match[1]) * unit, float(match[2] or match[1]) * unit

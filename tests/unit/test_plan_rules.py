@@ -125,19 +125,20 @@ def test_where_layers_wait_for_results_little_goes_with_the_first_ones(bps: floa
         together.append(max(b.numel for b in plan.buckets if any(s.tensor == 0 for s in b.slices)))
     assert exposed[1] < part * exposed[0]
     assert together[1] < 0.35 * together[0]
+    large = job_of(*[1 << 22] * 40)
+    one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
+    assert one == other, "of a large model what is fused is a small part anyway"
 
 
 def test_where_layers_wait_for_results_servers_share_the_first_layers_equally() -> None:
     plan = default_plan(gpt(), codec="int4()", path="service", servers=4, ranks_per_node=1, fuse_nbytes=1 << 20,
                         cut_nbytes=4 << 20, forward=True)
-    loads, largest = [0] * 4, 0
+    numel, loads, largest = sum(b.numel for b in plan.buckets), [0] * 4, 0
     for bucket in reversed(plan.buckets):  # in the order in which the next forward pass needs them
         loads[bucket.server] += bucket.numel
         largest = max(largest, bucket.numel)
-        assert max(loads) - min(loads) <= largest
-    large = job_of(*[1 << 22] * 40)
-    one, other = (plan_of(large, fuse_nbytes=1 << 20, cut_nbytes=4 << 20, forward=forward) for forward in (False, True))
-    assert one == other, "of a large model what is fused is a small part anyway"
+        assert max(loads) - min(loads) <= largest or 2 * sum(loads) > numel
+    assert max(loads) - min(loads) <= largest / 2
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4, 8])
