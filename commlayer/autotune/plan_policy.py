@@ -440,7 +440,7 @@ def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Tuning
     if lead.stale:  # no gain is possible
         check = _usual(median(lead.recent)) if lead.recent else None
         return structs.replace(lead, stale=False, check=check), TuningRequest.NOTHING
-    if win is None or win < TO_WIN:  # a probe could not lead to enough gain
+    if win is None or win < TO_WIN or links.watch.exercised:  # a probe would not lead to enough gain, or to nothing new
         return lead, TuningRequest.NOTHING
     lost = differ(links.best, links.watch.planned)
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)

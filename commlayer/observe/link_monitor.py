@@ -40,6 +40,8 @@ PAYLOAD = 0.95
 """Fraction of an interface's bytes that is payload, not headers."""
 MORE = 1.2
 """Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
+EXERCISED = 0.8
+"""Fraction of the planned rate at which traffic shows that a link is no faster."""
 USUAL = 9
 """Number of latest steps from which usual values (medians) are computed."""
 SETTLED = 4
@@ -116,6 +118,14 @@ class LinkWatch(Record, frozen=True):
         was, now = LinkWatch(self.planned, self.seen[:-SETTLED]), LinkWatch(self.planned, self.seen[-SETTLED:])
         shorter_s = was.usual_s - now.usual_s
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
+
+    @property
+    def exercised(self) -> bool:
+        """True: in the latest steps each node sent or received at about its planned rate, so a faster link would show."""
+        latest = self.seen[-SETTLED:]
+        return self.settled and all(
+            any(PAYLOAD * _carried(latest, node, way) >= EXERCISED * planned[way] for way in WAYS)
+            for node, planned in enumerate(self.planned))
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""

@@ -37,7 +37,7 @@ from commlayer.autotune.plan_policy import (
     TuningRequest,
     to_win,
 )
-from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED
+from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED, Direction, Throughput
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
@@ -296,6 +296,16 @@ def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
         rank.links = rank.links.measured((Link(1e7, 1e7),) * 2, 0.0)
     rank.now = after_s
     assert rank.request() == request_
+
+
+def test_links_that_carry_their_planned_rates_are_not_probed() -> None:
+    rank = trying(candidate(plan_of(0.5)))
+    rank.observe(seen(0.5, 0.2), SETTLED)
+    rank.now = 1e6
+    full = Throughput(Direction(1e12, 0.5), Direction(1e12, 0.5))
+    rank.links = structs.replace(rank.links, watch=structs.replace(rank.links.watch, seen=tuple(
+        step._replace(nodes=(full,) * len(rank.links.links)) for step in rank.links.watch.seen)))
+    assert rank.request() == TuningRequest.NOTHING
 
 
 def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cost() -> None:
