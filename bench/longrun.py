@@ -202,7 +202,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
     """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
-    "over_alone": how many times sooner than one worker alone it reaches its loss, without the time of exchanges."""
+    "over_alone": how many times as fast as one worker alone it reaches its loss, if exchanges took no time."""
     torch.set_num_threads(1)
     store, planned = Store(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)

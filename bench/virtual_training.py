@@ -107,21 +107,23 @@ def train(
     noise: list[float] | None = None,
 ) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
-    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, unless
-    the workers take local steps. Raises InvalidInput for a task that cannot be trained."""
+    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, if
+    exact gradients are averaged. Raises InvalidInput for a task that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
                            f"task {way.task}: its model has running statistics ({buffers[0]}), which virtual workers do not "
                            "average; take a model without, such as one with LayerNorm or GroupNorm")
     trainer = (_Local if way.updates else _Averaged)(way, task, make)
+    if noise is not None and isinstance(trainer, _Averaged) and way.codec == way.dense.codec:
+        trainer.noise = NoiseScale()
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
         trainer.step([_drawn(way, feed, rank, step) for rank, feed in enumerate(feeds)], rate(step))
         if step * looks % steps < looks:
             curve.append(_validated(way, task.validation(trainer.learnt())))
-            if noise is not None and isinstance(trainer, _Averaged):
+            if noise is not None and isinstance(trainer, _Averaged) and trainer.noise is not None:
                 noise.append(trainer.noise.known)
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
@@ -191,14 +193,15 @@ class _Averaged:
         self._optimizer = _Optimizer(task, self._model)
         self._workers = VirtualWorkers(job_of(self._model), plan_of(way, self._model), way.workers)
         self._late: list[torch.Tensor] | None = None
-        self.noise = NoiseScale()
+        self.noise: NoiseScale | None = None
+        """The gradient noise scale, if it is wanted."""
 
     def step(self, batches: Sequence[Sequence[Any]], part: float) -> None:
         """`batches`: of each worker."""
         parameters = list(self._model.parameters())
         gradients = [torch.autograd.grad(losses(self._task, self._way, self._model, each), parameters) for each in batches]
         average = self._workers.average(gradients)[0]
-        if self._workers.world > 1:
+        if self.noise is not None and self._workers.world > 1:
             self.noise = self.noise.plus([_square(each) for each in gradients], _square(average))
         mean: list[torch.Tensor] | None = average
         if self._way.late:

@@ -203,7 +203,7 @@ class LinkState(Record, frozen=True):
 
     @classmethod
     def of(cls, links: tuple[Link, ...], now: float, took_s: float = 0.0) -> LinkState:
-        """Returns the state after the first measurement, which took `took_s` seconds."""
+        """Returns the state after the first measurement, whose probes took `took_s` seconds."""
         rates = rates_of(links)
         return cls(links, LinkWatch(rates), rates, ReprobeSchedule(now, expected_s=max(took_s, EXPECTED_S)))
 
@@ -440,9 +440,11 @@ def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Tuning
     if lead.stale:  # no gain is possible
         check = _usual(median(lead.recent)) if lead.recent else None
         return structs.replace(lead, stale=False, check=check), TuningRequest.NOTHING
-    if win is None or win < TO_WIN or links.watch.exercised:  # a probe would not lead to enough gain, or to nothing new
+    if win is None or win < TO_WIN:  # a probe could not lead to enough gain
         return lead, TuningRequest.NOTHING
     lost = differ(links.best, links.watch.planned)
+    if links.watch.exercised and not lost and not links.watch.faster:
+        return lead, TuningRequest.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
     return lead, TuningRequest.PROBE if due else TuningRequest.NOTHING
 

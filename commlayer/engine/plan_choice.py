@@ -98,7 +98,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
     return planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
-        forward=requested.overlap == "forward" or plan == "auto", fragments=requested.fragments or 1,
+        forward=requested.overlap == "forward", fragments=requested.fragments or 1,
     )
 
 

@@ -41,7 +41,7 @@ PAYLOAD = 0.95
 MORE = 1.2
 """Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
 EXERCISED = 0.8
-"""Fraction of the planned rate at which traffic shows that a link is no faster."""
+"""Fraction of the planned rate from which on traffic confirms the rate."""
 USUAL = 9
 """Number of latest steps from which usual values (medians) are computed."""
 SETTLED = 4
@@ -121,11 +121,12 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def exercised(self) -> bool:
-        """True: in the latest steps each node sent or received at about its planned rate, so a faster link would show."""
+        """True: in the latest steps each node sent and received at about its planned rates, so its link has these rates. Bytes
+        that were sent faster are no evidence: they wait in a queue before the link."""
         latest = self.seen[-SETTLED:]
         return self.settled and all(
-            any(PAYLOAD * _carried(latest, node, way) >= EXERCISED * planned[way] for way in WAYS)
-            for node, planned in enumerate(self.planned))
+            EXERCISED * planned[way] <= PAYLOAD * _carried(latest, node, way) <= MORE * planned[way]
+            for node, planned in enumerate(self.planned) for way in WAYS)
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""
@@ -277,8 +278,9 @@ def _way(spans: list[tuple[float, int]], part: float) -> Direction:
 
 # ---- When to probe again a link that may have become faster. A plan for a slow link sends little, so a recovered link is
 # visible only in faster steps. A probe follows soon after such a hint. Without a hint, links are probed at growing intervals:
-# first links that were faster before, later also others, since their measurement may have been disturbed. A probe stops
-# training on all ranks, so it waits until a faster link could have saved as much time as the probe takes.
+# first links that were faster before, later also others, since their measurement may have been disturbed, unless traffic
+# confirms their rates. A probe stops training on all ranks, so it waits until a faster link could have saved as much time as
+# the probe takes.
 
 FIRST_S, LAST_S = 15.0, 600.0
 """Seconds between probes without a hint: first and largest interval. The interval doubles after each probe that finds no faster
@@ -288,7 +290,7 @@ HINTED_S = 1.0
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
-"""Shortest assumed duration of a probe in seconds, before the first one is measured."""
+"""Assumed duration of the first probe in seconds, unless the links' first measurement took longer."""
 
 
 class ReprobeSchedule(Record, frozen=True):
@@ -301,7 +303,7 @@ class ReprobeSchedule(Record, frozen=True):
     cost_s: float = 0.0
     """Duration of the last probe in seconds; 0 before the first."""
     expected_s: float = EXPECTED_S
-    """Assumed duration of the first probe: the links' first measurement took as long, if it sent anything."""
+    """Assumed duration of the first probe in seconds."""
 
     def changed(self, now: float) -> ReprobeSchedule:
         """Returns the schedule after links were measured."""

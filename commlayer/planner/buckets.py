@@ -34,7 +34,7 @@ BUFFER_CODEC = "identity()"
 
 def least_spread_nbytes(turns: int, forward: bool = False) -> int:
     """Least bytes per part when a tensor is spread over servers. Parts are smaller if something waits for a few tensors only:
-    for those of a fragment, or with `forward` for those of a layer."""
+    an outer step for a fragment, or with `forward` a layer for its own."""
     return LEAST_FUSED_NBYTES if turns > 1 or forward else SPREAD_NBYTES
 
 
@@ -49,7 +49,7 @@ def default_plan(
 
     `forward`: divides the model for `sync="forward"`, in which each layer's forward waits only for its own results. Fused
     buckets are then small: the first layers' gradients are ready last and needed first, and would wait for the rest of a large
-    bucket. The automatic plan also begins like this, which suits slow links.
+    bucket.
 
     Small neighbours of one dtype are fused up to fuse_nbytes and large tensors are cut to at most cut_nbytes; "allreduce"
     uses its own sizes. Equal arguments give equal plans.
@@ -102,7 +102,7 @@ def _buffer(job: Job, group: Sequence[Slice]) -> bool:
 
 def _first_needed(sizes: Sequence[int], hosts: int) -> list[int]:
     """Chooses a host for each size, if the next forward pass waits for the last sizes first: whatever part of the last half it
-    waits for, all hosts have about equal parts of it. The others follow by size, like `shared`, so that the sums are equal.
+    waits for, all hosts have about equal parts of it. The others follow by size, like `shared`, for nearly equal sums.
 
     >>> _first_needed([9, 3, 3, 5, 5], 2), shared([9, 3, 3, 5, 5], 2)
     ([0, 1, 1, 1, 0], [0, 0, 1, 1, 1])

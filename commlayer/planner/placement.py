@@ -124,8 +124,8 @@ def assign(sizes: Sequence[float], weights: Sequence[float], loads: list[float] 
     """Chooses a server for each bucket in order: the server with the least load relative to its weight. Servers of weight 0 get
     no buckets. `loads`: earlier loads, to which sizes are added.
 
-    Ties go to the lower number. Every prefix of the buckets is balanced, so early buckets keep all servers busy: with n
-    servers, a server exceeds its part by at most (n - 1) times that part of its last bucket.
+    Ties go to the lower number. Every prefix of the buckets is balanced: with n servers, a server exceeds its part by at most
+    (n - 1) times that part of its last bucket.
     """
     if not any(w > 0 for w in weights) or any(not w >= 0 or math.isinf(w) for w in weights):
         raise InvalidInput("E-PLAN-INPUT", f"weights of servers: got {list(weights)}, allowed: 0 or more, at least one above 0")
@@ -157,13 +157,15 @@ ANY = -1
 
 def parts(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
-    fragments: int, ranks_per_node: int,
+    fragments: int, ranks_per_node: int, hidden: bool = True, least_nbytes: int = LEAST_FUSED_NBYTES,
 ) -> list[Part]:
     """Cuts buckets and assigns the parts to servers; `options` has the index of each bucket's option.
 
     Buckets that use servers are cut so that each server gets at least `finely` parts, and a part of each fragment. Each part
-    goes to the server, and to the rank of the node, with the least load. The last parts are placed first: computing hides the
-    exchange of the others, so a step waits for the server with most of the last ones.
+    goes to the server, and to the rank of the node, with the least load.
+
+    `hidden`: computing hides the exchange of the first parts, so a step waits for the server that has most of the last parts;
+    they are placed first. `least_nbytes`: smallest part.
     """
     hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
     sizes = [sum(s.numel for s in slices) for slices in groups]
@@ -172,7 +174,7 @@ def parts(
     for b, (slices, numel, option) in enumerate(zip(groups, sizes, options, strict=True)):
         cuts = catalog.options[option].served and not parse_spec(catalog.options[option].codec).needs_shape
         count = -(-numel * max(finely, fragments) * hosts // total) if cuts else 1
-        count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // LEAST_FUSED_NBYTES))
+        count = max(1, min(count, hosts, numel * ELEMENT_NBYTES // least_nbytes))
         each = len(set(shares)) > 1 and count == hosts  # servers sum unequal parts
         ends = [int(numel * end) for end in accumulate(shares[:-1])] if each else [numel * i // count for i in range(1, count)]
         for host, (start, stop) in enumerate(pairwise((0, *ends, numel))):
@@ -189,7 +191,7 @@ def parts(
         free = [i for i in places if i in weights and result[i].server == ANY]
         if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
             free.sort(key=lambda i: -weights[i])
-        else:
+        elif hidden:
             free.reverse()
         for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):
             result[i] = result[i]._replace(server=server)

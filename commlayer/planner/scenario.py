@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from commlayer.planner import buckets
-from commlayer.planner.buckets import Limits, Sort
+from commlayer.planner.buckets import Limits, Sort, least_spread_nbytes
 from commlayer.planner.choices import Choice, Space, search, uniform
 from commlayer.planner.convergence import Recipe
 from commlayer.planner.costs import Prices, hidden, weights
@@ -23,8 +23,8 @@ SHARED, FINER = 4, (8, 16, 32)
 """Numbers of parts per server into which the model is cut: SHARED by default, since fewer parts could be unbalanced, and the
 finer FINER, which are also tried."""
 PART_S = 5e-4
-"""Seconds of a step that an additional part must save. A part wakes a dozen threads at the worker and its server, which takes
-0.2 ms of Python at each of them, beside the costs that are predicted."""
+"""Seconds of an exchange that an additional part must save. A part wakes a dozen threads, which costs 0.2 ms of Python at the
+worker and 0.2 ms at the server, in addition to the predicted costs."""
 CODES = 1e6
 """Penalty for compressing a bucket, in the comparison of equally fast options: larger than any number of seconds."""
 
@@ -168,7 +168,8 @@ class Scenario:
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
         return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node)
+                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, hidden=not locally(self.recipe),
+                     least_nbytes=least_spread_nbytes(self.recipe.fragments, finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
         job, result = self.inputs.job, []

@@ -258,7 +258,8 @@ class Connection:
                     self._busy = True
                     return item
                 if self._busy or not self._queue:
-                    self._control.idle()
+                    if not self._queue:
+                        self._control.idle()
                     self._work.wait()
                 elif hold_s := self._control.hold_s(self._queue[0][-1].nbytes):
                     self._work.wait(hold_s)

@@ -26,10 +26,10 @@ MIN_PART_NBYTES, FIRST_PART_NBYTES, MAX_PART_NBYTES = 8 << 10, 64 << 10, 4 << 20
 WINDOW_S = 0.05
 """Shortest interval between two readings of tcp_info, in seconds. The interval is at least two round trips."""
 WINDOWS = 16
-"""The estimated rate is the highest of the last readings, this many."""
+"""The estimated rate is the highest of the last readings without a pause, this many."""
 GROWTH, SETTLE_READINGS = 1.25, 3
-"""Bytes in flight are not limited while the rate grows: until SETTLE_READINGS readings in a row are below GROWTH times the
-highest rate."""
+"""Bytes in flight are not limited while the rate grows: until SETTLE_READINGS readings without a pause are below GROWTH times
+the highest rate."""
 QUEUE_S, MAX_QUEUE_S = 0.01, 0.1
 """Minimum and maximum of the queue: bytes in flight beyond rate times round trip, in seconds at the estimated rate. The queue
 grows if the sender thread wakes too late."""
@@ -46,7 +46,7 @@ class LinkSample(NamedTuple):
     """A connection's rate and round trip, measured by the kernel for TCP and by the stream for gRPC."""
 
     rate: float
-    """Bytes per second delivered while data was waiting; a sender that pauses does not lower this rate."""
+    """Bytes per second delivered while data was waiting. Bursts shorter than a round trip give a lower rate than the link's."""
     round_trip_s: float
     """The shortest round trip so far, in seconds; 0 if unknown."""
 
@@ -72,10 +72,10 @@ class Credit:
         paused, self._paused = self._paused, False
         if seen.rate > GROWTH * self._best:
             self._best, self._without = seen.rate, 0
-        elif paused:
-            return
-        else:
+        elif not paused:
             self._without += 1
+        elif seen.rate <= self._best:
+            return
         self._rates.append(seen.rate)
         self._best = max(self._rates)
         self.part_nbytes = int(min(MAX_PART_NBYTES, max(MIN_PART_NBYTES, self._best * PART_S)))

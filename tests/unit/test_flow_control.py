@@ -122,6 +122,9 @@ def test_bursts_shorter_than_a_round_trip_do_not_limit_the_rate(burst_nbytes: fl
         known.update(10.0 + i, LinkSample(burst_nbytes / round_trip_s, round_trip_s))
     assert known.nbytes == limit
     known.idle()
+    known.update(50.0, LinkSample(110 * MEGABIT, round_trip_s))
+    assert known.nbytes == pytest.approx(1.1 * limit), "what a burst reached the link can carry"
+    known.idle()
     known.update(60.0, LinkSample(200 * MEGABIT, round_trip_s))
     assert not known.settled, "a burst that was faster shows that the link is"
 

@@ -290,8 +290,9 @@ def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
 
 
 @pytest.mark.parametrize(("up", "down", "exercised"), [
-    (0.9, 0.9, True), (0.2, 0.9, True), (0.9, 0.2, True), (0.2, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False)])
-def test_traffic_at_the_planned_rates_shows_that_links_are_no_faster(up: float, down: float, exercised: bool) -> None:
+    (0.9, 0.9, True), (0.9, 1.1, True), (0.2, 0.9, False), (0.9, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False),
+    (1.4, 0.9, False)])  # an upload is sent at up to 1.5 times the planned rate
+def test_traffic_at_the_planned_rates_confirms_them(up: float, down: float, exercised: bool) -> None:
     """`up`, `down`: of the planned rates, at the node that carries least."""
     node = Throughput(*(Direction(part * rate / PAYLOAD, 0.3) for part, rate in zip((up, down), PLANNED[0], strict=True)))
     full = Throughput(*(Direction(rate / PAYLOAD, 0.3) for rate in PLANNED[0]))

@@ -32,12 +32,13 @@ from commlayer.autotune.plan_policy import (
     TO_WIN,
     TRIED,
     WORTH,
+    LinkState,
     ReplanVerdict,
     Suggestion,
     TuningRequest,
     to_win,
 )
-from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, SETTLED, Direction, Throughput
+from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
@@ -298,14 +299,30 @@ def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
     assert rank.request() == request_
 
 
-def test_links_that_carry_their_planned_rates_are_not_probed() -> None:
+@pytest.mark.parametrize(("carried", "was", "step_s", "request_"), [
+    (0.9, 1.0, 0.5, TuningRequest.NOTHING),
+    (0.5, 1.0, 0.5, TuningRequest.PROBE), (1.4, 1.0, 0.5, TuningRequest.PROBE),
+    (0.9, 10.0, 0.5, TuningRequest.PROBE),  # the links were faster once
+    (0.9, 1.0, 0.3, TuningRequest.PROBE),  # steps have become faster
+])
+def test_links_that_carry_their_planned_rates_are_not_probed(
+    carried: float, was: float, step_s: float, request_: TuningRequest,
+) -> None:
     rank = trying(candidate(plan_of(0.5)))
-    rank.observe(seen(0.5, 0.2), SETTLED)
+    planned = rank.links.watch.planned
+    full = tuple(Throughput(*(Direction(carried * bps / PAYLOAD, 0.5) for bps in rates)) for rates in planned)
+    rank.links = structs.replace(rank.links, best=tuple(Rates(*(was * bps for bps in rates)) for rates in planned))
+    rank.observe(seen(0.5, 0.3)._replace(nodes=full), SETTLED)
+    rank.observe(seen(step_s, step_s - 0.2)._replace(nodes=full), SETTLED)
     rank.now = 1e6
-    full = Throughput(Direction(1e12, 0.5), Direction(1e12, 0.5))
-    rank.links = structs.replace(rank.links, watch=structs.replace(rank.links.watch, seen=tuple(
-        step._replace(nodes=(full,) * len(rank.links.links)) for step in rank.links.watch.seen)))
-    assert rank.request() == TuningRequest.NOTHING
+    assert rank.request() == request_
+
+
+def test_the_first_probe_is_assumed_to_take_as_long_as_the_first_measurement() -> None:
+    links = (Link(1e8, 1e8),) * 2
+    for took_s, due_s in ((0.0, EXPECTED_S / COST_MOST), (3.0, 3.0 / COST_MOST)):
+        again = LinkState.of(links, 0.0, took_s).reprobe
+        assert [again.due(now, hinted=False, lost=False, to_win=1.0) for now in (due_s - 0.1, due_s)] == [False, True]
 
 
 def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cost() -> None:
