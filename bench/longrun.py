@@ -36,6 +36,8 @@ STORE = Path(__file__).with_name("longrun_runs.jsonl")
 STEPS, WARMUP, LOOKS = 2000, 100, 20
 SHORTER = (0.25, 0.4, 0.6, 0.8, 1.0)
 """Lengths of the synchronous trainings, as fractions of `STEPS`."""
+BEYOND = 0.75
+"""Shortest synchronous training to which factors are extrapolated, relative to the shortest that was run."""
 LAST = 0.05
 """The learning rate at the end, as a fraction of its peak."""
 LETTERS, CONTEXT = 96, 64
@@ -140,7 +142,7 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
     return warm * (LAST + (1 - LAST) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2) if step > WARMUP else warm
 
 
-def train(case: Case, noise: list[float]) -> list[float]:
+def train(case: Case, noise: list[float] | None = None) -> list[float]:
     """Returns the validation losses, and fills `noise` as `virtual_training.train` does."""
     def make(seed: int) -> virtual_training.TrainingTask:
         task = TASKS[case.way.task](seed)
@@ -163,7 +165,7 @@ class Store:
             one = json.loads(line)
             self.curves[one["case"]], self.noise[one["case"]] = one["curve"], one.get("noise", [])
 
-    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[float]) -> None:
+    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[float] = ()) -> None:
         self.curves[case.key], self.noise[case.key] = [*curve], [*noise]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case.key, "curve": [round(loss, 5) for loss in curve],
@@ -176,8 +178,9 @@ class Store:
 
 
 def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
-    """Steps over those of the synchronous training that ends at the same loss; None if trainings are missing. Beyond the
-    shortest synchronous training it is extrapolated over the logarithm of the length."""
+    """Steps over those of the synchronous training that ends at the same loss, interpolated over the logarithm of the length;
+    None if trainings are missing, or if the loss is not between those of the longest and of one a quarter shorter than the
+    shortest."""
     loss = store.final(case)
     points = [(math.log(each.steps), final) for each in case.synchronous(workers) if (final := store.final(each)) is not None]
     if loss is None or len(points) < 2:
@@ -186,7 +189,8 @@ def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
     for (x0, y0), (x1, y1) in pairwise(points):
         if loss >= y1 or (x1, y1) == points[-1]:
             slope = (y1 - y0) / (x1 - x0)
-            return math.exp(math.log(case.steps) - (x0 + (loss - y0) / slope)) if slope < 0 else None
+            length = x0 + (loss - y0) / slope if slope < 0 else -math.inf
+            return math.exp(math.log(case.steps) - length) if length >= points[0][0] + math.log(BEYOND) else None
     return None
 
 
@@ -265,5 +269,6 @@ def label(case: Case) -> str:
         return "alone"
     if not way.updates:
         return "synchronous"
-    outer = {"": "norm-matched averaging", "plain": "averaging", "diloco": "Nesterov"}[way.outer]
+    usual = "averaging" if way.optimizer == "sgd" else "norm-matched averaging"
+    outer = {"": usual, "plain": "averaging", "diloco": "Nesterov"}[way.outer]
     return f"{way.every} local steps, {way.codec}, {outer}"

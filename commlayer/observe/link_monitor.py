@@ -41,7 +41,7 @@ PAYLOAD = 0.95
 MORE = 1.2
 """Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
 EXERCISED = 0.8
-"""Fraction of the planned rate from which on traffic confirms the rate."""
+"""Fraction of the planned rate from which on received bytes confirm the rate."""
 USUAL = 9
 """Number of latest steps from which usual values (medians) are computed."""
 SETTLED = 4
@@ -121,12 +121,12 @@ class LinkWatch(Record, frozen=True):
 
     @property
     def exercised(self) -> bool:
-        """True: in the latest steps each node sent and received at about its planned rates, so its link has these rates. Bytes
-        that were sent faster are no evidence: they wait in a queue before the link."""
+        """True: in the latest steps each node received at about its planned rate, and none sent faster than planned, so links
+        have their planned rates."""
         latest = self.seen[-SETTLED:]
-        return self.settled and all(
-            EXERCISED * planned[way] <= PAYLOAD * _carried(latest, node, way) <= MORE * planned[way]
-            for node, planned in enumerate(self.planned) for way in WAYS)
+        ratios = [[PAYLOAD * _carried(latest, node, way) / planned[way] for way in WAYS]
+                  for node, planned in enumerate(self.planned)]
+        return self.settled and all(up <= MORE and EXERCISED <= down <= MORE for up, down in ratios)
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""

@@ -16,7 +16,7 @@ DENSE = Case(Variant("gru", "adam"))
 LOCAL = DENSE._replace(way=structs.replace(DENSE.way, codec="int4()", codes="updates", every=32))
 
 
-@pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 6.0])
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.5, 2.5, 5.0])
 def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_loss(tmp_path: Path, slower: float) -> None:
     """Losses that fall with the logarithm of the length."""
     store = Store(tmp_path / "runs.jsonl")
@@ -27,6 +27,14 @@ def test_a_factor_is_the_length_over_that_of_the_synchronous_training_with_this_
     store.add(LOCAL, [9.0, 3 - 0.1 * math.log(STEPS / slower)], 1.0)
     assert factor_of(LOCAL, store) == pytest.approx(slower, rel=0.01)
     assert factor_of(LOCAL, Store(tmp_path / "runs.jsonl")) == pytest.approx(slower, rel=0.01)
+
+
+def test_a_loss_far_above_that_of_the_shortest_synchronous_training_has_no_factor(tmp_path: Path) -> None:
+    store = Store(tmp_path / "runs.jsonl")
+    for case in DENSE.synchronous():
+        store.add(case, [3 - 0.1 * math.log(case.steps)], 1.0)
+    store.add(LOCAL, [3 - 0.1 * math.log(STEPS / 6)], 1.0)  # the shortest is a quarter as long
+    assert factor_of(LOCAL, store) is None
 
 
 def test_the_rate_warms_up_and_then_falls_to_its_last_part_or_stays() -> None:
@@ -43,5 +51,8 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = cases("gru", "adam", 2, 0)
     assert len({case.key for case in planned}) == len(planned)
     for case in planned[:4]:
-        loss, = longrun.train(case._replace(steps=32))
+        noise: list[float] = []
+        loss, = longrun.train(case._replace(steps=32), noise)
         assert 0 < loss < 5
+        assert len(noise) == (case.way.codec == "identity()")
+        assert all(batches > 0 for batches in noise) or case.way.workers == 1

