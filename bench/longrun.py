@@ -227,14 +227,14 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
         if (final := store.final(case)) is not None:
             row: dict[str, Any] = {"task": case.way.task, "seed": case.way.seed, "training": label(case), "steps": case.steps,
                                    "loss": round(final, 4)}
-            if noise := [batches for batches in store.noise.get(case.key, []) if batches]:
-                row["noise"] = round(statistics.median(noise) / case.way.workers, 1)
+            if not case.way.updates and (scale := noise_of(case, store)):
+                row["noise"] = round(scale / case.way.workers, 1)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
                 if case.way.updates and (alone := factor_of(alone_of(case), store, args.workers)):
                     row["over_alone"] = round(alone / factor, 2)
             if factor and case.way.updates and not case.way.outer:
-                model = modelled(case)
+                model = modelled(case, noise_of(case, store))
                 row |= {"model": round(model, 2), "error": f"{model / factor - 1:+.0%}"}
                 pairs.append((factor, model))
             rows.append(row)
@@ -245,12 +245,19 @@ def alone_of(case: Case) -> Case:
     return case._replace(way=structs.replace(case.way.dense, workers=1))
 
 
-def modelled(case: Case) -> float:
-    """The convergence factor by the planner's model, which has not seen these trainings."""
+def noise_of(case: Case, store: Store) -> float:
+    """The median noise scale of the synchronous training, in batches of one worker; 0: unknown."""
+    noise = store.noise.get(case._replace(way=case.way.dense).key, [])
+    return statistics.median([batches for batches in noise if batches] or [0.0])
+
+
+def modelled(case: Case, noise: float = 0.0) -> float:
+    """The convergence factor by the planner's model, which has not seen these trainings. `noise`: the noise scale that was
+    measured in the synchronous training, in batches of one worker; 0: unknown."""
     way = case.way
     numel = sum(p.numel() for p in TASKS[way.task](way.seed).model.parameters())
     return 1 + convergence.excess(tables.rows(), way.codec, convergence.Recipe(
-        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel)).steps
+        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel, noise=noise)).steps
 
 
 def agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:

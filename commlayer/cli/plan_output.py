@@ -10,7 +10,7 @@ from rich.table import Table
 
 from commlayer.errors import coded
 from commlayer.planner import models, tables
-from commlayer.planner.baselines import ALONE, Baseline, Curve, TrainingCost, break_even, noise_of, rate
+from commlayer.planner.baselines import ALONE, Baseline, Curve, TrainingCost, break_even, rate
 from commlayer.planner.convergence import (
     FAMILIES,
     LIKE,
@@ -25,6 +25,7 @@ from commlayer.planner.convergence import (
     measured_noise,
     published_cost,
 )
+from commlayer.planner.costs import noise_of
 from commlayer.planner.explanation import Difference, Explanation, spelled
 from commlayer.planner.model import Cluster, Node
 from commlayer.planner.plan_rules import codecs_of, sync_mode
@@ -197,7 +198,8 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
         yield "local steps, codecs and delays: from your own table"
         return
     if plan.local_steps > 1 and job.numel > measured:
-        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel))
+        local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel,
+                                         noise=noise_of(job)))
         yield (f"local steps: x {factor(1 + local.steps, 1 + local.high)} for {job.numel / 1e6:,.1f} M parameters and "
                f"{plan.local_steps} local steps, by a law fitted to published trainings of 35 M to 15 B parameters, 2 to 16 "
                "workers and 30 to 2000 local steps (2503.09799, 2509.10439, 2505.23725, 2501.18512)"

@@ -11,6 +11,7 @@ from msgspec import structs
 from commlayer.errors import InvalidInput
 from commlayer.planner.buckets import default_plan
 from commlayer.planner.convergence import alone
+from commlayer.planner.costs import noise_of
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, Policy, Profile
 from commlayer.planner.plan_rules import main_codec, sync_mode
@@ -148,11 +149,6 @@ def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) ->
             if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others, noise_of(job)):
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
-
-
-def noise_of(job: Job) -> float:
-    """The gradient noise scale (McCandlish et al.), in batches of one worker; 0: unknown."""
-    return job.timing.noise_scale / (job.batch or 1) if job.timing is not None else 0.0
 
 
 def ddp_fp16_s(job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> float:

@@ -9,7 +9,7 @@ More data per step. Training with batch B needs 1 + noise_scale / B times as man
 et al., 1812.06162). This law estimates one worker alone relative to several.
 
 Local steps. For models of at least `PUBLISHED_NUMEL` parameters, a law fitted to published trainings (`LocalStepLaw`) gives the
-cost. For models as small as the measured ones, the measured rows do. Between the two sizes both are blended. Rows measured on
+cost, reduced where the noise scale is small. For models as small as the measured ones, the measured rows do. Between the two sizes both are blended. Rows measured on
 the user's own model are used without the law.
 
 Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
@@ -101,6 +101,8 @@ class Recipe(NamedTuple):
     """Number of parts of the model that are exchanged one after the other."""
     numel: int = 0
     """Number of parameters of the model. 0: as many as the measured models have."""
+    noise: float = 0.0
+    """The gradient noise scale in batches of one worker. 0: unknown, and assumed to be large."""
 
 
 class Excess(NamedTuple):
@@ -124,7 +126,16 @@ def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: fl
     unmeasured optimizer gets the smallest measured scale, which favors one worker alone.
     """
     noise = noise or measured_noise(rows, optimizer)
-    return (1 + noise) / (1 + noise / workers) if noise else 0.0
+    return saved(noise, workers) if noise else 0.0
+
+
+def saved(noise: float, workers: float) -> float:
+    """Steps that one worker needs with its own batch, relative to steps with the batches of `workers` workers.
+
+    >>> round(saved(1.0, 4), 2), round(saved(16.0, 4), 2), round(saved(1e9, 4), 2)
+    (1.6, 3.4, 4.0)
+    """
+    return (1 + noise) / (1 + noise / workers)
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
@@ -220,9 +231,16 @@ this size agrees. From FREE_NUMEL on, codecs of `FREE_KINDS` cost no steps accor
 
 
 def local_step_excess(recipe: Recipe) -> Excess:
-    """Convergence cost of local steps with blocking exchanges, by the published law."""
-    logs = [math.log(law(max(1.0, recipe.workers), recipe.numel, recipe.every)) * (MUON if recipe.optimizer == "muon" else 1)
-            for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
+    """Convergence cost of local steps with blocking exchanges, by the published law.
+
+    The law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to those of all
+    workers, so ln F falls in proportion to the logarithm of the steps that more data saves.
+    """
+    workers = max(1.0, recipe.workers)
+    part = MUON if recipe.optimizer == "muon" else 1.0
+    if recipe.noise and workers > 1:
+        part *= math.log(saved(recipe.noise, workers)) / math.log(workers)
+    logs = [part * math.log(law(workers, recipe.numel, recipe.every)) for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 

@@ -449,7 +449,12 @@ class Excesses:
 def recipe_of(plan: Plan, job: Job, cluster: Cluster, policy: Policy) -> Recipe:
     """The settings of a plan that affect convergence, with `late` False."""
     return Recipe(policy.optimizer, plan.codes, plan.local_steps, plan.overlap, False, cluster.ranks, plan.fragments,
-                  job.numel)
+                  job.numel, noise_of(job))
+
+
+def noise_of(job: Job) -> float:
+    """The gradient noise scale (McCandlish et al.), in batches of one worker; 0: unknown."""
+    return job.timing.noise_scale / (job.batch or 1) if job.timing is not None else 0.0
 
 
 def plan_excess(plan: Plan, job: Job, cluster: Cluster, profile: Profile, policy: Policy) -> Excess:

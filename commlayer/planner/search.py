@@ -22,7 +22,7 @@ from commlayer.planner import buckets
 from commlayer.planner.buckets import ELEMENT_NBYTES, Limits
 from commlayer.planner.choices import Choice, uniform
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
-from commlayer.planner.costs import Prices, plan_excess, weights
+from commlayer.planner.costs import Prices, noise_of, plan_excess, weights
 from commlayer.planner.explanation import explained
 from commlayer.planner.inputs import checked_inputs
 from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Policy, Profile, bare, condensed
@@ -82,7 +82,7 @@ class PlanSearch:
         # Zeros are omitted only between a node's only rank and a server.
         sparse = any(node.server for node in cluster.nodes) and max(node.ranks for node in cluster.nodes) == 1
         self.inputs = Inputs(job if sparse else full(job), timing, cluster, condensed(cluster), profile, self.policy, {})
-        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel)
+        self._recipe = Recipe(self.policy.optimizer, workers=cluster.ranks, numel=job.numel, noise=noise_of(job))
         self._by_recipe: dict[Recipe, list[tuple[Scenario, Choice]]] = {}
         self.synchronous = self._synchronous()
 

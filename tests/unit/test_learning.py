@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,19 @@ from commlayer.engine.plan_choice import settle
 from commlayer.errors import RecordError, code_of
 from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables
-from commlayer.planner.convergence import ALONE, MUON, NONE, Excess, LearningRow, Recipe, alone, excess, late_allowed
+from commlayer.planner.convergence import (
+    ALONE,
+    MUON,
+    NONE,
+    Excess,
+    LearningRow,
+    Recipe,
+    alone,
+    excess,
+    late_allowed,
+    local_step_excess,
+    saved,
+)
 from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
 from commlayer.planner.tables import rows as shipped_rows
 
@@ -470,3 +483,17 @@ def test_a_table_that_is_not_there_is_one_line(
     assert code == 2
     assert str(absent) in errors
     assert errors.endswith("[E-LEARNING-TABLE]\n")
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("every", [8, 128])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(workers: int, every: int, optimizer: str) -> None:
+    recipe = Recipe(optimizer, "updates", every, workers=workers, numel=2_000_000)
+    unknown = local_step_excess(recipe)
+    each = [local_step_excess(recipe._replace(noise=noise)) for noise in (0.01, 1.0, 10.0, 100.0, 1e6)]
+    assert all(a.steps < b.steps and a.high <= b.high for a, b in pairwise(each))
+    assert each[0].steps < 0.05 * unknown.steps
+    assert each[-1].steps == pytest.approx(unknown.steps, rel=1e-3)
+    for noise, found in zip((0.01, 1.0, 10.0, 100.0), each, strict=False):
+        assert 1 + found.steps <= saved(noise, workers) + 1e-9, "no more steps than one worker alone"
