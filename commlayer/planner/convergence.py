@@ -9,8 +9,8 @@ More data per step. Training with batch B needs 1 + noise_scale / B times as man
 et al., 1812.06162). This law estimates one worker alone relative to several.
 
 Local steps. For models of at least `PUBLISHED_NUMEL` parameters, a law fitted to published trainings (`LocalStepLaw`) gives the
-cost, reduced where the noise scale is small. For models as small as the measured ones, the measured rows do. Between the two sizes both are blended. Rows measured on
-the user's own model are used without the law.
+cost, reduced where the noise scale is small. For models as small as the measured ones, the measured rows do. Between the two
+sizes both are blended. Rows measured on the user's own model are used without the law.
 
 Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
 measured, made monotonic: a smaller ratio or more local steps never cost less. Between measured points, values are interpolated
