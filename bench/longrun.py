@@ -124,9 +124,10 @@ def cases(task: str, optimizer: str, workers: int, seed: int, schedule: str = "c
     dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches)
     local = [structs.replace(dense, codec="int4()", codes="updates", every=every, outer=outer)
              for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
+    coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
     first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
-    others = [*whole.synchronous(), *(Case(way, STEPS, schedule) for way in local[3:])]
+    others = [*whole.synchronous(), coded, *(Case(way, STEPS, schedule) for way in local[3:])]
     return list(dict.fromkeys(first + others))
 
 
@@ -275,7 +276,7 @@ def label(case: Case) -> str:
     if way.workers == 1:
         return "alone"
     if not way.updates:
-        return "synchronous"
+        return "synchronous" if way == way.dense else f"synchronous, {way.codec}"
     usual = "averaging" if way.optimizer == "sgd" else "norm-matched averaging"
     outer = {"": usual, "plain": "averaging", "diloco": "Nesterov"}[way.outer]
     return f"{way.every} local steps, {way.codec}, {outer}"
