@@ -34,6 +34,8 @@ from commlayer.planner.simulation import locally, slowest
 from commlayer.planner.tensors import full
 from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan
 
+FRAGMENT_CUT_NBYTES = 4 << 20
+"""Largest part of a tensor in a fragment: larger ones would divide a fragment unevenly among servers."""
 PAYS = 0.02
 """Fraction of the time to a loss that compression, or another sync mode, must save: both have risks."""
 FINALISTS = 3
@@ -206,6 +208,8 @@ class PlanSearch:
             inputs = inputs._replace(job=full(inputs.job))
         most = inputs.job.numel * ELEMENT_NBYTES // recipe.fragments
         limits = Limits(*(min(limit, most) for limit in plain.layout.limits))
+        if recipe.fragments > 1:
+            limits = limits._replace(cut_nbytes=min(limits.cut_nbytes, FRAGMENT_CUT_NBYTES))
         layout = plain.layout
         if inputs.job is not self.inputs.job or limits != layout.limits:
             layout = Layout.of(inputs.job, timing, limits)
