@@ -360,8 +360,7 @@ class TuningController:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
         measured, now = self._do.measure(), time.monotonic()
-        links = LinkState.of(measured.links, now, measured.probes_s) if self._links is None else \
-            self._links.measured(measured.links, now)
+        links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
         self._set_links(links)
         self._say(f"links carry {spelled(rates_of(measured.links))}")
         if line := _uneven(measured):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -66,8 +65,6 @@ class Measured(NamedTuple):
     """Display name of each rank, for example "worker 2 (ben)"."""
     shares: bool = True
     """True: the job could use load balancing."""
-    probes_s: float = 0.0
-    """Duration of the probes in seconds."""
 
 
 class JobActions:
@@ -133,9 +130,7 @@ class JobActions:
             busy_seen, step_s = None, step_s / worker.plan.local_steps  # records of local steps span from exchange to exchange
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        begin = time.monotonic()
         ways = at_least(probed(connection, (1 - GROUPS_SHARE) * self._probe_s, busy_seen, steps_s, expected=expected), carried)
-        probes_s = time.monotonic() - begin
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
         rows = gathered(connection, row)
         collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
@@ -151,8 +146,7 @@ class JobActions:
         return Measured(
             tuple(links_of(connection, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
-            tuple(map(connection.called, range(len(rows)))), not connection.elastic,  # else a LoadBalancer is refused
-            probes_s)
+            tuple(map(connection.called, range(len(rows)))), not connection.elastic)  # else a LoadBalancer is refused
 
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from commlayer.observe.link_monitor import EXPECTED_S, LinkWatch, Rates, ReprobeSchedule, differ
+from commlayer.observe.link_monitor import LinkWatch, Rates, ReprobeSchedule, differ
 from commlayer.observe.prediction_check import LIMIT, PredictionCheck, StalePlan
 from commlayer.planner.costs import plan_excess
 from commlayer.planner.model import DENSE, Basis, Link, PlanInputs
@@ -202,10 +202,9 @@ class LinkState(Record, frozen=True):
     reprobe: ReprobeSchedule
 
     @classmethod
-    def of(cls, links: tuple[Link, ...], now: float, took_s: float = 0.0) -> LinkState:
-        """Returns the state after the first measurement, whose probes took `took_s` seconds."""
+    def of(cls, links: tuple[Link, ...], now: float) -> LinkState:
         rates = rates_of(links)
-        return cls(links, LinkWatch(rates), rates, ReprobeSchedule(now, expected_s=max(took_s, EXPECTED_S)))
+        return cls(links, LinkWatch(rates), rates, ReprobeSchedule().changed(now))
 
     def measured(self, links: tuple[Link, ...], now: float) -> LinkState:
         """Returns the state after a measurement or probe of the links. The usual step time under the active plan is kept."""
@@ -443,7 +442,7 @@ def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Tuning
     if win is None or win < TO_WIN:  # a probe could not lead to enough gain
         return lead, TuningRequest.NOTHING
     lost = differ(links.best, links.watch.planned)
-    if links.watch.exercised and not lost and not links.watch.faster:
+    if links.watch.confirmed and not lost and not links.watch.faster:
         return lead, TuningRequest.NOTHING
     due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
     return lead, TuningRequest.PROBE if due else TuningRequest.NOTHING

@@ -40,7 +40,7 @@ PAYLOAD = 0.95
 """Fraction of an interface's bytes that is payload, not headers."""
 MORE = 1.2
 """Factor by which received bytes must exceed the planned rate to show a faster link. A smaller difference may be noise."""
-EXERCISED = 0.8
+CONFIRMED = 0.8
 """Fraction of the planned rate from which on received bytes confirm the rate."""
 USUAL = 9
 """Number of latest steps from which usual values (medians) are computed."""
@@ -120,13 +120,13 @@ class LinkWatch(Record, frozen=True):
         return was.settled and LONGER * now.usual_s < was.usual_s and was.waited_s - now.waited_s >= EXPLAINED * shorter_s
 
     @property
-    def exercised(self) -> bool:
+    def confirmed(self) -> bool:
         """True: in the latest steps each node received at about its planned rate, and none sent faster than planned, so links
         have their planned rates."""
         latest = self.seen[-SETTLED:]
         ratios = [[PAYLOAD * _carried(latest, node, way) / planned[way] for way in WAYS]
                   for node, planned in enumerate(self.planned)]
-        return self.settled and all(up <= MORE and EXERCISED <= down <= MORE for up, down in ratios)
+        return self.settled and all(up <= MORE and CONFIRMED <= down <= MORE for up, down in ratios)
 
     def observe(self, row: SeenStep) -> tuple[LinkWatch, tuple[Rates, ...] | None]:
         """Adds a step's reports. Returns the next value, and the new rates if links have changed, otherwise None."""
@@ -290,7 +290,7 @@ HINTED_S = 1.0
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
 EXPECTED_S = 1.5
-"""Assumed duration of the first probe in seconds, unless the links' first measurement took longer."""
+"""Assumed duration of a probe in seconds, before the first one is measured."""
 
 
 class ReprobeSchedule(Record, frozen=True):
@@ -302,12 +302,10 @@ class ReprobeSchedule(Record, frozen=True):
     hinted_s: float = HINTED_S
     cost_s: float = 0.0
     """Duration of the last probe in seconds; 0 before the first."""
-    expected_s: float = EXPECTED_S
-    """Assumed duration of the first probe in seconds."""
 
     def changed(self, now: float) -> ReprobeSchedule:
         """Returns the schedule after links were measured."""
-        return ReprobeSchedule(now, cost_s=self.cost_s, expected_s=self.expected_s)
+        return ReprobeSchedule(now, cost_s=self.cost_s)
 
     def probed(self, now: float, cost_s: float, *, found: bool) -> ReprobeSchedule:
         """Returns the schedule after a probe of `cost_s` seconds. `found`: True if the link has become faster."""
@@ -318,7 +316,7 @@ class ReprobeSchedule(Record, frozen=True):
     def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
         """True: a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than the presently known
         rates. `to_win`: fraction of the time that infinitely fast links could save."""
-        for_s, cost_s = now - self.since_s, self.cost_s or self.expected_s
+        for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
 

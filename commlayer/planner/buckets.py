@@ -22,7 +22,7 @@ FIRST_COLLECTIVE_NBYTES = 1 << 20
 SPREAD_NBYTES = 256 << 10
 """Least bytes per part when a tensor is spread over servers: smaller parts are not worth a bucket's fixed cost of about 0.1
 ms."""
-FUSED_PARTS, LEAST_FUSED_NBYTES = 32, 64 << 10
+FUSED_PARTS, LEAST_FUSED_NBYTES = 64, 64 << 10
 """Size limit for fused buckets if layers wait for results one by one: 1 / FUSED_PARTS of the model, but at least
 LEAST_FUSED_NBYTES."""
 TURN_PARTS = 4
@@ -32,10 +32,10 @@ BUFFER_CODEC = "identity()"
 """Codec of buffers such as running statistics, which are few."""
 
 
-def least_spread_nbytes(turns: int, forward: bool = False) -> int:
-    """Least bytes per part when a tensor is spread over servers. Parts are smaller if something waits for a few tensors only:
-    an outer step for a fragment, or with `forward` a layer for its own."""
-    return LEAST_FUSED_NBYTES if turns > 1 or forward else SPREAD_NBYTES
+def least_spread_nbytes(*, fine: bool) -> int:
+    """Least bytes per part when a tensor is spread over servers. `fine`: something waits for a few tensors only, as an outer
+    step does for a fragment and a layer for its own results."""
+    return LEAST_FUSED_NBYTES if fine else SPREAD_NBYTES
 
 
 def default_plan(
@@ -77,7 +77,7 @@ def default_plan(
         cut_nbytes = fuse_nbytes = min(COLLECTIVE_NBYTES, max(LEAST_FUSED_NBYTES, job.numel * ELEMENT_NBYTES // fragments))
         first_nbytes = min(FIRST_COLLECTIVE_NBYTES, fuse_nbytes)
     collective = path == "allreduce"
-    spread_nbytes = least_spread_nbytes(fragments, forward)
+    spread_nbytes = least_spread_nbytes(fine=forward or fragments > 1)
     groups = list(fused(job, first_nbytes, fuse_nbytes, cut_nbytes, 1 if collective else servers, collective,
                         MAX_BUCKET_NBYTES if matrices else 0, spread_nbytes))
     # A bucket is ready when its last tensor is; buckets of buffers are ready when backward ends.

@@ -126,13 +126,13 @@ def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: fl
     unmeasured optimizer gets the smallest measured scale, which favors one worker alone.
     """
     noise = noise or measured_noise(rows, optimizer)
-    return saved(noise, workers) if noise else 0.0
+    return steps_alone(noise, workers) if noise else 0.0
 
 
-def saved(noise: float, workers: float) -> float:
+def steps_alone(noise: float, workers: float) -> float:
     """Steps that one worker needs with its own batch, relative to steps with the batches of `workers` workers.
 
-    >>> round(saved(1.0, 4), 2), round(saved(16.0, 4), 2), round(saved(1e9, 4), 2)
+    >>> round(steps_alone(1.0, 4), 2), round(steps_alone(16.0, 4), 2), round(steps_alone(1e9, 4), 2)
     (1.6, 3.4, 4.0)
     """
     return (1 + noise) / (1 + noise / workers)
@@ -239,7 +239,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     workers = max(1.0, recipe.workers)
     part = MUON if recipe.optimizer == "muon" else 1.0
     if recipe.noise and workers > 1:
-        part *= math.log(saved(recipe.noise, workers)) / math.log(workers)
+        part *= math.log(steps_alone(recipe.noise, workers)) / math.log(workers)
     logs = [part * math.log(law(workers, recipe.numel, recipe.every)) for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))

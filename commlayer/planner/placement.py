@@ -10,7 +10,7 @@ from typing import NamedTuple
 from commlayer.codec_spec import parse_spec
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FUSED_NBYTES, fragments_of, spread
+from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, spread
 from commlayer.planner.model import ZERO, Cluster, Node
 from commlayer.planner.options import Catalog
 from commlayer.planner.tensors import nonzero_numel
@@ -157,15 +157,15 @@ ANY = -1
 
 def parts(
     job: Job, groups: Sequence[tuple[Slice, ...]], options: Sequence[int], catalog: Catalog, finely: int, *,
-    fragments: int, ranks_per_node: int, hidden: bool = True, least_nbytes: int = LEAST_FUSED_NBYTES,
+    fragments: int, ranks_per_node: int, last_first: bool, least_nbytes: int,
 ) -> list[Part]:
     """Cuts buckets and assigns the parts to servers; `options` has the index of each bucket's option.
 
     Buckets that use servers are cut so that each server gets at least `finely` parts, and a part of each fragment. Each part
     goes to the server, and to the rank of the node, with the least load.
 
-    `hidden`: computing hides the exchange of the first parts, so a step waits for the server that has most of the last parts;
-    they are placed first. `least_nbytes`: smallest part.
+    `last_first`: places the last parts first. If computing hides the exchange of the others, a step waits for the server that
+    has most of the last ones. `least_nbytes`: smallest part.
     """
     hosts, shares = len(catalog.prices.hosts), catalog.prices.spread
     sizes = [sum(s.numel for s in slices) for slices in groups]
@@ -191,7 +191,7 @@ def parts(
         free = [i for i in places if i in weights and result[i].server == ANY]
         if fragments > 1:  # a fragment waits for the server with the most bytes, so place the largest first
             free.sort(key=lambda i: -weights[i])
-        elif hidden:
+        elif last_first:
             free.reverse()
         for i, server in zip(free, assign([weights[i] for i in free], shares or (1.0,), loads), strict=True):
             result[i] = result[i]._replace(server=server)

@@ -168,8 +168,8 @@ class Scenario:
     def _parts(self, choice: Choice, finely: int) -> list[Part]:
         chosen = [mine[place] for mine, place in zip(self.useful, choice.options, strict=True)]
         return parts(self.layout.job, [piece.slices for piece in self.layout.pieces], chosen, self.catalog, finely,
-                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, hidden=not locally(self.recipe),
-                     least_nbytes=least_spread_nbytes(self.recipe.fragments, finely > SHARED))
+                     fragments=self.recipe.fragments, ranks_per_node=self.ranks_per_node, last_first=not locally(self.recipe),
+                     least_nbytes=least_spread_nbytes(fine=self.recipe.fragments > 1 or finely > SHARED))
 
     def _plan(self, parts: Sequence[Part]) -> Plan:
         job, result = self.inputs.job, []

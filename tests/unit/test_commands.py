@@ -159,6 +159,7 @@ def test_the_verdict_comes_first(commlayer, model: str, line: str, more: tuple[s
     assert cautious <= gain
     assert (verdict == "faster") == (gain > 2.3) == (cautious > 2)
     assert (verdict == "slower") == (0 < gain < 1) == result["verdict"].startswith("NOT WORTH IT")
+    assert (verdict == "little") == (1 <= gain < 1.2)
     assert (verdict == "one") == (gain == 0)
     names = [each["name"] for each in result["alternatives"]]
     assert names[0] == "this plan"

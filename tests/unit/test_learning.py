@@ -43,7 +43,7 @@ from commlayer.planner.convergence import (
     excess,
     late_allowed,
     local_step_excess,
-    saved,
+    steps_alone,
 )
 from commlayer.planner.tables import LearningTable, Provenance, read, rows_in, written
 from commlayer.planner.tables import rows as shipped_rows
@@ -496,4 +496,4 @@ def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(work
     assert each[0].steps < 0.05 * unknown.steps
     assert each[-1].steps == pytest.approx(unknown.steps, rel=1e-3)
     for noise, found in zip((0.01, 1.0, 10.0, 100.0), each, strict=False):
-        assert 1 + found.steps <= saved(noise, workers) + 1e-9, "no more steps than one worker alone"
+        assert 1 + found.steps <= steps_alone(noise, workers) + 1e-9, "no more steps than one worker alone"

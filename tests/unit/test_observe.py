@@ -289,16 +289,16 @@ def settled(planned: tuple[Rates, ...] = PLANNED) -> LinkWatch:
     return after(LinkWatch(planned), seen(0.4, [QUICK] * len(planned)), SETTLED)
 
 
-@pytest.mark.parametrize(("up", "down", "exercised"), [
+@pytest.mark.parametrize(("up", "down", "confirmed"), [
     (0.9, 0.9, True), (0.9, 1.1, True), (0.2, 0.9, True), (0.9, 0.2, False), (0.7, 0.7, False), (0.0, 0.0, False),
     (1.4, 0.9, False)])  # an upload is sent at up to 1.5 times the planned rate
-def test_traffic_at_the_planned_rates_confirms_them(up: float, down: float, exercised: bool) -> None:
+def test_traffic_at_the_planned_rates_confirms_them(up: float, down: float, confirmed: bool) -> None:
     """`up`, `down`: of the planned rates, at the node that carries least."""
     node = Throughput(*(Direction(part * rate / PAYLOAD, 0.3) for part, rate in zip((up, down), PLANNED[0], strict=True)))
     full = Throughput(*(Direction(rate / PAYLOAD, 0.3) for rate in PLANNED[0]))
     step = seen(0.4, [full, node, full])
-    assert after(LinkWatch(PLANNED), step, SETTLED).exercised is exercised
-    assert not after(LinkWatch(PLANNED), step, SETTLED - 1).exercised, "too few steps"
+    assert after(LinkWatch(PLANNED), step, SETTLED).confirmed is confirmed
+    assert not after(LinkWatch(PLANNED), step, SETTLED - 1).confirmed, "too few steps"
 
 
 def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tuple[Rates, ...] | None]:

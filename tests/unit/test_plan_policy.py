@@ -32,7 +32,6 @@ from commlayer.autotune.plan_policy import (
     TO_WIN,
     TRIED,
     WORTH,
-    LinkState,
     ReplanVerdict,
     Suggestion,
     TuningRequest,
@@ -316,13 +315,6 @@ def test_links_that_carry_their_planned_rates_are_not_probed(
     rank.observe(seen(step_s, step_s - 0.2)._replace(nodes=full), SETTLED)
     rank.now = 1e6
     assert rank.request() == request_
-
-
-def test_the_first_probe_is_assumed_to_take_as_long_as_the_first_measurement() -> None:
-    links = (Link(1e8, 1e8),) * 2
-    for took_s, due_s in ((0.0, EXPECTED_S / COST_MOST), (3.0, 3.0 / COST_MOST)):
-        again = LinkState.of(links, 0.0, took_s).reprobe
-        assert [again.due(now, hinted=False, lost=False, to_win=1.0) for now in (due_s - 0.1, due_s)] == [False, True]
 
 
 def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cost() -> None:

@@ -118,7 +118,8 @@ def test_what_is_written_keeps_the_parts() -> None:
     prices = Prices(cluster, profile, fitted.places, spread=fitted.parts)
     catalog = Catalog(prices, options(prices, policy))
     groups = buckets.groups(job, buckets.limits(job)[0])
-    placed = parts(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1)
+    placed = parts(job, groups, [0] * len(groups), catalog, 4, fragments=1, ranks_per_node=1, last_first=True,
+                   least_nbytes=buckets.least_spread_nbytes(fine=False))
     for server, part in enumerate(fitted.parts):
         assert sum(each.numel for each in placed if each.server == server) == pytest.approx(part * job.numel, rel=0.02)
 
