@@ -81,6 +81,10 @@ class Credit:
         self.part_nbytes = int(min(MAX_PART_NBYTES, max(MIN_PART_NBYTES, self._best * PART_S)))
 
     @property
+    def measured(self) -> bool:
+        return self._best > 0
+
+    @property
     def settled(self) -> bool:
         return self._without >= SETTLE_READINGS
 
@@ -181,24 +185,33 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
-        self._off_bbr = weakref.WeakSet[socket.socket]()
+        self._all = weakref.WeakSet[socket.socket]()
         self._shares: dict[socket.socket, int] = {}
         self._bounds = weakref.WeakKeyDictionary[socket.socket, int]()
         self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
 
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes that the link sends in PART_S; MAX_PART_NBYTES if its rate is unknown."""
+        return max(MIN_PART_NBYTES, int(self._bps / 8 * PART_S)) if self._bps else MAX_PART_NBYTES
+
+    def add(self, sock: socket.socket) -> None:
+        """Adds a connection that uses the link."""
+        with self._lock:
+            self._all.add(sock)
+            if 0.0 < self._bps < SLOW_BPS:
+                _leave_bbr(sock)
+
     def follow(self, bps: float) -> None:
-        """Sets the measured upload rate of this machine's link in bit/s, which connections share. 0: unknown, so connections
-        are not limited to a share."""
+        """Sets the measured upload rate of this machine's link in bit/s, which connections share. If it is slow, connections
+        switch away from BBR. 0: unknown, so connections are not limited to a share."""
         with self._lock:
             self._bps = bps if sys.platform == "linux" else 0.0
             for sock in list(self._shares):
                 self._lift(sock)
-
-    def sends(self, sock: socket.socket) -> None:
-        """Switches the connection away from BBR if the link is slow. Call this before a frame is sent."""
-        if 0.0 < self._bps < SLOW_BPS and sock not in self._off_bbr:
-            self._off_bbr.add(sock)
-            _leave_bbr(sock)
+            if 0.0 < self._bps < SLOW_BPS:
+                for sock in self._all:
+                    _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
         """Divides the link's rate equally among the busy connections. Call this before a large frame is sent."""
@@ -260,8 +273,8 @@ def _leave_bbr(sock: socket.socket) -> None:
 # ---- What one connection's sender thread asks before each part.
 
 INLINE_NBYTES = 64 << 10
-"""Largest body that the caller's thread writes itself on an idle connection. The rest is left to the sender thread when writing
-would block."""
+"""Largest body that the caller's thread writes itself on an idle connection: at most one part. The rest is left
+to the sender thread when writing would block."""
 
 
 class SendControl:
@@ -272,6 +285,8 @@ class SendControl:
         self._sock = sock
         self._credit = Credit() if pacer is not None and SUPPORTED else None
         self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None
+        if self._paced is not None:
+            self._paced[0].add(self._paced[1])
 
     @property
     def part_nbytes(self) -> int | None:
@@ -280,7 +295,13 @@ class SendControl:
 
     @property
     def inline_nbytes(self) -> int:
-        return INLINE_NBYTES if self._credit is None else min(INLINE_NBYTES, self._credit.part_nbytes)
+        """Size of the largest frame that the caller's thread writes itself on an idle connection."""
+        limits = [INLINE_NBYTES]
+        if self._credit is not None:
+            limits.append(self._credit.part_nbytes if self._credit.measured else MIN_PART_NBYTES)
+        if self._paced is not None:
+            limits.append(self._paced[0].part_nbytes)
+        return min(limits)
 
     def hold_s(self, nbytes: int) -> float:
         """Returns the seconds that the most urgent frame, of this size, should wait until earlier bytes have left the kernel's
@@ -308,8 +329,7 @@ class SendControl:
         if probe:
             pacer.lift(sock)
             return
-        pacer.sends(sock)
-        if nbytes > INLINE_NBYTES:
+        if nbytes > self.inline_nbytes:
             pacer.begins(sock)
 
     def idle(self) -> None:

@@ -255,15 +255,18 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch, bps: float, left: bool, leaves: bool,
 ) -> None:
     """The machine's own stands for BBR, which not every kernel has; every kernel has Reno."""
-    (sock, _), (other, _), _ = pairs
+    (sock, _), (other, _), (late, _) = pairs
     other.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     used, pacer = control(sock), Pacer()
     monkeypatch.setattr(flow_control, "BBR", (used,) if left else ())
     monkeypatch.setattr(flow_control, "INSTEAD_OF_BBR", (b"none of this name", b"reno"))
-    pacer.follow(bps)
     for one in (sock, other):
-        pacer.sends(one)
+        pacer.add(one)
+    assert control(sock) == used, "the link's rate is unknown"
+    pacer.follow(bps)
+    pacer.add(late)
     assert (control(sock), control(other)) == (b"reno" if leaves else used, b"reno")
+    assert control(late) == control(sock), "a connection that is made later"
     pacer.begins(sock)
     assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
 
