@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -83,6 +84,8 @@ class Doctor:
         yield from nodes.check_alike(self.nodes)
         yield from nodes.check_distinct(self.nodes)
         yield from nodes.check_links(self.nodes, self.links)
+        rates = [link for a, row in enumerate(self.links) for b, link in enumerate(row) if a != b and not isinstance(link, str)]
+        yield from network.check_idle(min(rates, default=math.inf), network.idle_setting())
 
     def _addresses(self, peer: str) -> Iterator[Finding]:
         # A worker that joins a server has no process group across machines.

@@ -18,8 +18,10 @@ from commlayer.config import is_loopback, join_host
 from commlayer.doctor.report import Finding, fail, of_error, ok, warn
 from commlayer.records import Record
 from commlayer.transport import own_address
+from commlayer.transport.flow_control import SLOW_BPS
 
 CONNECT_S = 3.0
+IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 NO_LINK = "check cable, Wi-Fi or VPN, and `ip route`"
 INSIDE = ("docker", "br-", "veth", "virbr", "cni", "podman", "lxcbr", "vEthernet")
 """Prefixes of interface names that lead to containers and virtual machines of this machine."""
@@ -134,6 +136,21 @@ def check_port(what: str, host: str, number: int, error: OSError | None) -> Find
 def check_reachable(what: str, address: str, problem: str) -> Finding:
     """Checks an address. `problem`: the result of `dial`."""
     return of_error("port", f"{what} {address} {problem}") if problem else ok("port", f"{what} {address} answers")
+
+
+def idle_setting() -> str:
+    try:
+        return IDLE.read_text().strip()
+    except OSError:
+        return ""
+
+
+def check_idle(bps: float, setting: str) -> Iterator[Finding]:
+    """Checks whether idle TCP connections start slowly again, if the link is slow. `setting`: see `idle_setting`; empty if
+    unknown."""
+    if bps < SLOW_BPS and setting == "1":
+        yield warn("tcp", "connections that were idle start slowly again: on a link of less than "
+                          f"{SLOW_BPS / 1e6:.0f} Mb/s steps take up to a quarter longer", f"as root: sysctl -w net.ipv4.{IDLE.name}=0")
 
 
 def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = lambda _: None) -> str:

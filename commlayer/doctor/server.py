@@ -15,7 +15,7 @@ from commlayer.cluster import messages, uplink
 from commlayer.cluster.client import CoordinatorChannel, diagnose
 from commlayer.cluster.messages import MAX_STATUS_NBYTES, StatusReply, StatusRequest
 from commlayer.config import Config, host_port
-from commlayer.doctor.network import dial
+from commlayer.doctor.network import check_idle, dial, idle_setting
 from commlayer.doctor.report import Finding, fail, judge, of_error, ok, warn
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, RecordError
 from commlayer.records import ServerInfo
@@ -94,6 +94,7 @@ class ServerCheck:
         yield judge("link", f"{rate_text(up_bps)} up, {rate_text(down_bps)} down",
                     "stop other traffic; `commlayer plan whatif` shows what this link allows",
                     doubtful=min(up_bps, down_bps) < SLOW_BPS, up_bps=up_bps, down_bps=down_bps)
+        yield from check_idle(min(up_bps, down_bps), idle_setting())
 
 
 def check_status(address: str, status: StatusReply) -> Finding:

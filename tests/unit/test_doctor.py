@@ -126,6 +126,8 @@ CASES: list[tuple[Iterable[Finding], str]] = [
     ([server.check_clock(0.001, 0.01, keys=True), server.check_clock(-7300.0, 0.01, keys=True),
       server.check_clock(7300.0, 0.01, keys=False), server.check_clock(8.0, 4.0, keys=False)],
      "ok 0.01; fail 2.0 behind set-ntp; warn 2.0 ahead set-ntp; ok 8"),
+    (network.check_idle(19e6, "1"), "warn tcp_slow_start_after_idle=0"),
+    ((finding for case in ((19e6, "0"), (19e6, ""), (21e6, "1")) for finding in network.check_idle(*case)), ""),
     (links([0.0, 50e6], [90e6, 0.0]), "ok 50 Mb/s 0 1"),
     (links([0.0, "does not answer"], [90e6, 0.0]), "fail 0 b:1; ok 90"),
     (links([0.0, 90e6, 9e6], [90e6, 0.0, 90e6], [90e6, 90e6, 0.0]), "warn 9.0 Mb/s 0 2 90 Mb/s"),
