@@ -264,13 +264,13 @@ class TuningController:
         wanted = links is not None or self.shares is not None
         if self._reports is None or not (error is not None or (wanted and self._reports.due)):
             return
-        request, slow_s = TuningRequest.NOTHING, math.inf
+        request, decisive_s = TuningRequest.NOTHING, math.inf
         if links is not None:
-            slow_s = links.watch.slow_s
+            decisive_s = links.watch.decisive_s
             if self._lead is not None:
                 self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
         own_time = WorkerTime() if self.shares is None else self.shares.row()
-        if rows := self._reports.send(request, slow_s, error, own_time):
+        if rows := self._reports.send(request, decisive_s, error, own_time):
             self._act_on(rows)
 
     def _act_on(self, rows: Sequence[Report]) -> None:

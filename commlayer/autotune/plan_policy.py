@@ -444,7 +444,8 @@ def next_request(lead: Lead, links: LinkState, now: float) -> tuple[Lead, Tuning
     lost = differ(links.best, links.watch.planned)
     if links.watch.confirmed and not lost and not links.watch.faster:
         return lead, TuningRequest.NOTHING
-    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win)
+    round_trip_s = 4 * max(link.alpha_s for link in links.links)
+    due = links.reprobe.due(now, hinted=links.watch.faster, lost=lost, to_win=win, round_trip_s=round_trip_s)
     return lead, TuningRequest.PROBE if due else TuningRequest.NOTHING
 
 

@@ -101,18 +101,18 @@ class Reports:
         return rows
 
     def send(
-        self, request: int = 0, slow_s: float = float("inf"), error: GradientError | None = None,
+        self, request: int = 0, decisive_s: float = float("inf"), error: GradientError | None = None,
         own_time: WorkerTime = WorkerTime(),
     ) -> list[Report]:
         """Sends this rank's report. Returns the reports of all ranks if all ranks wait for them, as after steps longer than
-        `slow_s`; otherwise an empty list."""
+        `decisive_s`; otherwise an empty list."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
         self._steps = []
         up, down = (Direction(), Direction()) if self.meter is None else self.meter.look()
         cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
-        row = Report(step_s, waited_s, request, step_s > slow_s, cost_s, *up, *down, error is not None,
+        row = Report(step_s, waited_s, request, step_s > decisive_s, cost_s, *up, *down, error is not None,
                      error or GradientError(), own_time)
         self._rows.start(*row.numbers())
         self._cost_s = time.perf_counter() - begin

@@ -113,6 +113,12 @@ class LinkWatch(Record, frozen=True):
         return LONGER * self.usual_s if self.settled else math.inf
 
     @property
+    def decisive_s(self) -> float:
+        """Step time in seconds above which the next step may show that links have changed; infinite if no single step can show
+        that."""
+        return self.slow_s if len(self.slow) >= IN_A_ROW - 1 else math.inf
+
+    @property
     def faster(self) -> bool:
         """True: links may have become faster, because the latest steps are shorter and all ranks wait less."""
         was, now = LinkWatch(self.planned, self.seen[:-SETTLED]), LinkWatch(self.planned, self.seen[-SETTLED:])
@@ -289,8 +295,8 @@ HINTED_S = 1.0
 """First interval in seconds between probes after a hint that links are faster."""
 COST_MOST = 0.02
 """Largest fraction of the time that probes without a hint may take."""
-EXPECTED_S = 1.5
-"""Assumed duration of a probe in seconds, before the first one is measured."""
+EXPECTED_S, EXPECTED_TRIPS = 1.5, 28
+"""Assumed duration of a probe before the first one is measured: the longer of these seconds and this many round trips."""
 
 
 class ReprobeSchedule(Record, frozen=True):
@@ -313,10 +319,10 @@ class ReprobeSchedule(Record, frozen=True):
             return ReprobeSchedule(now, cost_s=cost_s)
         return ReprobeSchedule(now, min(2 * self.gap_s, LAST_S), min(4 * self.hinted_s, LAST_S), cost_s)
 
-    def due(self, now: float, *, hinted: bool, lost: bool, to_win: float) -> bool:
+    def due(self, now: float, *, hinted: bool, lost: bool, to_win: float, round_trip_s: float = 0.0) -> bool:
         """True: a probe is due. `hinted`: steps have become faster. `lost`: links were once faster than the presently known
         rates. `to_win`: fraction of the time that infinitely fast links could save."""
-        for_s, cost_s = now - self.since_s, self.cost_s or EXPECTED_S
+        for_s, cost_s = now - self.since_s, self.cost_s or max(EXPECTED_S, EXPECTED_TRIPS * round_trip_s)
         gap_s = max(self.gap_s, (self.cost_s if lost else cost_s) / COST_MOST)
         return for_s * to_win >= cost_s and for_s >= (min(gap_s, self.hinted_s) if hinted else gap_s)
 

@@ -37,7 +37,7 @@ TOLD = (PAYLOAD * 1e5, PAYLOAD * 9e4)
     (None, 2.0, 0.08, (0.0, 0.0)),
     (SeenTraffic(SELDOM, 2.0), 2.0, 0.08, (0.0, 0.0)),
     (SeenTraffic(SELDOM, 8.0), 2.0, 0.08, TOLD),  # the script did something else, too
-    (SeenTraffic(Throughput(Direction(1e5, BUSY), SELDOM.down), 2.0), 2.0, 0.08, (TOLD[0], 0.0)),
+    (SeenTraffic(Throughput(Direction(1e5, BUSY), SELDOM.down), 4.0), 4.0, 0.08, (TOLD[0], 0.0)),
     (SeenTraffic(Throughput(Direction(FAST_BPS, 1.0), BUSILY.down), 2.0), 2.0, 0.08, (0.0, TOLD[1])),  # it may be processors
     (SeenTraffic(BUSILY, 0.5), 0.5, 0.08, (0.0, 0.0)),  # of a few round trips, in which windows open
     (SeenTraffic(Throughput(Direction(), Direction()), 2.0), 2.0, 0.08, (0.0, 0.0)),

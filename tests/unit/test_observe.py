@@ -248,6 +248,18 @@ def test_no_probe_comes_before_faster_links_could_have_won_what_it_takes(to_win:
     assert not due(again, 0.99 * min(from_s, 1e9), hinted=True, to_win=to_win)
 
 
+@pytest.mark.parametrize(("round_trip_s", "cost_s", "from_s"), [
+    (0.01, 0.0, link_monitor.EXPECTED_S / link_monitor.COST_MOST),
+    (0.25, 0.0, 0.25 * link_monitor.EXPECTED_TRIPS / link_monitor.COST_MOST),
+    (0.25, 2.0, 2.0 / link_monitor.COST_MOST),
+])
+def test_the_first_probe_is_assumed_to_take_many_round_trips(round_trip_s: float, cost_s: float, from_s: float) -> None:
+    again = ReprobeSchedule(cost_s=cost_s).changed(0.0)
+    seen = [again.due(now, hinted=False, lost=False, to_win=1.0, round_trip_s=round_trip_s)
+            for now in (0.99 * from_s, 1.01 * from_s)]
+    assert seen == [False, True]
+
+
 # ---- counters
 
 
@@ -316,6 +328,13 @@ def reported(links: LinkWatch, step: SeenStep, most: int = 50) -> tuple[int, tup
 ])
 def test_all_links_become_slower(step_s: float, steps: int) -> None:
     assert reported(settled(), seen(step_s, [FULL] * 3)) == (steps, (NARROW,) * 3)
+
+
+def test_ranks_await_reports_only_of_steps_that_can_show_slower_links() -> None:
+    links = settled()
+    for slow in range(IN_A_ROW):
+        assert links.decisive_s == (links.slow_s if slow == IN_A_ROW - 1 else math.inf)
+        links, _ = links.observe(seen(2.0, [FULL] * 3))
 
 
 def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:

@@ -37,7 +37,7 @@ from commlayer.autotune.plan_policy import (
     TuningRequest,
     to_win,
 )
-from commlayer.observe.link_monitor import COST_MOST, EXPECTED_S, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
+from commlayer.observe.link_monitor import COST_MOST, EXPECTED_TRIPS, FIRST_S, PAYLOAD, SETTLED, Direction, Rates, Throughput
 from commlayer.observe.prediction_check import PATIENCE, StalePlan
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
@@ -281,10 +281,14 @@ def test_one_request_at_a_time() -> None:
     assert [rank.request() for _ in range(2)] == [TuningRequest.MEASURE, TuningRequest.NOTHING]
 
 
+PROBE_S = EXPECTED_TRIPS * 4 * max(link.alpha_s for link in LINKS)
+"""Assumed duration of the first probe."""
+
+
 @pytest.mark.parametrize(("after_s", "slower", "waited_s", "request_"), [
     (FIRST_S, True, 0.2, TuningRequest.PROBE), (FIRST_S - 1e-9, True, 0.2, TuningRequest.NOTHING),
-    (EXPECTED_S / COST_MOST, False, 0.2, TuningRequest.PROBE),
-    (EXPECTED_S / COST_MOST - 1e-9, False, 0.2, TuningRequest.NOTHING),
+    (PROBE_S / COST_MOST, False, 0.2, TuningRequest.PROBE),
+    (PROBE_S / COST_MOST - 1e-9, False, 0.2, TuningRequest.NOTHING),
     (1e6, True, 0.4 * TO_WIN, TuningRequest.NOTHING),  # no probe could lead to enough gain
 ])
 def test_links_are_probed_now_and_then_and_sooner_if_they_were_faster_once(
@@ -322,7 +326,7 @@ def test_a_probe_follows_a_hint_as_soon_as_faster_links_could_have_saved_its_cos
     rank.observe(seen(1.0, 0.8), SETTLED)
     rank.observe(seen(0.5, 0.3), SETTLED)
     assert rank.links.watch.faster
-    rank.now = EXPECTED_S / to_win(rank.lead, rank.links.watch) - 1e-6
+    rank.now = PROBE_S / to_win(rank.lead, rank.links.watch) - 1e-6
     assert rank.request() == TuningRequest.NOTHING
     rank.now += 2e-6
     assert rank.request() == TuningRequest.PROBE
