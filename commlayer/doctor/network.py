@@ -150,7 +150,8 @@ def check_idle(bps: float, setting: str) -> Iterator[Finding]:
     unknown."""
     if bps < SLOW_BPS and setting == "1":
         yield warn("tcp", "connections that were idle start slowly again: on a link of less than "
-                          f"{SLOW_BPS / 1e6:.0f} Mb/s steps take up to a quarter longer", f"as root: sysctl -w net.ipv4.{IDLE.name}=0")
+                          f"{SLOW_BPS / 1e6:.0f} Mb/s steps take up to a quarter longer",
+                   f"as root: sysctl -w net.ipv4.{IDLE.name}=0")
 
 
 def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = lambda _: None) -> str:
