@@ -254,10 +254,13 @@ class StepLoop(EpochListener):
                 observer.after_step()
             except EpochChanged:
                 return  # observers are restarted with the remaining members in the next step
+            # Observer time does not count as compute.
+            took_s = time.perf_counter() - begin
+            self.worker.recorder.skip(took_s)
             if between:
-                self.worker.stopwatch.start()  # observer time does not count as compute
+                self.worker.stopwatch.start()
             else:
-                self.worker.stopwatch.skip(time.perf_counter() - begin)
+                self.worker.stopwatch.skip(took_s)
 
     def abandon(self) -> None:
         """Drops the step on all ranks, after an exception has ended the last backward pass and the script has continued."""

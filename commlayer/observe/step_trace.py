@@ -115,6 +115,10 @@ class Recorder:
         self._begin = time.perf_counter()
         self._raw, self.ready, self.marks = [], {}, {}
 
+    def skip(self, seconds: float) -> None:
+        """Leaves out the last seconds, which do not belong to training: the present step begins that much later."""
+        self._begin += seconds
+
     def mark(self, name: str) -> None:
         if self.on:
             self.marks[name] = time.perf_counter() - self._begin

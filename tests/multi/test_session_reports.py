@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,6 +212,38 @@ def test_observers_are_called_by_their_places_before_and_after_the_commit(how: s
     with coordinators(1, WORLD, 1) as jobs:
         seen = pool(WORLD).call(play, WORLD, watched, Setting(how, (jobs[0].address,)))
     assert seen == [[("before_commit", place, 1) for place in PLACES] + [("after_step", place, 2) for place in PLACES]] * WORLD
+
+
+SLEPT_S = 0.1
+
+
+def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
+    """For each recorded step, its seconds by the clock and by the recorder, while an observer sleeps after each step."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slept: list[float] = []
+
+    def sleep() -> None:
+        slept.append(time.perf_counter())
+        time.sleep(SLEPT_S)
+
+    with commlayer.attach(model, optimizer, sync=sync, config=quick(servers="each")) as session:
+        recorder = session.inspect.connection.worker.recorder
+        recorder.switch(on=True)
+        session.inspect.observers.add(Observer(ObserverOrder.OTHER, sleep, after_step=sleep))
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        by_clock_s = [after - before for before, after in pairwise(slept)]
+        return list(zip(by_clock_s, [step.marks["end"] for step in recorder.steps], strict=False))
+
+
+@pytest.mark.parametrize("sync", ["step", "forward"])
+def test_recorded_steps_leave_out_what_observers_take(sync: str) -> None:
+    for steps in pool(WORLD).call(recorded, sync):
+        assert len(steps) >= 2
+        assert sum(clock_s - recorded_s for clock_s, recorded_s in steps) >= 0.9 * SLEPT_S * len(steps)
 
 
 def compared(rank: int, fails: bool) -> tuple[list[float], str]:
