@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from msgspec import structs
 
 from bench import learning_tasks, report, virtual_training
 from bench.learning_run import optimizer_of
-from bench.virtual_training import Variant
+from bench.virtual_training import Noise, Variant
 from commlayer.planner import convergence, tables
 
 STORE = Path(__file__).with_name("longrun_runs.jsonl")
@@ -143,7 +143,7 @@ def rate_at(step: int, steps: int, schedule: str) -> float:
     return warm * (LAST + (1 - LAST) * (1 + math.cos(math.pi * min(1.0, step / steps))) / 2) if step > WARMUP else warm
 
 
-def train(case: Case, noise: list[float] | None = None) -> list[float]:
+def train(case: Case, noise: list[Noise] | None = None) -> list[float]:
     """Returns the validation losses, and fills `noise` as `virtual_training.train` does."""
     def make(seed: int) -> virtual_training.TrainingTask:
         task = TASKS[case.way.task](seed)
@@ -161,16 +161,20 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.curves: dict[str, list[float]] = {}
-        self.noise: dict[str, list[float]] = {}
+        self.noise: dict[str, list[Noise]] = {}
         for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             one = json.loads(line)
-            self.curves[one["case"]], self.noise[one["case"]] = one["curve"], one.get("noise", [])
+            self.curves[one["case"]] = one["curve"]
+            self.noise[one["case"]] = [Noise(*both) for both in zip_longest(one.get("noise", []), one.get("direct", []),
+                                                                            fillvalue=0.0)]
 
-    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[float] = ()) -> None:
+    def add(self, case: Case, curve: Sequence[float], seconds: float, noise: Sequence[Noise] = ()) -> None:
         self.curves[case.key], self.noise[case.key] = [*curve], [*noise]
+        columns = {"noise": [each.running for each in noise], "direct": [each.direct for each in noise]}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case.key, "curve": [round(loss, 5) for loss in curve],
-                                   **({"noise": [round(batches, 2) for batches in noise]} if noise else {}),
+                                   **{name: [round(batches, 2) for batches in column] for name, column in columns.items()
+                                      if column},
                                    "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
 
     def final(self, case: Case) -> float | None:
@@ -207,7 +211,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
     """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
-    "over_alone": how many times as fast as one worker alone it reaches its loss, if exchanges took no time."""
+    "noise_ratio" to "alone_error_pct": see `noise_errors`; "over_alone": how many times as fast as one worker alone it
+    reaches its loss, if exchanges took no time."""
     torch.set_num_threads(1)
     store, planned = Store(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)
@@ -215,7 +220,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
     try:
         for case in planned:
             if not args.show and case.key not in store.curves:
-                begin, noise = time.perf_counter(), list[float]()
+                begin, noise = time.perf_counter(), list[Noise]()
                 curve = train(case, noise)
                 store.add(case, curve, time.perf_counter() - begin, noise)
                 print(f"{case.way.task} {label(case)}: {store.final(case):.4f}, {time.perf_counter() - begin:.0f} s",
@@ -230,6 +235,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
                                    "loss": round(final, 4)}
             if not case.way.updates and (scale := noise_of(case, store)):
                 row["noise"] = round(scale / case.way.workers, 1)
+                row |= noise_errors(case, store)
             if factor := factor_of(case, store, args.workers):
                 row["factor"] = round(factor, 2)
                 if case.way.updates and (alone := factor_of(alone_of(case), store, args.workers)):
@@ -249,7 +255,22 @@ def alone_of(case: Case) -> Case:
 def noise_of(case: Case, store: Store) -> float:
     """The median noise scale of the synchronous training, in batches of one worker; 0: unknown."""
     noise = store.noise.get(case._replace(way=case.way.dense).key, [])
-    return statistics.median([batches for batches in noise if batches] or [0.0])
+    return statistics.median([each.running for each in noise if each.running] or [0.0])
+
+
+def noise_errors(case: Case, store: Store) -> dict[str, Any]:
+    """The noise scale that a job measures over that from many batches at the same weights: the median of the points, and the
+    percentage of points at which they differ by less than 30 %. And the median error of what is made of it: by how many times
+    the steps one worker alone needs more."""
+    both = [each for each in store.noise.get(case.key, []) if each.running and each.direct]
+    if not both:
+        return {}
+
+    ratios = [each.running / each.direct for each in both]
+    alone = [[convergence.steps_alone(batches, case.way.workers) for batches in each] for each in both]
+    return {"noise_ratio": round(statistics.median(ratios), 2),
+            "noise_30_pct": round(100 * statistics.mean(abs(math.log(ratio)) < math.log(1.3) for ratio in ratios)),
+            "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
 
 
 def modelled(case: Case, noise: float = 0.0) -> float:

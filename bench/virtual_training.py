@@ -33,6 +33,8 @@ from commlayer.records import Job, Plan, Record
 from commlayer.transport.protocol import Header, Kind, Message
 
 STEPS, LOOKS = 240, 30
+DRAWS = 64
+"""Number of batches whose gradients are compared at one point for the noise scale: its error is then about a tenth."""
 WARMUP = 20
 """Warm-up steps of the learning rate. It then stays constant: factors are read from the second half of a curve."""
 CUT_NBYTES = 1 << 16
@@ -102,13 +104,22 @@ def warm(step: int) -> float:
     return min(1.0, step / WARMUP)
 
 
+class Noise(NamedTuple):
+    """The gradient noise scale at one point, in batches of one worker."""
+
+    running: float
+    """From the gradients of the workers in the latest steps, as a job measures it; 0 in its first steps."""
+    direct: float
+    """From DRAWS further batches at the present weights."""
+
+
 def train(
     way: Variant, make: Make, *, steps: int = STEPS, looks: int = LOOKS, rate: Callable[[int], float] = warm,
-    noise: list[float] | None = None,
+    noise: list[Noise] | None = None,
 ) -> list[float]:
     """Returns the validation loss at `looks` points; NaN after weights have become non-finite. `rate` gives a step's learning
-    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, in batches of one worker, if
-    exact gradients are averaged. Raises InvalidInput for a task that cannot be trained."""
+    rate as a fraction of the task's. `noise` receives the gradient noise scale at each point, if exact gradients are averaged.
+    Raises InvalidInput for a task that cannot be trained."""
     task = make(way.seed)
     if buffers := [info.name for info in job_of(task.model).tensors if info.buffer]:
         raise InvalidInput("E-USER-CODE",
@@ -117,6 +128,7 @@ def train(
     trainer = (_Local if way.updates else _Averaged)(way, task, make)
     if noise is not None and isinstance(trainer, _Averaged) and way.codec == way.dense.codec:
         trainer.noise = NoiseScale()
+    unseen = task.batches(way.workers, way.workers + 1)
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):
@@ -124,7 +136,8 @@ def train(
         if step * looks % steps < looks:
             curve.append(_validated(way, task.validation(trainer.learnt())))
             if noise is not None and isinstance(trainer, _Averaged) and trainer.noise is not None:
-                noise.append(trainer.noise.known)
+                draws = [_drawn(way, unseen, way.workers, step) for _ in range(DRAWS)]
+                noise.append(Noise(trainer.noise.known, trainer.noise_here(draws)))
             if not math.isfinite(curve[-1]):
                 return curve + [math.nan] * (looks - len(curve))
     return curve
@@ -209,6 +222,16 @@ class _Averaged:
         for i, parameter in enumerate(parameters):
             parameter.grad = None if mean is None else mean[i]
         self._optimizer.step(part)
+
+    def noise_here(self, draws: Sequence[Sequence[Any]]) -> float:
+        """The noise scale at the present weights, from the gradients of these batches and their mean."""
+        squares, parameters = list[float](), list(self._model.parameters())
+        total = [torch.zeros_like(p) for p in parameters]
+        for batches in draws:
+            gradients = torch.autograd.grad(losses(self._task, self._way, self._model, batches), parameters)
+            squares.append(_square(gradients))
+            total = [old + gradient for old, gradient in zip(total, gradients, strict=True)]
+        return NoiseScale().plus(squares, _square(total) / len(draws) ** 2).batches
 
     def learnt(self) -> nn.Module:
         return self._model
