@@ -128,7 +128,7 @@ def train(
     trainer = (_Local if way.updates else _Averaged)(way, task, make)
     if noise is not None and isinstance(trainer, _Averaged) and way.codec == way.dense.codec:
         trainer.noise = NoiseScale()
-    unseen = task.batches(way.workers, way.workers + 1)
+    unseen = task.batches(way.workers, way.workers + 1) if noise is not None else iter(())
     feeds = [task.batches(rank, way.workers) for rank in range(way.workers)]
     curve: list[float] = []
     for step in range(1, steps + 1):

@@ -81,11 +81,11 @@ class Phase(Enum):
 
 
 class StepEnd(NamedTuple):
-    """The end of a step: its time by time.perf_counter() (0: no step has ended), the seconds that decisions took after it, and
-    the total seconds of waiting for communication until then."""
+    """The end of a step: its time by time.perf_counter() (0: no step has ended), and the total seconds until then of observers
+    and of waiting for communication."""
 
     at: float = 0.0
-    overhead_s: float = 0.0
+    observed_s: float = 0.0
     exposed_s: float = 0.0
 
 
@@ -193,10 +193,9 @@ class TuningController:
     def _after(self, steps: int, ended: float) -> None:
         """Handles `steps` steps, the last of which ended at `ended`. If a rank is lost meanwhile, the worker stores the
         CommError."""
-        worker = self._connection.worker
-        step_s = max(0.0, ended - self._last.at - self._last.overhead_s) / steps if self._last.at else 0.0
+        worker, observed_s = self._connection.worker, self._connection.observed_s - self._last.observed_s
+        step_s = max(0.0, ended - self._last.at - observed_s) / steps if self._last.at else 0.0
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
-        begin = time.perf_counter()
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
             self.step_over(step_s, waited_s)
@@ -204,11 +203,12 @@ class TuningController:
             self._connection.broke(error)
         finally:
             self._busy = False
-        self._begin(ended, time.perf_counter() - begin)
+        self._begin(ended)
 
-    def _begin(self, ended: float, overhead_s: float = 0.0) -> None:
+    def _begin(self, ended: float) -> None:
         """Marks the end of the last step as the beginning of the next one."""
-        self._last = StepEnd(ended, overhead_s, self._connection.worker.counters.exposed_s)
+        connection = self._connection
+        self._last = StepEnd(ended, connection.observed_s, connection.worker.counters.exposed_s)
 
     def step_over(self, step_s: float, waited_s: float) -> None:
         """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from msgspec import structs
 
-from commlayer.autotune.measure import calibration, link_rates
+from commlayer.autotune.measure import calibration
 from commlayer.autotune.measure.calibration import CollectiveCosts
 from commlayer.autotune.measure.step_times import timing_of
 from commlayer.autotune.measuring import (
@@ -95,10 +95,9 @@ class JobActions:
         return self._meter
 
     def pace(self, links: Sequence[Link]) -> None:
-        """Limits the upload rate of this rank, and of the servers on its node, to HEADROOM times the node's measured upload
-        rate."""
+        """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""
         groups, uplink = self._connection.groups, self._connection.uplink
-        up_bps = link_rates.HEADROOM * links[groups.node].up_bps
+        up_bps = links[groups.node].up_bps
         uplink.pace(up_bps / groups.ranks_per_node)
         if groups.local == 0:
             uplink.pace_servers(groups.node, up_bps)

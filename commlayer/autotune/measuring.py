@@ -190,18 +190,16 @@ def probed(
         round_trip_s = link_rates.round_trip(network, away[0], patience_s)
         mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _shared(groups, mine)
-    asking = [number for number, node in enumerate(nodes) if node.asks]
-    # Unless all downloads were busy, a slow receiving node may have limited the uploads of others.
-    downs_known = all(nodes[number].down_bps for number in asking)
-    ups_known = downs_known and all(nodes[number].up_bps for number in asking)
-    if asks and not ups_known:
+    # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
+    if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
         longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+        asking = [number for number, node in enumerate(nodes) if node.asks]
         everywhere = len({server.node for server in connection.uplink.view.servers}) >= len(asking)
         turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
         mine_at = asking.index(groups.node) % turns
         begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
         rates = [mine.up_bps, mine.down_bps]
-        for way in (link_rates.UP,) if downs_known else (link_rates.UP, link_rates.DOWN):
+        for way in (link_rates.UP, link_rates.DOWN):
             time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
             expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
             rates[way] = max(rates[way], link_rates.rate(

@@ -1,8 +1,7 @@
 """The report that each rank sends to all ranks, and its exchange: one all-gather per reporting step.
 
-A report is sent after a step and read after the next one, so no rank waits. If a step was slow on every rank, all ranks wait
-for the reports at once: the wait costs little then, and the next step may be as slow. All ranks act on the same reports after
-the same step.
+A report is sent after a step and read after the next one, so no rank waits. If a step was slow on every rank and can decide
+that a link is slower, all ranks wait for the reports at once. All ranks act on the same reports after the same step.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Report(Record, frozen=True):
     request: float = 0.0
     """Rank 0's request to all ranks, the number of a `TuningRequest`."""
     at_once: float = 0.0
-    """1: the rank waits for the other reports at once, because its step was slow; otherwise 0."""
+    """1: the rank waits for the other reports at once, because its step may decide; otherwise 0."""
     cost_s: float = 0.0
     """Seconds of the training thread that one report costs."""
     up_bps: float = 0.0

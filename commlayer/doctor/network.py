@@ -149,9 +149,8 @@ def check_idle(bps: float, setting: str) -> Iterator[Finding]:
     """Checks whether idle TCP connections start slowly again, if the link is slow. `setting`: see `idle_setting`; empty if
     unknown."""
     if bps < SLOW_BPS and setting == "1":
-        yield warn("tcp", "connections that were idle start slowly again: on a link of less than "
-                          f"{SLOW_BPS / 1e6:.0f} Mb/s steps take up to a quarter longer",
-                   f"as root: sysctl -w net.ipv4.{IDLE.name}=0")
+        yield warn("tcp", f"Linux slows down connections that were idle, which can make steps a quarter longer on links below "
+                          f"{SLOW_BPS / 1e6:.0f} Mb/s", f"sysctl -w net.ipv4.{IDLE.name}=0, as root on all machines")
 
 
 def dial(host: str, number: int, limit_s: float = CONNECT_S, greet: Callable[[socket.socket], None] = lambda _: None) -> str:

@@ -209,6 +209,8 @@ class JobContext:
         self.passed_s = 0.0
         """Value of time.perf_counter() when the last backward pass ended. backward() itself can return later, after the
         averages have arrived."""
+        self.observed_s = 0.0
+        """Total seconds of observers between steps, which belong neither to computing nor to communication."""
         self.decisions: list[str] = []
         """Decisions of this run, such as changes of plan, as text with step and reason."""
         self.events: list[StalePlan] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -212,7 +213,12 @@ class ExchangeSchedule(EpochListener):
             joined.begun()
         with contextlib.suppress(EpochChanged):  # observers restart with the remaining ranks
             for observer in self._observers:
+                begin = time.perf_counter()
                 observer.after_exchange()
+                took_s = time.perf_counter() - begin
+                self._connection.observed_s += took_s
+                for recorder in (local.recorder, self._worker.recorder):
+                    recorder.skip(took_s)
         if local is self.local and not local.under_way and local.every > 1:
             self._worker.let_go()
 

@@ -256,6 +256,7 @@ class StepLoop(EpochListener):
                 return  # observers are restarted with the remaining members in the next step
             # Observer time does not count as compute.
             took_s = time.perf_counter() - begin
+            self.connection.observed_s += took_s
             self.worker.recorder.skip(took_s)
             if between:
                 self.worker.stopwatch.start()

@@ -47,8 +47,8 @@ class Event(NamedTuple):
 
 
 class RecordedStep(NamedTuple):
-    """The events from the end of one step's averaging to the end of the next step's. Times are in seconds from the start of
-    this period."""
+    """The events from the end of one step's averaging to the end of the next step's, without observers' time after that
+    averaging. Times are in seconds from the start of this period."""
 
     ready: dict[int, float]
     """Maps a tensor's number to the time at which its gradient became final."""

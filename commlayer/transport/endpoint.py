@@ -325,7 +325,7 @@ class StreamTransport:
 
     def pace(self, bps: float) -> None:
         """Sets the measured upload rate of this machine's link in bit/s; 0: unknown. The connections that send large bodies are
-        paced so that together they send at this rate."""
+        paced so that together they send at about this rate. On a slow link all connections switch away from BBR."""
         self._pacer.follow(bps)
 
     # ---- Transport

@@ -163,16 +163,17 @@ def waiting_nbytes(sock: ByteChannel) -> int:
 
 BUSY_NBYTES = 16 << 10
 """Bytes in the kernel or in flight above which a connection counts as busy and gets a share of the link."""
-SLACK = 1.1
-"""Factor by which paced connections together exceed the link's measured rate. Rates are measured over about a second. Few
-losses are better than an idle link."""
+SLACK = 1.65
+"""Factor by which paced connections together exceed the link's measured rate. A short probe may measure too low a rate, which a
+limit below the link's rate would confirm. Too high a limit costs a few lost segments."""
 SO_MAX_PACING_RATE = 47
 """Linux socket option, which has no name in Python."""
 UNLIMITED, MIN_RATE, MAX_RATE = -1, 1 << 12, 2**31 - 1
 """Pacing rates in bytes per second, as the kernel accepts them; 0 would stop a connection."""
 SLOW_BPS = 20e6
-"""Link rate in bit/s below which connections switch away from BBR. Every ten seconds BBR probes for the shortest round trip. On
-a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to recover."""
+"""Rate of a process's share of the link in bit/s below which its connections switch away from BBR. Every ten seconds BBR probes
+for the shortest round trip. On a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to
+recover."""
 BBR, INSTEAD_OF_BBR = (b"bbr",), (b"cubic", b"reno")
 """Names of congestion controls in the kernel. The first of INSTEAD_OF_BBR that this process may use replaces BBR."""
 NAME_NBYTES = 16
@@ -273,7 +274,7 @@ def _leave_bbr(sock: socket.socket) -> None:
 # ---- What one connection's sender thread asks before each part.
 
 INLINE_NBYTES = 64 << 10
-"""Largest body that the caller's thread writes itself on an idle connection: at most one part. The rest is left
+"""Largest body that the caller's thread writes itself on an idle connection (see `SendControl.inline_nbytes`). The rest is left
 to the sender thread when writing would block."""
 
 

@@ -243,7 +243,7 @@ def recorded(rank: int, sync: str) -> list[tuple[float, float]]:
 def test_recorded_steps_leave_out_what_observers_take(sync: str) -> None:
     for steps in pool(WORLD).call(recorded, sync):
         assert len(steps) >= 2
-        assert sum(clock_s - recorded_s for clock_s, recorded_s in steps) >= 0.9 * SLEPT_S * len(steps)
+        assert sum(clock_s - recorded_s for clock_s, recorded_s in steps) >= 0.5 * SLEPT_S * len(steps)
 
 
 def compared(rank: int, fails: bool) -> tuple[list[float], str]:

@@ -271,6 +271,29 @@ def test_on_slow_links_a_control_that_forgets_the_rate_is_left(
     assert cap(sock) == int(SLACK * bps / 8), "it is paced all the same"
 
 
+def test_only_a_part_of_the_link_is_sent_without_flow_control(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    (ours, theirs), *_ = pairs
+    pacer = Pacer()
+    control = flow_control.SendControl(ours, pacer)
+    most = flow_control.INLINE_NBYTES
+    assert flow_control.SendControl(ours, None).inline_nbytes == most, "both ends are on one machine"
+    assert control.inline_nbytes == flow_control.MIN_PART_NBYTES, "nothing is known of the connection"
+    for _ in range(8):
+        ours.sendall(MUCH[:most])
+        received(theirs, most)
+    control.hold_s(most)
+    assert control.inline_nbytes == most, "loopback is fast"
+    pacer.follow(4e6)
+    assert control.inline_nbytes == flow_control.MIN_PART_NBYTES
+    pacer.follow(80e6)
+    assert control.inline_nbytes == int(80e6 / 8 * flow_control.PART_S)
+
+
+def received(sock: socket.socket, nbytes: int) -> None:
+    while nbytes:
+        nbytes -= len(sock.recv(nbytes))
+
+
 def test_a_connection_that_is_gone_takes_no_part(pairs: list[tuple[socket.socket, socket.socket]]) -> None:
     (a, _), (b, _), _ = pairs
     pacer = Pacer()

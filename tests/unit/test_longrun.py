@@ -10,7 +10,7 @@ from msgspec import structs
 
 from bench import longrun
 from bench.longrun import STEPS, Case, Store, cases, factor_of, rate_at
-from bench.virtual_training import Variant
+from bench.virtual_training import Noise, Variant
 
 DENSE = Case(Variant("gru", "adam"))
 LOCAL = DENSE._replace(way=structs.replace(DENSE.way, codec="int4()", codes="updates", every=32))
@@ -51,8 +51,17 @@ def test_every_case_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = cases("gru", "adam", 2, 0)
     assert len({case.key for case in planned}) == len(planned)
     for case in planned[:4]:
-        noise: list[float] = []
+        noise: list[Noise] = []
         loss, = longrun.train(case._replace(steps=32), noise)
         assert 0 < loss < 5
         assert len(noise) == (case.way.codec == "identity()")
-        assert all(batches > 0 for batches in noise) or case.way.workers == 1
+        assert all(each.direct > 0 for each in noise)
+        assert all(each.running > 0 for each in noise) or case.way.workers == 1
+
+
+def test_noise_scales_are_compared_where_both_are_known(tmp_path: Path) -> None:
+    case = Case(Variant("gru", "adam"))
+    Store(tmp_path / "runs.jsonl").add(case, [1.0], 1.0, [Noise(0.0, 9.0), Noise(12.0, 12.0), Noise(8.0, 4.0), Noise(4.0, 4.0)])
+    errors = longrun.noise_errors(case, Store(tmp_path / "runs.jsonl"))
+    assert errors == {"noise_ratio": 1.0, "noise_30_pct": 67, "alone_error_pct": 0.0}
+    assert longrun.noise_errors(LOCAL, Store(tmp_path / "runs.jsonl")) == {}

@@ -31,9 +31,6 @@ RECENT = 3
 long."""
 STRETCH = 0.6
 """The rate is taken over intervals of this fraction of the measurement's time."""
-HEADROOM = 1.5
-"""Nodes may send at this multiple of the measured rate. A short probe may measure too low a rate, which a limit below the
-link's rate would confirm. Too high a limit costs a few lost segments."""
 NEARLY_ALL = 0.9
 """Quantile of the interval rates that counts as the link's rate. In slower intervals TCP windows opened or threads were late;
 the fastest may contain data that was queued before a late thread."""
