@@ -99,7 +99,7 @@ def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folder
 
 
 @pytest.mark.parametrize(("carrier", "verdict", "seen"), [
-    ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"), ("tcp", "fail", "nothing listens"),
+    ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"), ("tcp", "fail", "no process listens"),
 ])
 def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen: str) -> None:
     """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
@@ -207,7 +207,7 @@ def test_ports_that_are_in_use_or_not_ours() -> None:
         assert error is not None
         assert error.errno == errno.EADDRINUSE
         assert network.dial("127.0.0.1", port) == ""
-    assert "nothing listens" in network.dial("127.0.0.1", port)
+    assert "no process listens" in network.dial("127.0.0.1", port)
     assert network.listen_error("127.0.0.1", port) is None
     error = network.listen_error("203.0.113.9", 0)
     assert error is not None
