@@ -99,7 +99,8 @@ def test_another_secret_and_nobody_there_are_one_line(keyed: Coordinator, folder
 
 
 @pytest.mark.parametrize(("carrier", "verdict", "seen"), [
-    ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"), ("tcp", "fail", "no process listens"),
+    ("auto", "warn", "gRPC streams at .*, since TCP to"), ("grpc", "ok", "gRPC streams at"),
+    ("tcp", "fail", "no process listens"),
 ])
 def test_the_carrier_that_gets_through_is_named(carrier: str, verdict: str, seen: str) -> None:
     """A server whose port for TCP is closed to this machine is reached by streams, and a run can start."""
