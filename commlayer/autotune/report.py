@@ -33,7 +33,7 @@ class Report(Record, frozen=True):
     request: float = 0.0
     """Rank 0's request to all ranks, the number of a `TuningRequest`."""
     at_once: float = 0.0
-    """1: the rank waits for the other reports at once, because its step may decide; otherwise 0."""
+    """1: the rank waits for the other reports at once, because its step can decide that a link is slower; else 0."""
     cost_s: float = 0.0
     """Seconds of the training thread that one report costs."""
     up_bps: float = 0.0

@@ -171,8 +171,8 @@ SO_MAX_PACING_RATE = 47
 UNLIMITED, MIN_RATE, MAX_RATE = -1, 1 << 12, 2**31 - 1
 """Pacing rates in bytes per second, as the kernel accepts them; 0 would stop a connection."""
 SLOW_BPS = 20e6
-"""Rate of a process's share of the link in bit/s below which its connections switch away from BBR. Every ten seconds BBR probes
-for the shortest round trip. On a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to
+"""If a process's share of the link is below this rate in bit/s, its connections switch away from BBR. Every ten seconds BBR
+probes for the shortest round trip. On a slow link a burst lasts few round trips, so BBR forgets the rate and needs seconds to
 recover."""
 BBR, INSTEAD_OF_BBR = (b"bbr",), (b"cubic", b"reno")
 """Names of congestion controls in the kernel. The first of INSTEAD_OF_BBR that this process may use replaces BBR."""
@@ -186,7 +186,7 @@ class Pacer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bps = 0.0
-        self._all = weakref.WeakSet[socket.socket]()
+        self._connections = weakref.WeakSet[socket.socket]()
         self._shares: dict[socket.socket, int] = {}
         self._bounds = weakref.WeakKeyDictionary[socket.socket, int]()
         self._applied = weakref.WeakKeyDictionary[socket.socket, int]()
@@ -199,7 +199,7 @@ class Pacer:
     def add(self, sock: socket.socket) -> None:
         """Adds a connection that uses the link."""
         with self._lock:
-            self._all.add(sock)
+            self._connections.add(sock)
             if 0.0 < self._bps < SLOW_BPS:
                 _leave_bbr(sock)
 
@@ -211,7 +211,7 @@ class Pacer:
             for sock in list(self._shares):
                 self._lift(sock)
             if 0.0 < self._bps < SLOW_BPS:
-                for sock in self._all:
+                for sock in self._connections:
                     _leave_bbr(sock)
 
     def begins(self, sock: socket.socket) -> None:
@@ -286,8 +286,8 @@ class SendControl:
         self._sock = sock
         self._credit = Credit() if pacer is not None and SUPPORTED else None
         self._paced = (pacer, sock) if pacer is not None and isinstance(sock, socket.socket) else None
-        if self._paced is not None:
-            self._paced[0].add(self._paced[1])
+        if pacer is not None and isinstance(sock, socket.socket):
+            pacer.add(sock)
 
     @property
     def part_nbytes(self) -> int | None:
