@@ -61,18 +61,18 @@ def join(
     reason = "it was interrupted"
     try:
         with _leaves_on_signals():
-            seat = lease.meet(wait)
-        first = _first_rank(seat, nproc_per_node)
+            reply = lease.meet(wait)
+        first = _first_rank(reply, nproc_per_node)
         last = first + nproc_per_node - 1
         ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
-        if seat.joins:
-            _say(f"joining the running job with {ranks} of {seat.world}; other homes log this home as worker {seat.rank}")
+        if reply.joins:
+            _say(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
         else:
-            _say(f"all homes have joined: this is home {seat.node} of {seat.nodes}, with {ranks} of {seat.world}")
+            _say(f"all homes have joined: this is home {reply.node} of {reply.nodes}, with {ranks} of {reply.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
-                    "min_workers": str(seat.min_workers)}
+                    "min_workers": str(reply.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]
-        children = [_start(line, lease.request.token, seat, local, nproc_per_node, settings)
+        children = [_start(line, lease.request.token, reply, local, nproc_per_node, settings)
                     for local in range(nproc_per_node)]
         code, reason = _wait(children, lease)
     except CommError as error:
@@ -81,7 +81,7 @@ def join(
     finally:
         lease.close(reason)
     if code and not lease.ended.is_set():
-        others = f"continue if they have {seat.min_workers} workers" if seat.min_workers else "end, too"
+        others = f"continue if they have {reply.min_workers} workers" if reply.min_workers else "end, too"
         _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
 
@@ -109,16 +109,16 @@ def _say(line: str) -> None:
     print(f"commlayer join: {line}", file=sys.stderr, flush=True)
 
 
-def _first_rank(seat: Any, workers: int) -> int:
-    return int(seat.world - workers if seat.joins else seat.rank)
+def _first_rank(reply: Any, workers: int) -> int:
+    return int(reply.world - workers if reply.joins else reply.rank)
 
 
-def _start(line: Sequence[str], home: str, seat: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
+def _start(line: Sequence[str], home: str, reply: Any, local: int, workers: int, settings: Mapping[str, str]) -> Child:
     """Starts a worker in its own session. Ctrl-C then reaches only this process, which forwards the signal once."""
-    joins = seat.rank + local if seat.joins else -1
-    mine = Launch(_first_rank(seat, workers) + local, seat.world, local, workers, seat.node, seat.node, home, joins)
+    joins = reply.rank + local if reply.joins else -1
+    mine = Launch(_first_rank(reply, workers) + local, reply.world, local, workers, reply.node, reply.node, home, joins)
     command = [sys.executable, "-u", "-m", "commlayer.engine.start", str(os.getpid()), *line]
-    return subprocess.Popen(command, env=home_environment(mine, seat.nodes, settings), start_new_session=True)
+    return subprocess.Popen(command, env=home_environment(mine, reply.nodes, settings), start_new_session=True)
 
 
 def _wait(children: Sequence[Child], lease: SiteLease) -> tuple[int, str]:

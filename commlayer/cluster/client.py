@@ -327,17 +327,17 @@ class Membership:
     `keep`: True: a child process continues the heartbeats while this process's threads wait for the GIL (child_processes.py).
     """
 
-    def __init__(self, link: CoordinatorChannel, request: Join, seat: JoinReply, config: Config,
+    def __init__(self, link: CoordinatorChannel, request: Join, reply: JoinReply, config: Config,
                  events: MembershipEvents, ended: threading.Event, *, keep: bool) -> None:
-        assert seat.view is not None
-        self.view: View = seat.view
+        assert reply.view is not None
+        self.view: View = reply.view
         """The epoch that this process has switched to."""
-        self.newest: View = seat.view
+        self.newest: View = reply.view
         """The newest epoch that the coordinator has sent; this process may not have switched to it yet."""
         self.on_view: OnView = lambda _: None
-        self.plan = seat.plan
-        self.rank = seat.rank
-        self.name = f"{request.kind} {seat.rank}"
+        self.plan = reply.plan
+        self.rank = reply.rank
+        self.name = f"{request.kind} {reply.rank}"
         self.left: dict[str, PeerExit] = {}
         """Peers that left in order, by peer name. An orderly leave is a failure only if another process waits for that peer."""
         self.over = ended
@@ -480,14 +480,14 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
     link = CoordinatorChannel(address, config.token, Keys(config.keys) if config.keys else None)
     short = msgspec.structs.replace(request, plan=b"")  # a plan may be large, and the request is repeated often
     try:
-        seat = link.register(lambda _: short, config.join_deadline_s if deadline_s is None else deadline_s,
+        reply = link.register(lambda _: short, config.join_deadline_s if deadline_s is None else deadline_s,
                              config.join_deadline_s, plan=request.plan, ended=ended)
     except BaseException as error:
         if isinstance(error, CommError) and not isinstance(error, Refused):
             link.leave(request.token, "stopped waiting for the others")
         link.close()
         raise
-    return Membership(link, request, seat, config, MembershipEvents(on_failure, on_silence, on_left), ended, keep=keep)
+    return Membership(link, request, reply, config, MembershipEvents(on_failure, on_silence, on_left), ended, keep=keep)
 
 
 def sidecar_main() -> None:
