@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +24,15 @@ from bench.paced.pace import BACKWARD_S, FORWARD_S
 from bench.paced.race import LATE_PCT, Run, reached, trained
 from bench.report import Result
 from bench.tta import links, systems
-from bench.tta.links import NETWORKS, NO_LINK, RANKS
+from bench.tta.links import NETWORKS, NO_LINK, RANKS, Network
 from bench.tta.plot import draw
 from bench.tta.store import Store, key_of, longest
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS, System
 
 __all__ = ["draw", "flags", "run"]
-TASKS = {name: tasks.TASKS[name] for name in ("chars", "digits", "passages")}
+USUAL = ("chars", "digits", "passages")
+TASKS = {name: tasks.TASKS[name] for name in (*USUAL, "text")}
 SECONDS, QUICK_SECONDS = 75.0, 60.0
 AROUND_S = 25.0
 """Additional time per row for start, end and evaluation on an idle machine."""
@@ -55,6 +57,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="for every row (3 for what the summary is of, 1 for others)")
     parser.add_argument("--stretch", type=float, default=1.0, metavar="X",
                         help="slow motion: compute and links X times slower, so that two cores keep up; reports seconds / X")
+    parser.add_argument("--hosts", type=int, default=RANKS, metavar="N", help="of links that are equal for all")
     parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
 
 
@@ -69,7 +72,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
 
     def key(cell: Cell) -> tuple[Any, ...]:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
-                       "data": data[cell.task], "stretch": args.stretch})
+                       "data": data[cell.task], "stretch": args.stretch, "hosts": args.hosts})
 
     left = [cell for cell in wanted if args.renew or key(cell) not in store]
     minutes = len(left) * (seconds * args.stretch + AROUND_S) / 60
@@ -77,14 +80,11 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for link in dict.fromkeys(cell.link for cell in left):
         of_link = [cell for cell in left if cell.link == link]
-        if link == NO_LINK:
+        network = links.named(link, args.hosts).stretched(args.stretch)
+        with nullcontext() if link == NO_LINK else network.lab() as lab:
+            passed = lab is None or check(lab).passed
             for cell in of_link:
-                store.add(measured(None, True, cell, seconds, data[cell.task], args.stretch))
-            continue
-        with NETWORKS[link].stretched(args.stretch).lab() as lab:
-            passed = check(lab).passed
-            for cell in of_link:
-                store.add(measured(lab, passed, cell, seconds, data[cell.task], args.stretch))
+                store.add(measured(lab, network, passed, cell, seconds, data[cell.task]))
     rows = [store.rows[key(cell)] for cell in wanted]
     return {"rows": [shown(row) for row in rows], "summary": {"seconds": seconds, **summary(rows)}}
 
@@ -98,7 +98,8 @@ def stored(args: argparse.Namespace) -> Result:
     order = {name: at for at, name in enumerate((*TASKS, NO_LINK, *NETWORKS, *SYSTEMS))}
     rows = sorted(
         (row for row in longest(Store(args.store).rows.values())
-         if row["seconds"] >= seconds and row.get("stretch", 1.0) == args.stretch and row["data"] == data.get(row["task"])
+         if row["seconds"] >= seconds and row.get("stretch", 1.0) == args.stretch
+         and row.get("hosts", RANKS) == args.hosts and row["data"] == data.get(row["task"])
          and row["system"] in (args.system or SYSTEMS) and row["task"] in (args.task or TASKS)
          and row["link"] in (NO_LINK, *(args.link or NETWORKS))),
         key=lambda row: (order[row["task"]], order[row["link"]], order[row["system"]], row["seed"]))
@@ -110,12 +111,13 @@ def cells(
 ) -> list[Cell]:
     """Rows to measure, in order: first those that need no network, then link by link.
 
-    Unless both tasks and links are chosen, tasks other than "chars" use only the links of the summary.
+    Unless both tasks and links are chosen, tasks other than "chars" use only the links of the summary. The task "text" is for
+    long trainings, and only runs if it is chosen.
     """
     chosen = names or (systems.QUICK if quick else SYSTEMS)
     result = []
     for link in (NO_LINK, *(networks or (links.QUICK if quick else NETWORKS))):
-        for task in things or (["chars"] if quick else TASKS):
+        for task in things or (["chars"] if quick else USUAL):
             if link not in (NO_LINK, *links.QUICK) and task != "chars" and not (things and networks):
                 continue
             for name in sorted(chosen, key=lambda name: name not in systems.QUICK):
@@ -126,24 +128,23 @@ def cells(
     return sorted(result, key=lambda cell: (cell.link != NO_LINK, cell.seed > 0)) if not quick else result
 
 
-def measured(lab: Lab | None, passed: bool, cell: Cell, seconds: float, data: str, stretch: float = 1.0) -> dict[str, Any]:
+def measured(lab: Lab | None, network: Network, passed: bool, cell: Cell, seconds: float, data: str) -> dict[str, Any]:
     """Measures one row; a row that cannot be measured has the reason under "error"."""
     row: dict[str, Any] = {
         "task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds, "data": data,
         "group": cell.system.group, "targets": TASKS[cell.task]().targets, "commit": report.commit(),
-        "day": time.strftime("%Y-%m-%d"), "stretch": stretch,
+        "day": time.strftime("%Y-%m-%d"), "stretch": network.stretch, "hosts": network.hosts,
     }
     say(f"{time.strftime('%H:%M:%S')} {cell.task}, {cell.link}, {cell.system.name}, seed {cell.seed}", end=" ... ")
     if reason := cell.system.missing():
         say(reason)
         return row | {"error": reason}
-    network = NETWORKS[cell.link].stretched(stretch) if cell.link in NETWORKS else None
-    way = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": RANKS,
-           "slow": network.slow if network else (stretch,) * RANKS}
-    during = (lambda over: network.play(lab, over)) if network and network.events and lab else None
+    way = {"task": cell.task, "system": cell.system.start, "seed": cell.seed, "batches": network.hosts, "slow": network.slow}
+    during = (lambda over: network.play(lab, over)) if network.events and lab else None
     try:
-        ranks = 1 if cell.system.name == "ideal" else RANKS
-        result = _unstretched(trained(lab, way, seconds * stretch, ranks, python=cell.system.python(), during=during), stretch)
+        ranks = 1 if cell.system.name == "ideal" else network.hosts
+        slow_motion = trained(lab, way, seconds * network.stretch, ranks, python=cell.system.python(), during=during)
+        result = _unstretched(slow_motion, network.stretch)
     except (RuntimeError, OSError, ValueError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         row["error"] = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))[:200]
@@ -186,7 +187,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def exposed_s(row: dict[str, Any]) -> float:
     """Step time beyond the paced compute of the slowest host."""
-    slowest = max(NETWORKS[row["link"]].slow) if row["link"] in NETWORKS else 1.0
+    slowest = max(links.named(row["link"]).slow)
     return max(0.0, float(row["s_per_step"]) - slowest * (FORWARD_S + BACKWARD_S))
 
 

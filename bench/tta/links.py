@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bench import Unmeasurable
 from bench.lab import Lab
 
 RANKS = 4
@@ -34,8 +35,12 @@ class Network(NamedTuple):
     """Factor of each host's compute time."""
     stretch: float = 1.0
 
+    @property
+    def hosts(self) -> int:
+        return len(self.slow)
+
     def lab(self) -> Lab:
-        return Lab(hosts=RANKS, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3,
+        return Lab(hosts=self.hosts, up_bps=_bps(self.up), down_bps=_bps(self.down), delay_s=self.round_ms / 2e3,
                    queue_s=QUEUE_S * self.stretch)
 
     def stretched(self, times: float) -> Network:
@@ -52,11 +57,21 @@ class Network(NamedTuple):
             if over.wait(event.at_s - begun_s):
                 break
             begun_s = event.at_s
-            for host in event.hosts or range(RANKS):
+            for host in event.hosts or range(self.hosts):
                 lab.set(host, up_bps=event.mbps * 1e6, down_bps=event.mbps * 1e6, cut=event.cut)
         over.wait()
         for host, link in enumerate(before):
             lab.set(host, **link._asdict())
+
+
+def named(link: str, hosts: int = RANKS) -> Network:
+    """The network of that name, with that many hosts if all are equal."""
+    network = NETWORKS.get(link, Network(0, 0, 0))
+    if hosts == network.hosts:
+        return network
+    if network.events or len({*network.slow}) > 1 or not isinstance(network.up, int | float):
+        raise Unmeasurable(f"--hosts {hosts}: the hosts of link {link!r} are not alike; it has {network.hosts}")
+    return network._replace(slow=(1.0,) * hosts)
 
 
 def _bps(mbps: float | Sequence[float]) -> float | Sequence[float]:

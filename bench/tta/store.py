@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 KEY = ("task", "link", "system", "seed", "seconds", "data")
-"""Rows with equal values of these keys and of `stretch` are the same measurement; the newest counts."""
+OTHERS = {"stretch": 1.0, "hosts": 4}
+"""Rows with equal values of these keys are the same measurement; the newest counts. Rows from before a key was there have its
+value here."""
 
 
 class Store:
@@ -47,9 +49,9 @@ def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of rows that differ only in training time, the longest valid one: slow systems may need more time than the others."""
     result: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (not (row.get("error") or row.get("void")), row["seconds"])):
-        result[*(row[name] for name in KEY if name != "seconds"), row.get("stretch", 1.0)] = row
+        result[key_of(row | {"seconds": 0.0})] = row
     return list(result.values())
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(row[name] for name in KEY), row.get("stretch", 1.0))
+    return (*(row[name] for name in KEY), *(row.get(name, value) for name, value in OTHERS.items()))
