@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from commlayer.cli.tune import tune
 from commlayer.cli.up import up
 from commlayer.cluster import messages
 from commlayer.errors import Coded, line_of
+
+USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
+"""What typer raises for unknown or missing options, arguments and commands; it does not export this class."""
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -58,7 +61,12 @@ app.add_typer(keys.app, name="keys")
 def run() -> None:
     """The entry point. Exit codes: 0 success, 2 an error that the user can fix (one line describes it), 130 Ctrl-C."""
     try:
-        app(prog_name="commlayer")
+        sys.exit(app(prog_name="commlayer", standalone_mode=False) or 0)
+    except USAGE_ERROR as error:
+        what, command = error.format_message(), error.ctx.command_path if error.ctx else "commlayer"
+        if what:  # empty if the help was printed because there were no arguments
+            print(f"commlayer: {what.rstrip('.')}; see `{command} --help` [E-CLI-OPTION]", file=sys.stderr)
+        sys.exit(2)
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)

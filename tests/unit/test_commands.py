@@ -257,6 +257,25 @@ def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> Non
     assert all(word in out for word in ("DDP fp16", "alone", f"{1e3 * own.to_loss_s:.1f}"))
 
 
+@pytest.mark.parametrize(("arguments", "what", "page"), [
+    (("--wrong",), "--wrong", ""), (("nothing",), "'nothing'", ""), (("join", "home-1@h:1"), "'SCRIPT'", " join"),
+    (("plan", "create"), "'model'", " plan create"), (("serve", "--workers", "x"), "'--workers'", " serve"),
+    (("top", "--replay"), "'--replay'", ""), (("doctor", "a", "b"), "a b", " doctor"),
+])
+def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[str, ...], what: str, page: str) -> None:
+    code, out, errors = commlayer(*arguments)
+    assert (code, out) == (2, "")
+    assert re.fullmatch(rf"commlayer: .*{re.escape(what)}.*`commlayer{page} --help` \[E-CLI-OPTION\]\n", errors)
+
+
+@pytest.mark.parametrize("arguments", [(), ("keys",), ("plan",)])
+def test_a_command_without_arguments_lists_what_it_can(commlayer, arguments: tuple[str, ...]) -> None:
+    code, out, errors = commlayer(*arguments)
+    assert code == 2
+    assert errors == ""
+    assert "Commands" in out
+
+
 def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
     assert commlayer("plan", "init")[0] == 0
     assert commlayer("estimate", "lstm", "--cluster", "cluster.toml")[0] == 0
