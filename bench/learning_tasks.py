@@ -144,10 +144,10 @@ class Transformer(nn.Module):
 class Recurrent(nn.Module):
     """Predicts the next character with a GRU."""
 
-    def __init__(self, inner: int, width: int) -> None:
+    def __init__(self, inner: int, width: int, letters: int = LETTERS) -> None:
         super().__init__()
-        self.letters, self.state = nn.Embedding(LETTERS, inner), nn.GRU(inner, width, batch_first=True)
-        self.head = nn.Linear(width, LETTERS)
+        self.letters, self.state = nn.Embedding(letters, inner), nn.GRU(inner, width, batch_first=True)
+        self.head = nn.Linear(width, letters)
 
     def forward(self, seen: torch.Tensor) -> torch.Tensor:
         return self.head(self.state(self.letters(seen))[0])  # type: ignore[no-any-return]

@@ -66,11 +66,11 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.tensor([places.get(c, LETTERS - 1) for c in text]) for text in (learnt, held))  # type: ignore[return-value]
 
 
-def transformer(
-    width: int, layers: int, size: int, rates: Mapping[str, float], seed: int,
+def characters(
+    make: Callable[[], torch.nn.Module], rates: Mapping[str, float], seed: int, *, size: int = 8,
     loss: learning_tasks.Loss = learning_tasks.class_loss,
 ) -> learning_tasks.Task:
-    """Predicts the next character of `corpus`. `size`: sequences in a batch."""
+    """The model that `make` returns predicts the next character of `corpus`. `size`: sequences in a batch."""
     torch.manual_seed(seed)
     learnt, held = corpus()
 
@@ -84,8 +84,7 @@ def transformer(
         while True:
             yield rows(learnt, torch.randint(len(learnt) - CONTEXT - 1, (size,), generator=generator))
 
-    model = learning_tasks.Transformer(width, layers, LETTERS, CONTEXT)
-    return learning_tasks.Task(model, batches, loss,
+    return learning_tasks.Task(make(), batches, loss,
                                rows(held, torch.linspace(0, len(held) - CONTEXT - 2, 256).long()), dict(rates))
 
 
@@ -95,9 +94,15 @@ def mixed_loss(model: torch.nn.Module, batch: learning_tasks.Batch) -> torch.Ten
         return learning_tasks.class_loss(model, batch)
 
 
+def transformer(width: int, layers: int) -> torch.nn.Module:
+    return learning_tasks.Transformer(width, layers, LETTERS, CONTEXT)
+
+
+RATES = {"adam": 2e-3, "sgd": 0.3}
 TASKS: dict[str, Callable[[int], learning_tasks.Task]] = {
-    "transformer-2m": lambda seed: transformer(192, 5, 8, {"adam": 2e-3, "sgd": 0.3}, seed, mixed_loss),
-    "transformer-350k": lambda seed: transformer(96, 3, 8, {"adam": 2e-3, "sgd": 0.3}, seed),
+    "transformer-2m": lambda seed: characters(lambda: transformer(192, 5), RATES, seed, loss=mixed_loss),
+    "transformer-350k": lambda seed: characters(lambda: transformer(96, 3), RATES, seed),
+    "gru-250k": lambda seed: characters(lambda: learning_tasks.Recurrent(48, 240, LETTERS), RATES, seed),
     "gru": learning_tasks.gru, "conv": learning_tasks.conv,
 }
 
@@ -113,6 +118,12 @@ class Case(NamedTuple):
     def key(self) -> str:
         return json.dumps({**structs.asdict(self.way), "steps": self.steps, "schedule": self.schedule}, sort_keys=True)
 
+    @classmethod
+    def read(cls, key: str) -> Case:
+        fields = json.loads(key)
+        steps, schedule = fields.pop("steps"), fields.pop("schedule")
+        return cls(Variant(**fields), steps, schedule)
+
     def synchronous(self, workers: int = 0) -> tuple[Case, ...]:
         """The trainings to compare with: of `workers` workers, or as many as this one has."""
         dense = structs.replace(self.way.dense, workers=workers or self.way.workers)
@@ -125,13 +136,18 @@ def cases(
     """The trainings of one task, the most telling first. `faster`: factor of the task's learning rate."""
     rate = faster * rate_of(TASKS[task](seed), optimizer) if faster != 1 else 0.0
     dense = Variant(task, optimizer, workers=workers, seed=seed, batches=batches, rate=rate)
-    local = [structs.replace(dense, codec="int4()", codes="updates", every=every, outer=outer)
-             for every, outer in ((32, ""), (128, ""), (8, ""), (32, "diloco"), (128, "diloco"), (32, "plain"))]
+    local = local_ways(dense)
     coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
-    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
-    others = [*whole.synchronous(), coded, *(Case(way, STEPS, schedule) for way in local[3:])]
-    return list(dict.fromkeys(first + others))
+    others = [structs.replace(local[0], every=every, outer=outer)
+              for every, outer in ((32, "diloco"), (128, "diloco"), (32, "plain"))]
+    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local)]
+    return list(dict.fromkeys([*first, *whole.synchronous(), coded, *(Case(way, STEPS, schedule) for way in others)]))
+
+
+def local_ways(dense: Variant) -> list[Variant]:
+    """Local steps with the outer optimizer of the rule, the most telling first."""
+    return [structs.replace(dense, codec="int4()", codes="updates", every=every) for every in (32, 128, 8)]
 
 
 def rate_of(task: learning_tasks.Task, optimizer: str) -> float:
@@ -185,6 +201,9 @@ class Store:
                                    "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
 
     def final(self, case: Case) -> float | None:
+        if case.schedule == "constant" and case.way == case.way.dense:  # a shorter one is the begin of the longest
+            curve = self.curves.get(case._replace(steps=STEPS).key)
+            return curve[round(LOOKS * case.steps / STEPS) - 1] if curve else None
         curve = self.curves.get(case.key)
         return curve[-1] if curve else None
 
@@ -215,12 +234,17 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the task's learning rate")
     parser.add_argument("--batches", type=int, default=1, help="task batches per worker and step, as one larger batch")
     parser.add_argument("--show", action="store_true", help="only print what is measured")
+    parser.add_argument("--fit", action="store_true", help="fit the convergence model to all that is measured")
 
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
     """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
     "noise_ratio" to "alone_error_pct": see `noise_errors`; "over_alone": how many times as fast as one worker alone it
     reaches its loss, if exchanges took no time."""
+    if args.fit:
+        from bench import longrun_fit
+
+        return longrun_fit.run()
     torch.set_num_threads(1)
     store, planned = Store(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)
@@ -228,7 +252,7 @@ def run(quick: bool, args: argparse.Namespace) -> report.Result:
         [: 5 if quick else None]]
     try:
         for case in planned:
-            if not args.show and case.key not in store.curves:
+            if not args.show and store.final(case) is None:
                 begin, noise = time.perf_counter(), list[Noise]()
                 curve = train(case, noise)
                 store.add(case, curve, time.perf_counter() - begin, noise)

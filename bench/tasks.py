@@ -95,7 +95,7 @@ def chars(width: int = 192, sequences: int = 2) -> Task:
 
 def text(width: int = 96, sequences: int = 8) -> Task:
     """A smaller transformer with larger batches, for races of ten minutes; 0.36 million parameters."""
-    return characters(handbook(), width, sequences, layers=3, lr=1e-3)._replace(name="text", targets=(1.6, 1.5, 1.45))
+    return characters(handbook(), width, sequences, layers=3, lr=1e-3)._replace(name="text", targets=(1.6, 1.5, 1.4))
 
 
 def docs(width: int = 192, sequences: int = 2) -> Task:

@@ -23,6 +23,7 @@ from commlayer.loss_budget import BUDGET
 from commlayer.observe.events import NoiseScaleEvent, QualityEvent
 from commlayer.observe.fidelity import Dots
 from commlayer.observe.noise_scale import NoiseScale
+from commlayer.planner.convergence import steps_alone
 from commlayer.records import Plan
 
 LOSSES_KEPT = 4096
@@ -135,9 +136,9 @@ class QualityGuard:
             self._connection.stream.log.append(NoiseScaleEvent(batches=batches))
         if batches and not 0.5 < self._logged_noise / batches < 2:
             self._logged_noise, world = batches, self._groups.world
-            steps = (1 + batches) / (1 + batches / world)
+            more = steps_alone(batches, world, self._connection.worker.job.numel)
             self._connection.log(f"gradient noise scale: about {batches:.2g} batches of one worker; one worker alone would "
-                                 f"need {steps:.2f} times as many steps as these {world}")
+                                 f"need {more:.2f} times as many steps as these {world}")
 
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
         self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)

@@ -14,9 +14,11 @@ from commlayer.planner.baselines import ALONE, Baseline, Curve, TrainingCost, br
 from commlayer.planner.convergence import (
     FAMILIES,
     LIKE,
+    LONG_NUMEL,
     MUON,
     PUBLISHED,
     PUBLISHED_NUMEL,
+    SHORT_NUMEL,
     LearningRow,
     Recipe,
     alone,
@@ -164,7 +166,8 @@ def _short(value: float) -> str:
 
 
 LAW_ERROR = 0.10
-"""Median error of the law of local steps on papers that the fit omits (`python -m bench published`)."""
+"""Median error of the law of local steps on papers that the fit omits (`python -m bench published`); on our own trainings it is
+smaller (`python -m bench longrun --fit`)."""
 
 
 def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
@@ -176,8 +179,8 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
         return "x steps: from the profile's own rows; their error is unknown"
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
-        if job.numel >= PUBLISHED_NUMEL and table.provenance.numel:
-            return (f"x steps: the median error was {LAW_ERROR:.0%} on published trainings not used for the fit, and "
+        if job.numel >= SHORT_NUMEL and table.provenance.numel:
+            return (f"x steps: the median error was {LAW_ERROR:.0%} on trainings that the fit omits, and "
                     f"{off:.0%} for codecs, on small models; -v says more")
         return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
@@ -191,7 +194,7 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
            "1812.06162); "
            f"with a noise scale of {_short(noise)} batches, one worker alone needs "
-           f"{alone(rows, optimizer, workers, noise):.2f} x the steps of {workers}")
+           f"{alone(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}")
     measured = max((row.numel for row in rows), default=0)
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
     if not measured:
@@ -200,11 +203,17 @@ def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[L
     if plan.local_steps > 1 and job.numel > measured:
         local = local_step_excess(Recipe(optimizer, "updates", plan.local_steps, workers=workers, numel=job.numel,
                                          noise=noise_of(job)))
+        sources = []
+        if job.numel < PUBLISHED_NUMEL:
+            sources.append(f"to our trainings of 2,000 steps with up to {LONG_NUMEL / 1e6:g} M parameters, 2 to 8 workers and "
+                           "8 to 128 local steps (python -m bench longrun)")
+        if job.numel > LONG_NUMEL:
+            sources.append("to published trainings of 35 M to 15 B parameters, 2 to 16 workers and 30 to 2000 local steps "
+                           "(2503.09799, 2509.10439, 2505.23725, 2501.18512)")
         yield (f"local steps: x {factor(1 + local.steps, 1 + local.high)} for {job.numel / 1e6:,.1f} M parameters and "
-               f"{plan.local_steps} local steps, by a law fitted to published trainings of 35 M to 15 B parameters, 2 to 16 "
-               "workers and 30 to 2000 local steps (2503.09799, 2509.10439, 2505.23725, 2501.18512)"
+               f"{plan.local_steps} local steps, by a law fitted {' and '.join(sources)}"
                + (f"; for Muon, ln x is {MUON:g} of AdamW's (2505.23725)" if optimizer == "muon" else ""))
-    if plan.local_steps > 1 and job.numel < PUBLISHED_NUMEL:
+    if plan.local_steps > 1 and job.numel < SHORT_NUMEL:
         yield f"local steps: from {small}"
     yield f"codecs and delays: from {small}"
     if optimizer in FAMILIES and all(row.optimizer != optimizer for row in rows):

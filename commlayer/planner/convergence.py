@@ -6,11 +6,13 @@
 It has three parts, each with its own source.
 
 More data per step. Training with batch B needs 1 + noise_scale / B times as many steps as with an unlimited batch (McCandlish
-et al., 1812.06162). This law estimates one worker alone relative to several.
+et al., 1812.06162). This law estimates one worker alone relative to several. Small models gain less than the law says
+(`REALISED`).
 
-Local steps. For models of at least `PUBLISHED_NUMEL` parameters, a law fitted to published trainings (`LocalStepLaw`) gives the
-cost, reduced where the noise scale is small. For models as small as the measured ones, the measured rows do. Between the two
-sizes both are blended. Rows measured on the user's own model are used without the law.
+Local steps. They lose a part of what the data of several workers gains. For models of at least `PUBLISHED_NUMEL` parameters, a
+law fitted to published trainings (`LocalStepLaw`) gives this part; up to `LONG_NUMEL` parameters, our own trainings over
+thousands of steps do (`LOST`). For models as small as those of the short runs, the measured rows do. Between these sizes the
+costs are blended. Rows measured on the user's own model are used without the laws.
 
 Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
 measured, made monotonic: a smaller ratio or more local steps never cost less. Between measured points, values are interpolated
@@ -119,23 +121,36 @@ class Excess(NamedTuple):
 NONE = Excess()
 
 
-def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0) -> float:
+def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: float = 0.0, numel: int = 0) -> float:
     """Steps that one worker alone needs with its own batch, relative to `workers` workers together; 0: unknown.
 
     `noise`: the gradient noise scale in batches of one worker; 0: unknown, so the measured trainings' scale is used. An
-    unmeasured optimizer gets the smallest measured scale, which favors one worker alone.
+    unmeasured optimizer gets the smallest measured scale, which favors one worker alone. `numel`: as of `steps_alone`.
     """
-    noise = noise or measured_noise(rows, optimizer)
+    if noise:
+        return steps_alone(noise, workers, numel)
+    noise = measured_noise(rows, optimizer)
     return steps_alone(noise, workers) if noise else 0.0
 
 
-def steps_alone(noise: float, workers: float) -> float:
+REALISED, REALISED_GROWTH = 0.88, 0.15
+"""Of models of 1 M parameters, ln of the measured steps of one worker alone, relative to the law's; and the exponent by which
+this part grows with the number of parameters. At a fixed learning rate, small models gain less from more data per step."""
+
+
+def steps_alone(noise: float, workers: float, numel: int = 0) -> float:
     """Steps that one worker needs with its own batch, relative to steps with the batches of `workers` workers.
+
+    `numel`: number of parameters; 0: the law alone, as for large models.
 
     >>> round(steps_alone(1.0, 4), 2), round(steps_alone(16.0, 4), 2), round(steps_alone(1e9, 4), 2)
     (1.6, 3.4, 4.0)
+    >>> round(steps_alone(16.0, 4, 350_000), 2), round(steps_alone(16.0, 4, 124_000_000), 2)
+    (2.51, 3.4)
     """
-    return (1 + noise) / (1 + noise / workers)
+    realised = min(1.0, REALISED * (numel / 1e6) ** REALISED_GROWTH) if numel else 1.0
+    more = workers if noise == math.inf else (1 + noise) / (1 + noise / workers)
+    return float(more**realised)
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
@@ -218,6 +233,9 @@ class LocalStepLaw(NamedTuple):
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
 """Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
 workers and 30 to 2000 local steps."""
+LOST, LOST_HIGH = 0.35, 0.39
+"""The part of what several workers save, in logarithms of steps, that 30 local steps lose; H lose it times ln H / ln 30. Median
+and 80th percentile of trainings of 2,000 steps with AdamW and 2 to 8 workers (`python -m bench longrun --fit`)."""
 LEAST_SIZE = 0.1
 """Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
@@ -225,22 +243,27 @@ MUON = 0.4
 LOSS_EXPONENT = 0.0477
 """Exponent from steps to loss: a model trained F times as long has a loss lower by the factor F to this power (2503.09799: L ~
 N^-0.0953 at 20 tokens per parameter)."""
-PUBLISHED_NUMEL, FREE_NUMEL = 350_000, 124_000_000
-"""Model sizes in parameters. From PUBLISHED_NUMEL on, local steps cost what the law predicts; a long run of a transformer of
-this size agrees. From FREE_NUMEL on, codecs of `FREE_KINDS` cost no steps according to Streaming DiLoCo."""
+SHORT_NUMEL, LONG_NUMEL, PUBLISHED_NUMEL, FREE_NUMEL = 350_000, 2_300_000, 35_000_000, 124_000_000
+"""Model sizes in parameters: from SHORT_NUMEL on, rows of short runs no longer count for local steps; LONG_NUMEL is the largest
+model of our long trainings, PUBLISHED_NUMEL the smallest of the published ones. From FREE_NUMEL on, codecs of `FREE_KINDS` cost
+no steps according to Streaming DiLoCo."""
 
 
 def local_step_excess(recipe: Recipe) -> Excess:
-    """Convergence cost of local steps with blocking exchanges, by the published law.
+    """Convergence cost of local steps with blocking exchanges, by our long trainings and by the published law.
 
-    The law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to those of all
-    workers, so ln F falls in proportion to the logarithm of the steps that more data saves.
+    The published law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to
+    those of all workers, so ln F is in proportion to the logarithm of the steps that more data saves.
     """
-    workers = max(1.0, recipe.workers)
-    part = MUON if recipe.optimizer == "muon" else 1.0
-    if recipe.noise and workers > 1:
-        part *= math.log(steps_alone(recipe.noise, workers)) / math.log(workers)
-    logs = [part * math.log(law(workers, recipe.numel, recipe.every)) for law in (LOCAL_STEPS, LOCAL_STEPS_HIGH)]
+    workers, large = recipe.workers, _between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
+    if workers <= 1:
+        return NONE
+    saved = math.log(steps_alone(recipe.noise or math.inf, workers, recipe.numel))
+    if recipe.optimizer == "muon":
+        saved *= MUON
+    logs = [saved * ((1 - large) * min(1.0, lost * math.log(recipe.every) / math.log(30))
+                     + large * math.log(law(workers, recipe.numel, recipe.every)) / math.log(workers))
+            for lost, law in ((LOST, LOCAL_STEPS), (LOST_HIGH, LOCAL_STEPS_HIGH))]
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 
@@ -296,7 +319,7 @@ class _Tables:
         """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
         local = self.look(DENSE_CODEC, small._replace(overlap="", late=False, fragments=1))
-        weight = _between(recipe.numel, self._numel, PUBLISHED_NUMEL)
+        weight = _between(recipe.numel, self._numel, SHORT_NUMEL)
         # More local steps never lower the cost of a codec or a delay.
         extra = [max(of_field) for of_field in zip(*(
             self._extra(codec, small._replace(every=every), recipe.numel)

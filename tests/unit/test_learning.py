@@ -34,6 +34,7 @@ from commlayer.plan_file import inputs_of
 from commlayer.planner import builtin, tables
 from commlayer.planner.convergence import (
     ALONE,
+    LONG_NUMEL,
     MUON,
     NONE,
     Excess,
@@ -165,7 +166,7 @@ def test_local_steps_of_large_models_cost_what_is_published(
 def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
     recipe = Recipe("adam", "updates", 16, "round", workers=4, fragments=4)
     by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel)).high
-               for numel in (400_000, 2_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
+               for numel in (LONG_NUMEL, 8_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
     assert by_size == sorted(by_size, reverse=True)
     assert excess(shipped_rows(), "int8()", recipe._replace(numel=40_000)) == excess(shipped_rows(), "int8()", recipe)
     muon, adam, lion = (excess(shipped_rows(), "int8()", Recipe(name, "updates", 30, workers=16, numel=10**9)).steps
@@ -497,3 +498,16 @@ def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(work
     assert each[-1].steps == pytest.approx(unknown.steps, rel=1e-3)
     for noise, found in zip((0.01, 1.0, 10.0, 100.0), each, strict=False):
         assert 1 + found.steps <= steps_alone(noise, workers) + 1e-9, "no more steps than one worker alone"
+
+
+@given(st.floats(4.5, 10.5), st.integers(2, 32), st.integers(2, 512), st.sampled_from([0.0, 0.5, 4.0, 90.0]))
+def test_local_steps_never_lose_more_than_the_other_workers_data_gains(
+    log10: float, workers: int, every: int, noise: float,
+) -> None:
+    numel = round(10**log10)
+    factors = [1 + local_step_excess(Recipe("adam", "updates", every, workers=workers, numel=round(numel * more),
+                                            noise=noise)).steps for more in (1.0, 1.01)]
+    most = steps_alone(noise or math.inf, workers, min(numel, LONG_NUMEL))
+    assert 1 <= factors[0] <= most * (1 + 1e-9)
+    assert factors[1] == pytest.approx(factors[0], rel=0.02), "no jump between two sizes"
+    assert 1 <= most <= steps_alone(noise or math.inf, workers) <= workers
