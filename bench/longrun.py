@@ -201,11 +201,11 @@ class Store:
                                    "seconds": round(seconds), "torch": str(torch.__version__)}) + "\n")
 
     def final(self, case: Case) -> float | None:
-        if case.schedule == "constant" and case.way == case.way.dense:  # a shorter one is the begin of the longest
-            curve = self.curves.get(case._replace(steps=STEPS).key)
-            return curve[round(LOOKS * case.steps / STEPS) - 1] if curve else None
-        curve = self.curves.get(case.key)
-        return curve[-1] if curve else None
+        if curve := self.curves.get(case.key):
+            return curve[-1]
+        if case.schedule == "constant" and (curve := self.curves.get(case._replace(steps=STEPS).key)):
+            return curve[round(LOOKS * case.steps / STEPS) - 1]  # a shorter training is the beginning of the longest
+        return None
 
 
 def factor_of(case: Case, store: Store, workers: int = 0) -> float | None:
@@ -300,19 +300,23 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
         return {}
 
     ratios = [each.running / each.direct for each in both]
-    alone = [[convergence.steps_alone(batches, case.way.workers) for batches in each] for each in both]
+    alone = [[convergence.steps_alone(batches, case.way.workers, numel_of(case.way.task)) for batches in each] for each in both]
     return {"noise_ratio": round(statistics.median(ratios), 2),
             "noise_30_pct": round(100 * statistics.mean(abs(math.log(ratio)) < math.log(1.3) for ratio in ratios)),
             "alone_error_pct": round(100 * statistics.median(abs(running / direct - 1) for running, direct in alone), 1)}
 
 
 def modelled(case: Case, noise: float = 0.0) -> float:
-    """The convergence factor by the planner's model, which has not seen these trainings. `noise`: the noise scale that was
+    """The convergence factor by the planner's model. `noise`: the noise scale that was
     measured in the synchronous training, in batches of one worker; 0: unknown."""
     way = case.way
-    numel = sum(p.numel() for p in TASKS[way.task](way.seed).model.parameters())
     return 1 + convergence.excess(tables.rows(), way.codec, convergence.Recipe(
-        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel, noise=noise)).steps
+        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel_of(way.task), noise=noise)).steps
+
+
+@functools.cache
+def numel_of(task: str) -> int:
+    return sum(p.numel() for p in TASKS[task](0).model.parameters())
 
 
 def agreement(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -3,8 +3,9 @@
     python -m bench tta --quick --store out/tta.jsonl --json out/tta.json
     python -m bench tta --task digits --link 100m-30ms --link 10m-80ms --system auto --system "DDP fp16" --seeds 3
 
-Four hosts are paced to equal compute (bench/paced): 0.1 s forward and 0.2 s backward. Evaluation uses the mean of all ranks'
-weights and is not timed. Rows are appended to the store as they are measured; the same command resumes an interrupted run.
+The hosts, four unless chosen, are paced to equal compute (bench/paced): 0.1 s forward and 0.2 s backward. Evaluation uses the
+mean of all ranks' weights and is not timed. Rows are appended to the store as they are measured; the same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="for every row (3 for what the summary is of, 1 for others)")
     parser.add_argument("--stretch", type=float, default=1.0, metavar="X",
                         help="slow motion: compute and links X times slower, so that two cores keep up; reports seconds / X")
-    parser.add_argument("--hosts", type=int, default=RANKS, metavar="N", help="of links that are equal for all")
+    parser.add_argument("--hosts", type=int, default=RANKS, metavar="N",
+                        help="number of hosts; other than 4 only on links whose hosts are all alike")
     parser.add_argument("--seconds", type=float, help=f"of each training ({SECONDS:g}; {QUICK_SECONDS:g} with --quick)")
 
 
@@ -74,13 +76,14 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
         return key_of({"task": cell.task, "link": cell.link, "system": cell.system.name, "seed": cell.seed, "seconds": seconds,
                        "data": data[cell.task], "stretch": args.stretch, "hosts": args.hosts})
 
+    networks = {cell.link: links.named(cell.link, args.hosts).stretched(args.stretch) for cell in wanted}
     left = [cell for cell in wanted if args.renew or key(cell) not in store]
     minutes = len(left) * (seconds * args.stretch + AROUND_S) / 60
     say(f"{len(wanted)} rows, {len(wanted) - len(left)} of them in the store; about {minutes:.0f} minutes")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for link in dict.fromkeys(cell.link for cell in left):
         of_link = [cell for cell in left if cell.link == link]
-        network = links.named(link, args.hosts).stretched(args.stretch)
+        network = networks[link]
         with nullcontext() if link == NO_LINK else network.lab() as lab:
             passed = lab is None or check(lab).passed
             for cell in of_link:

@@ -1,4 +1,4 @@
-"""The networks of `bench tta` by name: link rates of four hosts, and their changes during training."""
+"""The networks of `bench tta` by name: link rates of the hosts, four unless chosen, and their changes during training."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ class Network(NamedTuple):
 
 
 def named(link: str, hosts: int = RANKS) -> Network:
-    """The network of that name, with that many hosts if all are equal."""
-    network = NETWORKS.get(link, Network(0, 0, 0))
+    """The network of that name with that many hosts, if its hosts are all alike."""
+    network = Network(0, 0, 0) if link == NO_LINK else NETWORKS[link]
     if hosts == network.hosts:
         return network
-    if network.events or len({*network.slow}) > 1 or not isinstance(network.up, int | float):
-        raise Unmeasurable(f"--hosts {hosts}: the hosts of link {link!r} are not alike; it has {network.hosts}")
+    alike = len({*network.slow}) == 1 and not network.events and not isinstance(network.up, Sequence)
+    if hosts < 1 or not alike:
+        unlike = "" if alike else " that are not alike"
+        raise Unmeasurable(f"--hosts {hosts}: link {link!r} has {network.hosts} hosts{unlike}")
     return network._replace(slow=(1.0,) * hosts)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.tta.links import RANKS
+
 KEY = ("task", "link", "system", "seed", "seconds", "data")
-OTHERS = {"stretch": 1.0, "hosts": 4}
-"""Rows with equal values of these keys are the same measurement; the newest counts. Rows from before a key was there have its
-value here."""
+ADDED_KEYS = {"stretch": 1.0, "hosts": RANKS}
+"""Keys that were added later, and the value of rows without them. Rows with equal values of all keys are the same measurement;
+the newest counts."""
 
 
 class Store:
@@ -54,4 +56,4 @@ def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(row[name] for name in KEY), *(row.get(name, value) for name, value in OTHERS.items()))
+    return (*(row[name] for name in KEY), *(row.get(name, value) for name, value in ADDED_KEYS.items()))

@@ -310,12 +310,12 @@ class TuningController:
             return
         links = state.with_rates(rates)
         if not slower(rates, watch.planned):
-            self._say(f"links are faster than planned: {spelled(rates)} in steps, planned {spelled(watch.planned)}",
+            self._say(f"links are faster than planned: {self._spelled(rates)} in steps, planned {self._spelled(watch.planned)}",
                       logging.DEBUG)  # while a link is found to be faster and faster, many such lines follow each other
             # The links may be even faster, so the probe schedule counts from the time when they were last found no faster.
             self._set_links(structs.replace(state.measured(links, 0.0), reprobe=state.reprobe))
             return
-        self._say(f"links have changed from {spelled(watch.planned)} to {spelled(rates)}: steps take "
+        self._say(f"links have changed from {self._spelled(watch.planned)} to {self._spelled(rates)}: steps take "
                   f"{1e3 * step_s:.1f} ms instead of {1e3 * watch.usual_s:.1f} ms")
         self._plan_for(state, links, step_s, waited_s)
 
@@ -329,8 +329,9 @@ class TuningController:
         rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
         faster = differ(rates, planned)
         self._links = state = structs.replace(state, reprobe=state.reprobe.probed(time.monotonic(), took_s, found=faster))
-        self._say(f"probed the links in {1e3 * took_s:.0f} ms: " + (
-            f"{spelled(rates)} instead of {spelled(planned)}" if faster else f"no faster than {spelled(planned)}"))
+        before = self._spelled(planned)
+        self._say(f"probed the links in {1e3 * took_s:.0f} ms: "
+                  + (f"{self._spelled(rates)} instead of {before}" if faster else f"no faster than {before}"))
         if faster:
             self._plan_for(state, state.with_rates(rates), step_s, state.watch.waited_s)
         else:
@@ -343,6 +344,9 @@ class TuningController:
         self._search(step_s, pace_s)
         if _links_hold(step_s, waited_s):
             self._await(WAITED_STEPS * step_s)
+
+    def _spelled(self, rates: Sequence[Rates]) -> str:
+        return spelled(rates, self._do.node_names())
 
     def _set_links(self, links: LinkState) -> None:
         self._links = links
@@ -362,7 +366,7 @@ class TuningController:
         measured, now = self._do.measure(), time.monotonic()
         links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
         self._set_links(links)
-        self._say(f"links carry {spelled(rates_of(measured.links))}")
+        self._say(f"links carry {self._spelled(rates_of(measured.links))}")
         if line := _uneven(measured):
             self._say(line)
         recent = () if self._lead is None else self._lead.recent

@@ -136,9 +136,9 @@ class QualityGuard:
             self._connection.stream.log.append(NoiseScaleEvent(batches=batches))
         if batches and not 0.5 < self._logged_noise / batches < 2:
             self._logged_noise, world = batches, self._groups.world
-            more = steps_alone(batches, world, self._connection.worker.job.numel)
+            steps = steps_alone(batches, world, self._connection.worker.job.numel)
             self._connection.log(f"gradient noise scale: about {batches:.2g} batches of one worker; one worker alone would "
-                                 f"need {more:.2f} times as many steps as these {world}")
+                                 f"need {steps:.2f} times as many steps as these {world}")
 
     def decide(self, rows: Sequence[GradientError], step_s: float) -> CodecChange | None:
         self._state, change, complaint = quality.decide(self._state, rows, step_s, acts=self.acts)

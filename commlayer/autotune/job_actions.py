@@ -68,7 +68,8 @@ class Measured(NamedTuple):
 
 
 class JobActions:
-    """Carries out what the controller decides. All methods are collective, except `pace`, `record` and those of the search."""
+    """Carries out what the controller decides. `node_names`, `pace`, `record` and the search are local; all other methods are
+    collective."""
 
     def __init__(self, connection: DistributedJob, probe_s: float = PROBE_S) -> None:
         """`probe_s`: seconds of all probes together."""
@@ -93,6 +94,11 @@ class JobActions:
         if self._meter is not None:
             self._connection.on_close.append(self._meter.close)
         return self._meter
+
+    def node_names(self) -> list[str]:
+        """The display name of each node; "" for all if they have the same name."""
+        uplink, groups = self._connection.uplink, self._connection.groups
+        return [uplink.name_of(member.rank) for member in uplink.view.members[:: groups.ranks_per_node]]
 
     def pace(self, links: Sequence[Link]) -> None:
         """Paces uploads of this rank, and of the servers on its node, by the node's measured upload rate."""

@@ -59,18 +59,20 @@ app.add_typer(keys.app, name="keys")
 
 
 def run() -> None:
-    """The entry point. Exit codes: 0 success, 2 an error that the user can fix (one line describes it), 130 Ctrl-C."""
+    """The entry point. Exit codes: 0 success, 1 differences that `plan diff` found, 2 an error that the user can fix (one line
+    describes it), 130 Ctrl-C or the end of input at a question."""
     try:
         sys.exit(app(prog_name="commlayer", standalone_mode=False) or 0)
     except USAGE_ERROR as error:
-        what, command = error.format_message(), error.ctx.command_path if error.ctx else "commlayer"
-        if what:  # empty if the help was printed because there were no arguments
-            print(f"commlayer: {what.rstrip('.')}; see `{command} --help` [E-CLI-OPTION]", file=sys.stderr)
+        message = " ".join(error.format_message().split()).rstrip(".")
+        if message:  # empty if the help was printed because there were no arguments
+            page = f"; see `{error.ctx.command_path} --help`" if error.ctx else ""
+            print(f"commlayer: {message}{page} [E-CLI-OPTION]", file=sys.stderr)
         sys.exit(2)
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
 
 

@@ -481,7 +481,7 @@ def join(address: str, request: Join, config: Config, on_failure: Callable[[Comm
     short = msgspec.structs.replace(request, plan=b"")  # a plan may be large, and the request is repeated often
     try:
         reply = link.register(lambda _: short, config.join_deadline_s if deadline_s is None else deadline_s,
-                             config.join_deadline_s, plan=request.plan, ended=ended)
+                              config.join_deadline_s, plan=request.plan, ended=ended)
     except BaseException as error:
         if isinstance(error, CommError) and not isinstance(error, Refused):
             link.leave(request.token, "stopped waiting for the others")

@@ -87,7 +87,7 @@ class SiteLease:
     def meet(self, wait_s: float) -> messages.JoinReply:
         """Registers the site and waits for its ranks, at most `wait_s`: see CoordinatorChannel.register."""
         reply = self._link.register(lambda waited_s: msgspec.structs.replace(self.request, waited_s=waited_s), wait_s,
-                                   self._config.join_deadline_s, log_wait=self._tell)
+                                    self._config.join_deadline_s, log_wait=self._tell)
         self.request = msgspec.structs.replace(self.request, meeting=reply.meeting)
         self._thread = threading.Thread(target=self._stay, name="commlayer-home", daemon=True)
         self._thread.start()

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -197,14 +197,18 @@ def slower(a: Sequence[Rates], b: Sequence[Rates]) -> bool:
     return any(x < y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
 
 
-def spelled(rates: Sequence[Rates]) -> str:
-    """Formats the rates in Mb/s; one pair if all nodes are equal.
+def spelled(rates: Sequence[Rates], names: Sequence[str] = ()) -> str:
+    """Formats the rates of the nodes in Mb/s; one pair if all are equal.
 
     >>> spelled([Rates(1.734e9, 20e6)])
     '1734/20 Mb/s up/down'
+    >>> spelled([Rates(20e6, 100e6), Rates(10e6, 50e6)], ["ann", "ben"])
+    'ann 20/100, ben 10/50 Mb/s up/down'
     """
     each = [f"{megabits(r.up_bps)}/{megabits(r.down_bps)}" for r in rates]
-    return f"{each[0] if len(set(each)) == 1 else ', '.join(each)} Mb/s up/down"
+    if len(set(each)) == 1:
+        return f"{each[0]} Mb/s up/down"
+    return ", ".join(" ".join(filter(None, pair)) for pair in zip_longest(names, each, fillvalue="")) + " Mb/s up/down"
 
 
 def megabits(bps: float) -> str:

@@ -146,8 +146,8 @@ def one_machine(job: Job, cluster: Cluster, profile: Profile, policy: Policy) ->
         if 0 < node.ranks < cluster.ranks:
             computing_s, others = (timing.forward_s + timing.backward_s) / node.speed, cluster.ranks / node.ranks
             candidates.append(Baseline(ALONE, computing_s * others + timing.update_s / node.speed, node=node.name))
-            if steps := policy.objective == "loss" and alone(profile.learning, policy.optimizer, others, noise_of(job),
-                                                                 job.numel):
+            steps = alone(profile.learning, policy.optimizer, others, noise_of(job), job.numel)
+            if steps and policy.objective == "loss":
                 candidates.append(Baseline(ALONE, computing_s + timing.update_s / node.speed, steps, steps, node.name))
     return [min(candidates, key=lambda one: one.to_loss_s)] if candidates else []
 

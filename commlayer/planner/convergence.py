@@ -6,13 +6,12 @@
 It has three parts, each with its own source.
 
 More data per step. Training with batch B needs 1 + noise_scale / B times as many steps as with an unlimited batch (McCandlish
-et al., 1812.06162). This law estimates one worker alone relative to several. Small models gain less than the law says
-(`REALISED`).
+et al., 1812.06162). This law estimates one worker alone relative to several. Small models gain less than that (`LongRunLaw`).
 
 Local steps. They lose a part of what the data of several workers gains. For models of at least `PUBLISHED_NUMEL` parameters, a
-law fitted to published trainings (`LocalStepLaw`) gives this part; up to `LONG_NUMEL` parameters, our own trainings over
-thousands of steps do (`LOST`). For models as small as those of the short runs, the measured rows do. Between these sizes the
-costs are blended. Rows measured on the user's own model are used without the laws.
+law fitted to published trainings (`LocalStepLaw`) gives this part; up to `LONG_NUMEL` parameters, one fitted to our own
+long trainings does (`LongRunLaw`). For models as small as those of the short runs, the measured rows do. Between these sizes
+the costs are blended. Rows measured on the user's own model are used without the laws.
 
 Codecs and delays. Measured rows on small models, in short runs at a constant learning rate. Measured points are returned as
 measured, made monotonic: a smaller ratio or more local steps never cost less. Between measured points, values are interpolated
@@ -133,24 +132,45 @@ def alone(rows: Iterable[LearningRow], optimizer: str, workers: float, noise: fl
     return steps_alone(noise, workers) if noise else 0.0
 
 
-REALISED, REALISED_GROWTH = 0.88, 0.15
-"""Of models of 1 M parameters, ln of the measured steps of one worker alone, relative to the law's; and the exponent by which
-this part grows with the number of parameters. At a fixed learning rate, small models gain less from more data per step."""
-
-
 def steps_alone(noise: float, workers: float, numel: int = 0) -> float:
     """Steps that one worker needs with its own batch, relative to steps with the batches of `workers` workers.
 
-    `numel`: number of parameters; 0: the law alone, as for large models.
+    `noise`: the gradient noise scale in batches of one worker; it may be infinite. `numel`: number of parameters, for which the
+    law of our long trainings applies (`LongRunLaw`); 0: the noise scale alone decides, as for large models.
 
-    >>> round(steps_alone(1.0, 4), 2), round(steps_alone(16.0, 4), 2), round(steps_alone(1e9, 4), 2)
+    >>> round(steps_alone(1.0, 4), 2), round(steps_alone(16.0, 4), 2), round(steps_alone(math.inf, 4), 2)
     (1.6, 3.4, 4.0)
-    >>> round(steps_alone(16.0, 4, 350_000), 2), round(steps_alone(16.0, 4, 124_000_000), 2)
-    (2.51, 3.4)
+    >>> steps_alone(16.0, 4, 350_000) < steps_alone(16.0, 4, 124_000_000) == steps_alone(16.0, 4)
+    True
     """
-    realised = min(1.0, REALISED * (numel / 1e6) ** REALISED_GROWTH) if numel else 1.0
-    more = workers if noise == math.inf else (1 + noise) / (1 + noise / workers)
-    return float(more**realised)
+    ratio = workers if noise == math.inf else (1 + noise) / (1 + noise / workers)
+    return float(ratio ** (LONG_RUNS.realised_part(numel) if numel else 1.0))
+
+
+class LongRunLaw(NamedTuple):
+    """What our long trainings with AdamW show for models of up to `LONG_NUMEL` parameters, in logarithms of steps.
+
+    At a fixed learning rate, small models gain less from more data per step than the noise scale promises: they realise the
+    part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln H / ln 30) of it, so no
+    number of local steps takes longer than one worker alone.
+
+    The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun --fit` has the fit, and its
+    error on each task when the fit omits that task.
+    """
+
+    realised: float
+    growth: float
+    lost: float
+
+    def realised_part(self, numel: int) -> float:
+        return float(min(1.0, self.realised * (numel / 1e6) ** self.growth))
+
+    def lost_part(self, every: float) -> float:
+        return min(1.0, self.lost * math.log(every) / math.log(30))
+
+
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.73, 0.13, 0.40), LongRunLaw(0.73, 0.13, 0.48)
+"""Median law, and the law with the 80th percentile of the lost part."""
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:
@@ -233,13 +253,11 @@ class LocalStepLaw(NamedTuple):
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
 """Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
 workers and 30 to 2000 local steps."""
-LOST, LOST_HIGH = 0.35, 0.39
-"""The part of what several workers save, in logarithms of steps, that 30 local steps lose; H lose it times ln H / ln 30. Median
-and 80th percentile of trainings of 2,000 steps with AdamW and 2 to 8 workers (`python -m bench longrun --fit`)."""
 LEAST_SIZE = 0.1
 """Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
-"""Muon's ln F relative to AdamW's, for models of at least `PUBLISHED_NUMEL` parameters (MuLoCo, 2505.23725)."""
+"""Muon's ln F relative to AdamW's, as published for models of 150 M to 15 B parameters (MuLoCo, 2505.23725). A transformer of
+0.36 M agrees: 0.3 to 0.55."""
 LOSS_EXPONENT = 0.0477
 """Exponent from steps to loss: a model trained F times as long has a loss lower by the factor F to this power (2503.09799: L ~
 N^-0.0953 at 20 tokens per parameter)."""
@@ -255,15 +273,15 @@ def local_step_excess(recipe: Recipe) -> Excess:
     The published law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to
     those of all workers, so ln F is in proportion to the logarithm of the steps that more data saves.
     """
-    workers, large = recipe.workers, _between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
-    if workers <= 1:
+    if recipe.workers <= 1 or recipe.every <= 1:
         return NONE
+    workers, large = recipe.workers, _between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
     saved = math.log(steps_alone(recipe.noise or math.inf, workers, recipe.numel))
     if recipe.optimizer == "muon":
         saved *= MUON
-    logs = [saved * ((1 - large) * min(1.0, lost * math.log(recipe.every) / math.log(30))
-                     + large * math.log(law(workers, recipe.numel, recipe.every)) / math.log(workers))
-            for lost, law in ((LOST, LOCAL_STEPS), (LOST_HIGH, LOCAL_STEPS_HIGH))]
+    logs = [saved * ((1 - large) * own.lost_part(recipe.every)
+                     + large * math.log(published(workers, recipe.numel, recipe.every)) / math.log(workers))
+            for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH))]
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 
@@ -331,6 +349,8 @@ class _Tables:
 
     def _extra(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
         """For each field of `Excess`, ln of the factor that delay and codec add to blocking dense exchanges."""
+        if recipe.every > 1:  # dense exchanges of local steps were measured with this number of workers only
+            recipe = recipe._replace(workers=ALONE_AMONG)
         paid = 1 - _between(numel, self._numel, FREE_NUMEL) * (place_of(codec, 1)[0] in FREE_KINDS)
         waited = self.look(DENSE_CODEC, recipe._replace(overlap="", late=False, fragments=1))
         delayed, coded = self.look(DENSE_CODEC, recipe), self.look(codec, recipe)

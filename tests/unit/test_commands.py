@@ -260,7 +260,7 @@ def test_one_machine_alone_counts_by_its_own_batch_where_that_is_sooner() -> Non
 @pytest.mark.parametrize(("arguments", "what", "page"), [
     (("--wrong",), "--wrong", ""), (("nothing",), "'nothing'", ""), (("join", "home-1@h:1"), "'SCRIPT'", " join"),
     (("plan", "create"), "'model'", " plan create"), (("serve", "--workers", "x"), "'--workers'", " serve"),
-    (("top", "--replay"), "'--replay'", ""), (("doctor", "a", "b"), "a b", " doctor"),
+    (("doctor", "a", "b"), "a b", " doctor"),
 ])
 def test_wrong_arguments_are_one_line_with_a_code(commlayer, arguments: tuple[str, ...], what: str, page: str) -> None:
     code, out, errors = commlayer(*arguments)

@@ -133,6 +133,9 @@ class Job:
         self.world.meet(self.rank, "probe", None)
         return self.world.links
 
+    def node_names(self) -> list[str]:
+        return ["ann", "ben"]
+
     def any_on_rank_0(self, flag: bool) -> bool:
         return bool(self.world.meet(self.rank, "await", flag)[0])
 

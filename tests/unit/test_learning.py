@@ -500,14 +500,30 @@ def test_local_steps_cost_less_where_the_batch_is_nearer_to_the_noise_scale(work
         assert 1 + found.steps <= steps_alone(noise, workers) + 1e-9, "no more steps than one worker alone"
 
 
-@given(st.floats(4.5, 10.5), st.integers(2, 32), st.integers(2, 512), st.sampled_from([0.0, 0.5, 4.0, 90.0]))
-def test_local_steps_never_lose_more_than_the_other_workers_data_gains(
-    log10: float, workers: int, every: int, noise: float,
+@given(st.floats(4.5, 10.5), st.integers(2, 32), st.integers(2, 10**6), st.sampled_from([0.0, 0.5, 4.0, 90.0]),
+       st.sampled_from(["adam", "muon", "sgd"]))
+def test_local_steps_never_lose_more_than_the_data_of_all_workers_gains(
+    log10: float, workers: int, every: int, noise: float, optimizer: str,
 ) -> None:
     numel = round(10**log10)
-    factors = [1 + local_step_excess(Recipe("adam", "updates", every, workers=workers, numel=round(numel * more),
-                                            noise=noise)).steps for more in (1.0, 1.01)]
-    most = steps_alone(noise or math.inf, workers, min(numel, LONG_NUMEL))
-    assert 1 <= factors[0] <= most * (1 + 1e-9)
-    assert factors[1] == pytest.approx(factors[0], rel=0.02), "no jump between two sizes"
-    assert 1 <= most <= steps_alone(noise or math.inf, workers) <= workers
+    recipe = Recipe(optimizer, "updates", every, workers=workers, numel=numel, noise=noise)
+    cost = local_step_excess(recipe)
+    most = steps_alone(noise or math.inf, workers, numel if numel <= LONG_NUMEL else 0)
+    assert 0 <= cost.steps <= cost.high <= most * (1 + 1e-9) - 1
+    nearby = local_step_excess(recipe._replace(numel=round(numel * 1.01))).steps
+    assert 1 + nearby == pytest.approx(1 + cost.steps, rel=0.02), "no jump between two sizes"
+    assert local_step_excess(recipe._replace(every=2 * every)).steps >= cost.steps
+    more = recipe._replace(workers=2 * workers)
+    assert (1 + local_step_excess(more).steps) / (1 + cost.steps) <= 2, "twice the machines never take longer"
+
+
+@pytest.mark.parametrize("recipe", [Recipe(workers=1, every=8, numel=10**6), Recipe(workers=0, every=8, numel=10**6),
+                                    Recipe(workers=4, every=1, numel=10**6)])
+def test_one_worker_or_one_step_loses_nothing(recipe: Recipe) -> None:
+    assert local_step_excess(recipe) == NONE
+
+
+def test_small_models_gain_less_from_more_data_than_the_noise_scale_promises() -> None:
+    by_size = [steps_alone(16.0, 4, numel) for numel in (10_000, 400_000, 2_000_000, 10**8)]
+    assert by_size == sorted(by_size)
+    assert 1 < by_size[0] < by_size[-1] == steps_alone(16.0, 4)
