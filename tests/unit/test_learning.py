@@ -514,7 +514,7 @@ def test_local_steps_never_lose_more_than_the_data_of_all_workers_gains(
     assert 1 + nearby == pytest.approx(1 + cost.steps, rel=0.02), "no jump between two sizes"
     assert local_step_excess(recipe._replace(every=2 * every)).steps >= cost.steps
     more = recipe._replace(workers=2 * workers)
-    assert (1 + local_step_excess(more).steps) / (1 + cost.steps) <= 2, "twice the machines never take longer"
+    assert (1 + local_step_excess(more).steps) / (1 + cost.steps) <= 2 + 1e-9, "twice the machines never take longer"
 
 
 @pytest.mark.parametrize("recipe", [Recipe(workers=1, every=8, numel=10**6), Recipe(workers=0, every=8, numel=10**6),
