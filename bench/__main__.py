@@ -21,6 +21,7 @@ MEASUREMENTS = {
     "kernels": "bench.kernels",
     "learning": "bench.learning",
     "longrun": "bench.longrun",
+    "longrun-law": "bench.longrun_law",
     "memory": "bench.memory",
     "nodes": "bench.nodes",
     "overhead": "bench.overhead",

@@ -234,17 +234,12 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the task's learning rate")
     parser.add_argument("--batches", type=int, default=1, help="task batches per worker and step, as one larger batch")
     parser.add_argument("--show", action="store_true", help="only print what is measured")
-    parser.add_argument("--fit", action="store_true", help="fit the convergence model to all that is measured")
 
 
 def run(quick: bool, args: argparse.Namespace) -> report.Result:
     """Trains what is missing. A row for each training. "noise": the median noise scale, in batches of all workers together;
     "noise_ratio" to "alone_error_pct": see `noise_errors`; "over_alone": how many times as fast as one worker alone it
     reaches its loss, if exchanges took no time."""
-    if args.fit:
-        from bench import longrun_fit
-
-        return longrun_fit.run()
     torch.set_num_threads(1)
     store, planned = Store(STORE), [
         case for seed in range(args.seeds) for task in (args.task or TASKS)

@@ -165,9 +165,9 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-LAW_ERROR = 0.10
-"""Median error of the law of local steps on papers that the fit omits (`python -m bench published`); on our own trainings it is
-smaller (`python -m bench longrun --fit`)."""
+LAW_ERROR, LONG_ERROR = 0.10, 0.08
+"""Median errors of the laws of local steps: on papers that the fit omits (`python -m bench published`), and on tasks that the
+fit omits (`python -m bench longrun-law`)."""
 
 
 def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
@@ -180,7 +180,8 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
         if job.numel >= SHORT_NUMEL and table.provenance.numel:
-            return (f"x steps: the median error was {LAW_ERROR:.0%} on trainings that the fit omits, and "
+            error, trainings = (LAW_ERROR, "published trainings") if job.numel > LONG_NUMEL else (LONG_ERROR, "our trainings")
+            return (f"x steps: the median error was {error:.0%} on {trainings} not used for the fit, and "
                     f"{off:.0%} for codecs, on small models; -v says more")
         return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
@@ -190,12 +191,12 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
 
 def provenance(job: Job, optimizer: str, workers: int, plan: Plan, rows: tuple[LearningRow, ...]) -> Iterator[str]:
     """Lines that name the sources of the convergence factors."""
-    noise = noise_of(job) or measured_noise(rows, optimizer)
+    noise, measured = noise_of(job) or measured_noise(rows, optimizer), max((row.numel for row in rows), default=0)
     yield ("batch size: training takes 1 + noise scale / batch times the steps of an unlimited batch (McCandlish et al., "
            "1812.06162); "
            f"with a noise scale of {_short(noise)} batches, one worker alone needs "
-           f"{alone(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}")
-    measured = max((row.numel for row in rows), default=0)
+           f"{alone(rows, optimizer, workers, noise_of(job), job.numel):.2f} x the steps of {workers}"
+           + ("; small models gain less than that law says, by our trainings" if 0 < measured < job.numel < LONG_NUMEL else ""))
     small = f"short runs of models of up to {measured:,} parameters at a constant learning rate"
     if not measured:
         yield "local steps, codecs and delays: from your own table"

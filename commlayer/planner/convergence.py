@@ -154,7 +154,7 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln H / ln 30) of it, so no
     number of local steps takes longer than one worker alone.
 
-    The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun --fit` has the fit, and its
+    The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
     """
 

@@ -1,4 +1,7 @@
-"""Fits the convergence model's parts for small models to the trainings of `bench longrun`: `python -m bench longrun --fit`."""
+"""`python -m bench longrun-law`: the law of small models, fitted to the trainings of `bench longrun`.
+
+Each task is also predicted by a law whose fit omits it.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
     return LongRunLaw(realised, growth, float(f"{minimize_scalar(lost_off, bounds=(0.05, 2), method='bounded').x:.2g}"))
 
 
-def run() -> report.Result:
+def run(_quick: bool) -> report.Result:
     """A row for each training: the measured factor, the law's, and that of a law whose fit omits this task."""
     known = trainings(Store(longrun.STORE))
     omitting = {task: fitted([one for one in known if one.task != task]) for task in dict.fromkeys(one.task for one in known)}
