@@ -169,7 +169,7 @@ class LongRunLaw(NamedTuple):
         return min(1.0, self.lost * math.log(every) / math.log(30))
 
 
-LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.73, 0.13, 0.40), LongRunLaw(0.73, 0.13, 0.48)
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.40), LongRunLaw(0.74, 0.14, 0.46)
 """Median law, and the law with the 80th percentile of the lost part."""
 
 
