@@ -165,9 +165,9 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-LAW_ERROR, LONG_ERROR = 0.10, 0.10
-"""Median errors of the laws of local steps: on papers that the fit omits (`python -m bench published`), and on tasks that the
-fit omits (`python -m bench longrun-law`)."""
+LAW_ERROR = 0.10
+"""Median error of both laws of local steps, on papers (`python -m bench published`) and on tasks of our own (`python -m bench
+longrun-law`) that the fit omits."""
 
 
 def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
@@ -180,8 +180,8 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
     if known := table.provenance.errors:
         off = known.get(optimizer, max(known.values()))
         if job.numel >= SHORT_NUMEL and table.provenance.numel:
-            error, trainings = (LAW_ERROR, "published trainings") if job.numel > LONG_NUMEL else (LONG_ERROR, "our trainings")
-            return (f"x steps: the median error was {error:.0%} on {trainings} not used for the fit, and "
+            trainings = "published trainings" if job.numel > LONG_NUMEL else "our trainings"
+            return (f"x steps: the median error was {LAW_ERROR:.0%} on {trainings} not used for the fit, and "
                     f"{off:.0%} for codecs, on small models; -v says more")
         return f"x steps: the median error on held-out tasks was {off:.0%}"
     seeds = max(row.runs for row in table.rows)
