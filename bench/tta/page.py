@@ -16,7 +16,7 @@ from typing import NamedTuple
 from bench.paced.race import LATE_PCT, reached
 from bench.tta import exposed_s
 from bench.tta.links import NETWORKS, NO_LINK
-from bench.tta.store import Store, longest
+from bench.tta.store import Store, usual
 from bench.tta.summary import AIMS, Aim, Place, Row, Times, by_place, loss_delta_pct
 from bench.tta.systems import SYSTEMS, shown
 from commlayer.files import between, write_whole
@@ -172,7 +172,7 @@ PARTS = (Part(PAGE, "summary", figures), Part(PAGE, "rows", table), Part(PAGE, "
 
 
 def main() -> int:
-    rows = longest(Store(KEPT).rows.values())
+    rows = usual(Store(KEPT).rows.values())
     for part in PARTS:
         write_whole({part.page: part.within(part.page.read_text("utf-8"), rows).encode()})
     return 0

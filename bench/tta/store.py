@@ -55,5 +55,10 @@ def longest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(result.values())
 
 
+def usual(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`longest` of the rows that were measured in real time and with the usual number of hosts."""
+    return longest(row for row in rows if all(row.get(name, value) == value for name, value in ADDED_KEYS.items()))
+
+
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return (*(row[name] for name in KEY), *(row.get(name, value) for name, value in ADDED_KEYS.items()))

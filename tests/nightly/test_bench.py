@@ -4,6 +4,7 @@ hold."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -25,20 +26,25 @@ from bench import (
     energy,
     energy_models,
     fuzz,
+    longrun,
+    longrun_law,
     report,
 )
 from bench.fuzz_targets import CODECS, Target, targets
 from bench.paced.pace import BACKWARD_S, FORWARD_S, Pace
 from bench.tasks import TASKS
 from bench.tta import shown
+from bench.tta.links import NO_LINK, named
 from bench.tta.page import KEPT, PARTS, ROOT, Part
-from bench.tta.store import Store, key_of, longest
+from bench.tta.store import Store, key_of, usual
 from bench.tta.summary import summary
 from bench.tta.systems import SYSTEMS
+from bench.virtual_training import Variant
 from commlayer.cluster import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
+from commlayer.planner.convergence import LongRunLaw
 from commlayer.records import Record
 
 RESULT: report.Result = {
@@ -313,4 +319,35 @@ def test_a_store_goes_on_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.page.name}-{part.name}")
 def test_pages_show_the_kept_rows(part: Part) -> None:
     page = part.page.read_text("utf-8")
-    assert page == part.within(page, longest(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
+    assert page == part.within(page, usual(Store(KEPT).rows.values())), "run `python -m bench.tta.page`"
+
+
+# ---- numbers of hosts, and long trainings
+
+
+def test_a_race_has_more_hosts_only_where_all_are_alike() -> None:
+    assert named("10m-80ms", 8).hosts == 8
+    assert named(NO_LINK, 8).stretched(3.0).slow == (3.0,) * 8
+    assert named("trace").hosts == 4
+    for link, hosts in (("trace", 8), ("one slow peer", 2), ("uneven compute", 8), ("10m-80ms", 0)):
+        with pytest.raises(Unmeasurable, match=f"--hosts {hosts}: .*{link}"):
+            named(link, hosts)
+    plain = row("auto", "10m-80ms", 20.0)
+    assert key_of(plain) == key_of(plain | {"hosts": 4, "stretch": 1.0}) != key_of(plain | {"hosts": 8})
+
+
+def test_a_shorter_training_at_a_constant_rate_is_the_beginning_of_the_longest(tmp_path: Path) -> None:
+    store, whole = longrun.Store(tmp_path / "runs.jsonl"), longrun.Case(Variant("gru", "adam"), schedule="constant")
+    assert longrun.Case.read(whole.key) == whole
+    store.add(whole, [5 - 0.1 * i for i in range(longrun.LOOKS)], 1.0)
+    assert [store.final(each) for each in whole.synchronous()] == pytest.approx([4.6, 4.3, 3.9, 3.5, 3.1])
+    assert store.final(longrun.Case(whole.way, steps=longrun.STEPS // 2)) is None, "a decayed rate has no such beginning"
+    assert longrun.factor_of(whole, store) == pytest.approx(1.0)
+
+
+def test_the_law_of_long_trainings_is_found_again() -> None:
+    law = LongRunLaw(0.8, 0.1, 0.3)
+    known = [longrun_law.Training("t", workers, numel, noise, every, 1.0)
+             for workers in (2, 8) for numel in (20_000, 2_000_000) for noise in (5.0, 60.0) for every in (0, 8, 128)]
+    exact = [one._replace(factor=math.exp(longrun_law.log_factor(law, one))) for one in known]
+    assert tuple(longrun_law.fitted(exact)) == pytest.approx(tuple(law), rel=0.02)
