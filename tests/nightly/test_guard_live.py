@@ -135,7 +135,7 @@ def test_under_the_automatic_plan_the_guard_acts_until_the_script_requests_a_pla
         assert min(plan_choice.level(parse(codec)) for codec in first) > 0.01
         assert {plan_choice.level(parse(codec)) for codec in second} == {0.001}
         later = result["decisions"][result["decisions before"][1] :]
-        assert any("the plan stays as it was asked for" in line for line in later)
+        assert any("the plan stays as the user set it" in line for line in later)
         assert result["floor"] > 0.01, "the planner learns it"
 
 
