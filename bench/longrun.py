@@ -302,8 +302,8 @@ def noise_errors(case: Case, store: Store) -> dict[str, Any]:
 
 
 def modelled(case: Case, noise: float = 0.0) -> float:
-    """The convergence factor by the planner's model. `noise`: the noise scale that was
-    measured in the synchronous training, in batches of one worker; 0: unknown."""
+    """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
+    batches of one worker; 0: unknown."""
     way = case.way
     return 1 + convergence.excess(tables.rows(), way.codec, convergence.Recipe(
         way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel_of(way.task), noise=noise)).steps

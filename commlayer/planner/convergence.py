@@ -170,7 +170,7 @@ class LongRunLaw(NamedTuple):
 
 
 LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.40), LongRunLaw(0.74, 0.14, 0.46)
-"""Median law, and the law with the 80th percentile of the lost part."""
+"""Median law, and the law with the least 80 % quantile loss, whose factor 74 % of the trainings keep."""
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:

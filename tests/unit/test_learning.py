@@ -163,7 +163,7 @@ def test_local_steps_of_large_models_cost_what_is_published(
     assert 0 <= result.loss <= result.loss_high < 0.1
 
 
-def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
+def test_from_10_m_parameters_on_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
     recipe = Recipe("adam", "updates", 16, "round", workers=4, fragments=4)
     by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel)).high
                for numel in (10_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
