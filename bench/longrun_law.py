@@ -55,8 +55,9 @@ def trainings(store: Store) -> list[Training]:
 
 
 def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
-    """The law with the least absolute error, then the part that this share of the trainings with local steps loses at most. A
-    training of one worker alone counts as much as the three with local steps in the same setting."""
+    """Fits realised and growth to the least absolute error, with a free lost part. Then takes as lost part the quantile of what
+    the trainings with local steps lost. A training of one worker alone counts as much as the three with local steps in the
+    same setting."""
     weights = np.array([1 if one.every else 3 for one in known])
 
     def off(parameters: np.ndarray) -> float:
@@ -69,9 +70,9 @@ def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
     starts = [np.array((realised, growth, 0.4)) for realised in (0.6, 0.8, 1.0) for growth in (0.05, 0.15, 0.3)]
     best = min((minimize(off, start, method="Nelder-Mead", options=options) for start in starts), key=lambda found: found.fun)
     realised, growth = (float(f"{value:.2g}") for value in best.x[:2])
-    tenth = LongRunLaw(realised, growth, 0.1)  # so small that the limit of the lost part is far
-    lost = [0.1 * math.log(one.factor) / log_factor(tenth, one) for one in known if one.every]
-    return tenth._replace(lost=math.ceil(100 * np.quantile(lost, quantile, method="higher")) / 100)
+    small = LongRunLaw(realised, growth, 0.1)  # at 0.1, log_factor is proportional to `lost`: lost_part does not reach 1
+    lost = [small.lost * math.log(one.factor) / log_factor(small, one) for one in known if one.every]
+    return small._replace(lost=math.ceil(100 * np.quantile(lost, quantile, method="higher")) / 100)
 
 
 def run(_quick: bool) -> report.Result:

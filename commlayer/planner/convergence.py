@@ -170,7 +170,7 @@ class LongRunLaw(NamedTuple):
 
 
 LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.41), LongRunLaw(0.74, 0.14, 0.48)
-"""Median law, and the law whose factor at least 80 % of the trainings keep."""
+"""Median law, and the cautious law: at least 80 % of the trainings need at most its factor."""
 
 
 def measured_noise(rows: Iterable[LearningRow], optimizer: str) -> float:

@@ -44,7 +44,7 @@ from commlayer.cluster import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
-from commlayer.planner.convergence import LongRunLaw
+from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw
 from commlayer.records import Record
 
 RESULT: report.Result = {
@@ -351,3 +351,11 @@ def test_the_law_of_long_trainings_is_found_again() -> None:
              for workers in (2, 8) for numel in (20_000, 2_000_000) for noise in (5.0, 60.0) for every in (0, 8, 128)]
     exact = [one._replace(factor=math.exp(longrun_law.log_factor(law, one))) for one in known]
     assert tuple(longrun_law.fitted(exact)) == pytest.approx(tuple(law), rel=0.02)
+
+
+def test_the_shipped_laws_are_those_of_the_stored_trainings() -> None:
+    known = longrun_law.trainings(longrun.Store(longrun.STORE))
+    assert longrun_law.fitted(known) == LONG_RUNS
+    assert longrun_law.fitted(known, 0.8) == LONG_RUNS_HIGH
+    kept = [longrun_law.log_factor(LONG_RUNS_HIGH, one) >= math.log(one.factor) for one in known if one.every]
+    assert sum(kept) >= 0.8 * len(kept)

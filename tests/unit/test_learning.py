@@ -163,11 +163,13 @@ def test_local_steps_of_large_models_cost_what_is_published(
     assert 0 <= result.loss <= result.loss_high < 0.1
 
 
-def test_from_10_m_parameters_on_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
+def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
     recipe = Recipe("adam", "updates", 16, "round", workers=4, fragments=4)
-    by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel)).high
-               for numel in (10_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
-    assert by_size == sorted(by_size, reverse=True)
+    by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel))
+               for numel in (LONG_NUMEL, 8_000_000, 10_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
+    assert [each.steps for each in by_size] == sorted((each.steps for each in by_size), reverse=True)
+    highs = [each.high for each in by_size[2:]]  # below 10 M, the cautious factor differs by less than the spread of its sources
+    assert highs == sorted(highs, reverse=True)
     assert excess(shipped_rows(), "int8()", recipe._replace(numel=40_000)) == excess(shipped_rows(), "int8()", recipe)
     muon, adam, lion = (excess(shipped_rows(), "int8()", Recipe(name, "updates", 30, workers=16, numel=10**9)).steps
                         for name in ("muon", "adam", "lion"))
