@@ -141,13 +141,17 @@ def cases(
     whole = Case(dense, STEPS, schedule)
     others = [structs.replace(local[0], every=every, outer=outer)
               for every, outer in ((32, "diloco"), (128, "diloco"), (32, "plain"))]
-    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local)]
-    return list(dict.fromkeys([*first, *whole.synchronous(), coded, *(Case(way, STEPS, schedule) for way in others)]))
+    first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
+    rest = [coded, *(Case(way, STEPS, schedule) for way in (*others, *local[3:]))]
+    return list(dict.fromkeys([*first, *whole.synchronous(), *rest]))
 
 
 def local_ways(dense: Variant) -> list[Variant]:
-    """Local steps with the outer optimizer of the rule, the most telling first."""
-    return [structs.replace(dense, codec="int4()", codes="updates", every=every) for every in (32, 128, 8)]
+    """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
+    way = structs.replace(dense, codec="int4()", codes="updates")
+    overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 8), (32, 1), (32, 4), (32, 8))
+    return [*(structs.replace(way, every=every) for every in (32, 128, 8, 2, 4)),
+            *(structs.replace(way, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
 
 
 def rate_of(task: learning_tasks.Task, optimizer: str) -> float:
@@ -305,8 +309,12 @@ def modelled(case: Case, noise: float = 0.0) -> float:
     """The convergence factor by the planner's model. `noise`: the noise scale that was measured in the synchronous training, in
     batches of one worker; 0: unknown."""
     way = case.way
-    return 1 + convergence.excess(tables.rows(), way.codec, convergence.Recipe(
-        way.optimizer, way.codes, way.every, way.overlap, workers=way.workers, numel=numel_of(way.task), noise=noise)).steps
+    return 1 + convergence.excess(tables.rows(), way.codec, recipe_of(way)._replace(noise=noise)).steps
+
+
+def recipe_of(way: Variant) -> convergence.Recipe:
+    return convergence.Recipe(way.optimizer, way.codes, way.every, way.overlap, way.late, way.workers, way.fragments,
+                              numel_of(way.task))
 
 
 @functools.cache
@@ -332,4 +340,5 @@ def label(case: Case) -> str:
         return "synchronous" if way == way.dense else f"synchronous, {way.codec}"
     usual = "averaging" if way.optimizer == "sgd" else "norm-matched averaging"
     outer = {"": usual, "plain": "averaging", "diloco": "Nesterov"}[way.outer]
-    return f"{way.every} local steps, {way.codec}, {outer}"
+    overlap = f" overlapped in {way.fragments}" if way.overlap else ""
+    return f"{way.every} local steps{overlap}, {way.codec}, {outer}"

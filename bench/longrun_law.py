@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,25 +18,43 @@ from scipy.stats import spearmanr
 from bench import longrun, report
 from bench.longrun import Case, Store
 from bench.virtual_training import Variant
-from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw, steps_alone
+from commlayer.planner.convergence import LATE_MERGE, LATE_MERGE_HIGH, LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw, steps_alone
 
 
 class Training(NamedTuple):
-    """A measured convergence factor: of one worker alone (`every` is 0), or of local steps."""
+    """A measured convergence factor of local steps, or of one worker alone."""
 
     task: str
     workers: int
     numel: int
     noise: float
     """In batches of one worker."""
+    training: str
     every: int
+    """Local steps; 0: one worker alone."""
+    fragments: int
+    """Of an overlapped exchange; 0: the exchange blocks."""
     factor: float
 
 
-def log_factor(law: LongRunLaw, one: Training) -> float:
+def log_factor(law: LongRunLaw, one: Training, late: float = LATE_MERGE) -> float:
     """ln of the law's factor."""
     saved = law.realised_part(one.numel) * math.log(steps_alone(one.noise, one.workers))
-    return saved * (law.lost_part(one.every) if one.every else 1.0)
+    return saved * (law.lost_part(one.every, one.fragments and late / one.fragments) if one.every else 1.0)
+
+
+def fitted_late(known: Sequence[Training], quantile: float = 0.5) -> float:
+    """`LATE_MERGE`: a quantile of what overlapped trainings lost in addition to the blocking ones with as many local steps. A
+    training with F fragments weighs 1 / F, because its difference is multiplied by F."""
+    blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
+    found = []
+    for one in known:
+        if one.fragments and (other := blocking.get(one._replace(fragments=0, training="", factor=0.0))):
+            thirty = log_factor(LONG_RUNS, one._replace(every=30, fragments=0))
+            found.append((one.fragments * math.log(one.factor / other) / thirty, 1 / one.fragments))
+    found.sort()
+    sums = list(accumulate(weight for _, weight in found))
+    return next(late for (late, _), so_far in zip(found, sums, strict=True) if so_far >= quantile * sums[-1])
 
 
 def trainings(store: Store) -> list[Training]:
@@ -46,18 +65,20 @@ def trainings(store: Store) -> list[Training]:
         usual = Variant(way.task, "adam", workers=way.workers, seed=way.seed, batches=way.batches)
         if case != Case(usual):
             continue
-        local = {way.every: Case(way) for way in longrun.local_ways(way)}
-        for every, each in {0: longrun.alone_of(case), **local}.items():
+        for each in (longrun.alone_of(case), *map(Case, longrun.local_ways(way))):
             factor, noise = longrun.factor_of(each, store, way.workers), longrun.noise_of(case, store)
             if factor and noise and way.workers > 1:
-                result.append(Training(way.task, way.workers, longrun.numel_of(way.task), noise, every, factor))
+                result.append(Training(way.task, way.workers, longrun.numel_of(way.task), noise, longrun.label(each),
+                                       each.way.every if each.way.updates else 0,
+                                       each.way.fragments if each.way.overlap else 0, factor))
     return result
 
 
 def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
-    """Fits realised and growth to the least absolute error, with a free lost part. Then takes as lost part the quantile of what
-    the trainings with local steps lost. A training of one worker alone counts as much as the three with local steps in the
-    same setting."""
+    """Fits to the trainings that do not overlap: realised and growth to the least absolute error, with a free lost part. Then
+    takes as lost part the quantile of what the trainings with local steps lost. A training of one worker alone counts as much
+    as three with local steps."""
+    known = [one for one in known if not one.fragments]
     weights = np.array([1 if one.every else 3 for one in known])
 
     def off(parameters: np.ndarray) -> float:
@@ -82,15 +103,17 @@ def run(_quick: bool) -> report.Result:
     absent = [math.exp(log_factor(omitting[one.task], one)) for one in known]
     rows: list[dict[str, Any]] = [
         {"task": one.task, "workers": one.workers, "noise": round(one.noise / one.workers, 1),
-         "training": f"{one.every} local steps" if one.every else "alone", "factor": round(one.factor, 2),
+         "training": one.training, "factor": round(one.factor, 2),
          "law": round(math.exp(log_factor(LONG_RUNS, one)), 2), "left_out": round(out, 2)}
         for one, out in zip(known, absent, strict=True)]
-    covered = [log_factor(LONG_RUNS_HIGH, one) >= math.log(one.factor) for one in known if one.every]
+    covered = [log_factor(LONG_RUNS_HIGH, one, LATE_MERGE_HIGH) >= math.log(one.factor) for one in known if one.every]
     summary: dict[str, Any] = {
         "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted(known, 0.8))),
-        "below_the_cautious_factor": statistics.mean(covered)}
-    for name, local in (("local_steps", True), ("alone", False)):
-        chosen = [row for one, row in zip(known, rows, strict=True) if bool(one.every) == local]
+        "below_the_cautious_factor": statistics.mean(covered),
+        "late_merge": fitted_late(known), "late_merge_cautious": fitted_late(known, 0.8)}
+    kinds = ["alone" if not one.every else "overlapped" if one.fragments else "local_steps" for one in known]
+    for name in dict.fromkeys(kinds):
+        chosen = [row for kind, row in zip(kinds, rows, strict=True) if kind == name]
         for key in ("law", "left_out"):
             errors = [abs(row[key] / row["factor"] - 1) for row in chosen]
             summary |= {f"{name}_{key}_median_pct": 100 * statistics.median(errors),

@@ -20,7 +20,7 @@ need fewer additional steps for codecs of 4 bits and more, and none from `FREE_N
 
 Rows are for exchanges of the whole model that either block or are merged one outer step (H local steps) later. With F
 fragments, each is merged H / F steps later; its cost is interpolated between these two. Measurements with lags of 3 and 5 of 16
-steps agree.
+steps agree. For larger models, both laws price the delay in the same proportion to 1 / F (`LATE_MERGE`).
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class LongRunLaw(NamedTuple):
     """What our long trainings with AdamW show for models of up to `LONG_NUMEL` parameters, in logarithms of steps.
 
     At a fixed learning rate, small models gain less from more data per step than the noise scale promises: they realise the
-    part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln H / ln 30) of it, so no
-    number of local steps takes longer than one worker alone.
+    part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
+    / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
+    steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -165,11 +166,12 @@ class LongRunLaw(NamedTuple):
     def realised_part(self, numel: int) -> float:
         return float(min(1.0, self.realised * (numel / 1e6) ** self.growth))
 
-    def lost_part(self, every: float) -> float:
-        return min(1.0, self.lost * math.log(every) / math.log(30))
+    def lost_part(self, every: float, late: float = 0.0) -> float:
+        """`late`: what a late merge costs in addition, relative to 30 local steps."""
+        return min(1.0, self.lost * (math.log((every + 1) / 2) / math.log(15.5) + late))
 
 
-LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.41), LongRunLaw(0.74, 0.14, 0.48)
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4), LongRunLaw(0.74, 0.14, 0.46)
 """Median law, and the cautious law: at least 80 % of the trainings need at most its factor."""
 
 
@@ -253,6 +255,10 @@ class LocalStepLaw(NamedTuple):
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
 """Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
 workers and 30 to 2000 local steps."""
+LATE_MERGE, LATE_MERGE_HIGH = 0.24, 0.63
+"""What merging the whole model one outer step late costs in addition, relative to 30 local steps: the median, and the 80th
+percentile. F fragments cost 1 / F of it. Fitted to trainings with 2 to 32 local steps and 1 to 8 fragments (`python -m bench
+longrun-law`)."""
 LEAST_SIZE = 0.1
 """Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
@@ -268,20 +274,22 @@ no steps according to Streaming DiLoCo."""
 
 
 def local_step_excess(recipe: Recipe) -> Excess:
-    """Convergence cost of local steps with blocking exchanges, by our long trainings and by the published law.
+    """Convergence cost of local steps by our long trainings and by the published law, which is for blocking exchanges.
 
     The published law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to
     those of all workers, so ln F is in proportion to the logarithm of the steps that more data saves.
     """
-    if recipe.workers <= 1 or recipe.every <= 1:
+    if recipe.workers <= 1 or (recipe.every <= 1 and recipe.overlap != "round"):
         return NONE
     workers, large = recipe.workers, _between(recipe.numel, LONG_NUMEL, PUBLISHED_NUMEL)
     saved = math.log(steps_alone(recipe.noise or math.inf, workers, recipe.numel))
     if recipe.optimizer == "muon":
         saved *= MUON
-    logs = [saved * ((1 - large) * own.lost_part(recipe.every)
-                     + large * math.log(published(workers, recipe.numel, recipe.every)) / math.log(workers))
-            for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH))]
+    logs = []
+    for own, published, whole in ((LONG_RUNS, LOCAL_STEPS, LATE_MERGE), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH, LATE_MERGE_HIGH)):
+        late = whole / recipe.fragments if recipe.overlap == "round" else 0.0
+        part = math.log(published(workers, recipe.numel, recipe.every * 30**late)) / math.log(workers)
+        logs.append(saved * ((1 - large) * own.lost_part(recipe.every, late) + large * part))
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 
@@ -336,9 +344,9 @@ class _Tables:
     def _sized(self, codec: str, recipe: Recipe, family: str) -> Excess:
         """Convergence cost for a model larger than the measured ones, with the rows of one optimizer family."""
         small = recipe._replace(numel=0, optimizer=family)
-        local = self.look(DENSE_CODEC, small._replace(overlap="", late=False, fragments=1))
+        local = self.look(DENSE_CODEC, small._replace(late=False))
         weight = _between(recipe.numel, self._numel, SHORT_NUMEL)
-        # More local steps never lower the cost of a codec or a delay.
+        # More local steps never lower the cost of a codec.
         extra = [max(of_field) for of_field in zip(*(
             self._extra(codec, small._replace(every=every), recipe.numel)
             for every in sorted({2**i for i in range(recipe.every.bit_length())} | {recipe.every})), strict=True)]
@@ -348,15 +356,15 @@ class _Tables:
         return Excess(steps, max(steps, high), loss, max(loss, loss_high))
 
     def _extra(self, codec: str, recipe: Recipe, numel: int) -> tuple[float, ...]:
-        """For each field of `Excess`, ln of the factor that delay and codec add to blocking dense exchanges."""
+        """For each field of `Excess`, ln of the factor that late averages and a codec add to dense exchanges."""
         if recipe.every > 1:  # dense exchanges of local steps were measured with this number of workers only
             recipe = recipe._replace(workers=ALONE_AMONG)
         paid = 1 - _between(numel, self._numel, FREE_NUMEL) * (place_of(codec, 1)[0] in FREE_KINDS)
-        waited = self.look(DENSE_CODEC, recipe._replace(overlap="", late=False, fragments=1))
-        delayed, coded = self.look(DENSE_CODEC, recipe), self.look(codec, recipe)
+        prompt, dense, coded = (self.look(DENSE_CODEC, recipe._replace(late=False)), self.look(DENSE_CODEC, recipe),
+                                self.look(codec, recipe))
         return tuple(
             max(0.0, math.log1p(late) - math.log1p(own)) + paid * max(0.0, math.log1p(both) - math.log1p(late))
-            for own, late, both in zip(waited, delayed, coded, strict=True))
+            for own, late, both in zip(prompt, dense, coded, strict=True))
 
     def _sooner(self, codec: str, recipe: Recipe) -> Excess:
         """Cost of overlapped fragments. A fragment is merged H / fragments steps after it was sent, so the cost is at most that

@@ -168,7 +168,7 @@ def test_larger_models_pay_less_and_measured_sizes_what_was_measured() -> None:
     by_size = [excess(shipped_rows(), "int8()", recipe._replace(numel=numel))
                for numel in (LONG_NUMEL, 8_000_000, 10_000_000, 35_000_000, 124_000_000, 10**9, 10**10)]
     assert [each.steps for each in by_size] == sorted((each.steps for each in by_size), reverse=True)
-    highs = [each.high for each in by_size[2:]]  # from 2.3 to 5 M, the cautious factor rises by 1 %
+    highs = [each.high for each in by_size[2:]]  # from 2.3 to 5 M, the cautious factor rises from 1.715 to 1.731
     assert highs == sorted(highs, reverse=True)
     assert excess(shipped_rows(), "int8()", recipe._replace(numel=40_000)) == excess(shipped_rows(), "int8()", recipe)
     muon, adam, lion = (excess(shipped_rows(), "int8()", Recipe(name, "updates", 30, workers=16, numel=10**9)).steps
