@@ -43,18 +43,27 @@ def log_factor(law: LongRunLaw, one: Training, late: float = LATE_MERGE) -> floa
     return saved * (law.lost_part(one.every, one.fragments and late / one.fragments) if one.every else 1.0)
 
 
-def fitted_late(known: Sequence[Training], quantile: float = 0.5) -> float:
-    """`LATE_MERGE`: a quantile of what overlapped trainings lost in addition to the blocking ones with as many local steps. A
+def fitted_late(known: Sequence[Training]) -> float:
+    """`LATE_MERGE`: the median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A
     training with F fragments weighs 1 / F, because its difference is multiplied by F."""
     blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
     found = []
     for one in known:
-        if one.fragments and (other := blocking.get(one._replace(fragments=0, training="", factor=0.0))):
+        if one.fragments and (other := blocking.get(one._replace(training="", fragments=0, factor=0.0))):
             thirty = log_factor(LONG_RUNS, one._replace(every=30, fragments=0))
             found.append((one.fragments * math.log(one.factor / other) / thirty, 1 / one.fragments))
     found.sort()
     sums = list(accumulate(weight for _, weight in found))
-    return next(late for (late, _), so_far in zip(found, sums, strict=True) if so_far >= quantile * sums[-1])
+    return round(next(late for (late, _), so_far in zip(found, sums, strict=True) if so_far >= sums[-1] / 2), 2)
+
+
+def fitted_late_high(known: Sequence[Training]) -> float:
+    """`LATE_MERGE_HIGH`: with it and `LONG_RUNS_HIGH`, 80 % of the overlapped trainings need at most the law's factor."""
+    overlapped = [one for one in known if one.fragments]
+    for late in (hundredths / 100 for hundredths in range(1000)):
+        if statistics.mean(log_factor(LONG_RUNS_HIGH, one, late) >= math.log(one.factor) for one in overlapped) >= 0.8:
+            return late
+    return math.inf
 
 
 def trainings(store: Store) -> list[Training]:
@@ -110,7 +119,7 @@ def run(_quick: bool) -> report.Result:
     summary: dict[str, Any] = {
         "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted(known, 0.8))),
         "below_the_cautious_factor": statistics.mean(covered),
-        "late_merge": fitted_late(known), "late_merge_cautious": fitted_late(known, 0.8)}
+        "late_merge": fitted_late(known), "late_merge_cautious": fitted_late_high(known)}
     kinds = ["alone" if not one.every else "overlapped" if one.fragments else "local_steps" for one in known]
     for name in dict.fromkeys(kinds):
         chosen = [row for kind, row in zip(kinds, rows, strict=True) if kind == name]

@@ -27,7 +27,7 @@ Price = tuple[float, float]
 WORTH = 0.02
 """A plan is tried only if it is predicted to reach a loss sooner by this fraction. Predictions are less accurate than that,
 but a few steps show the difference."""
-LEAVES = 0.85
+LEAVES = 0.95
 """Local steps replace averaged gradients only if they reduce the time to a loss to this fraction. (With three quarters, links
 of 50 Mb/s reached a loss later than links of 10 Mb/s.)"""
 MOST_STEPS = 3.0

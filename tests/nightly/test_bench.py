@@ -359,5 +359,5 @@ def test_the_shipped_laws_are_those_of_the_stored_trainings() -> None:
     assert longrun_law.fitted(known, 0.8) == LONG_RUNS_HIGH
     kept = [longrun_law.log_factor(LONG_RUNS_HIGH, one, LATE_MERGE_HIGH) >= math.log(one.factor) for one in known if one.every]
     assert sum(kept) >= 0.8 * len(kept)
-    assert longrun_law.fitted_late(known) == pytest.approx(LATE_MERGE, abs=0.01)
-    assert longrun_law.fitted_late(known, 0.8) == pytest.approx(LATE_MERGE_HIGH, abs=0.01)
+    assert longrun_law.fitted_late(known) == LATE_MERGE
+    assert longrun_law.fitted_late_high(known) == LATE_MERGE_HIGH
