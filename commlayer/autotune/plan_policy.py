@@ -28,8 +28,8 @@ WORTH = 0.02
 """A plan is tried only if it is predicted to reach a loss sooner by this fraction. Predictions are less accurate than that,
 but a few steps show the difference."""
 LEAVES = 0.95
-"""Local steps replace averaged gradients only if they reduce the time to a loss to this fraction. (With three quarters, links
-of 50 Mb/s reached a loss later than links of 10 Mb/s.)"""
+"""Local steps replace averaged gradients only if they reduce the time to a loss to this fraction. Their convergence factors are
+cautious; the margin is for errors of predicted step times."""
 MOST_STEPS = 3.0
 """Plans whose convergence factor exceeds this are never chosen: no predicted step time is accurate enough to justify them."""
 TRIED = 5
