@@ -40,18 +40,21 @@ class Training(NamedTuple):
 def log_factor(law: LongRunLaw, one: Training, late: float = LATE_MERGE) -> float:
     """ln of the law's factor."""
     saved = law.realised_part(one.numel) * math.log(steps_alone(one.noise, one.workers))
-    return saved * (law.lost_part(one.every, one.fragments and late / one.fragments) if one.every else 1.0)
+    if not one.every:
+        return saved
+    return saved * law.lost_part(one.every, late * math.pow(one.fragments, -1.5) if one.fragments else 0.0)
 
 
 def fitted_late(known: Sequence[Training]) -> float:
     """`LATE_MERGE`: the median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A
-    training with F fragments weighs 1 / F, because its difference is multiplied by F."""
+    training with F fragments weighs F^-1.5, because its difference is multiplied by F^1.5."""
     blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
     found = []
     for one in known:
         if one.fragments and (other := blocking.get(one._replace(training="", fragments=0, factor=0.0))):
             thirty = log_factor(LONG_RUNS, one._replace(every=30, fragments=0))
-            found.append((one.fragments * math.log(one.factor / other) / thirty, 1 / one.fragments))
+            weight = math.pow(one.fragments, -1.5)
+            found.append((math.log(one.factor / other) / thirty / weight, weight))
     found.sort()
     sums = list(accumulate(weight for _, weight in found))
     return round(next(late for (late, _), so_far in zip(found, sums, strict=True) if so_far >= sums[-1] / 2), 2)

@@ -20,7 +20,7 @@ need fewer additional steps for codecs of 4 bits and more, and none from `FREE_N
 
 Rows are for exchanges of the whole model that either block or are merged one outer step (H local steps) later. With F
 fragments, each is merged H / F steps later; its cost is interpolated between these two. Measurements with lags of 3 and 5 of 16
-steps agree. For larger models, both laws price the delay in the same proportion to 1 / F (`LATE_MERGE`).
+steps agree. For larger models, both laws price the delay in proportion to F^-1.5 (`LATE_MERGE`).
 """
 
 from __future__ import annotations
@@ -255,8 +255,8 @@ class LocalStepLaw(NamedTuple):
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
 """Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
 workers and 30 to 2000 local steps."""
-LATE_MERGE, LATE_MERGE_HIGH = 0.24, 0.35
-"""What merging the whole model one outer step late costs in addition, relative to 30 local steps; F fragments cost 1 / F of it.
+LATE_MERGE, LATE_MERGE_HIGH = 0.34, 0.49
+"""What merging the whole model one outer step late costs more, relative to 30 local steps. F fragments cost F^-1.5 of that.
 The median of trainings with 2 to 32 local steps and 1 to 8 fragments; and with the cautious law of local steps, the value with
 which 80 % of them need at most the factor (`python -m bench longrun-law`)."""
 LEAST_SIZE = 0.1
@@ -287,7 +287,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
         saved *= MUON
     logs = []
     for own, published, whole in ((LONG_RUNS, LOCAL_STEPS, LATE_MERGE), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH, LATE_MERGE_HIGH)):
-        late = whole / recipe.fragments if recipe.overlap == "round" else 0.0
+        late = whole / recipe.fragments**1.5 if recipe.overlap == "round" else 0.0
         part = math.log(published(workers, recipe.numel, recipe.every * 30**late)) / math.log(workers)
         logs.append(saved * ((1 - large) * own.lost_part(recipe.every, late) + large * part))
     steps, high = logs[0], max(logs)
