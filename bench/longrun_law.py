@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from bench import longrun, report
 from bench.longrun import Case, Store
 from bench.virtual_training import Variant
-from commlayer.planner.convergence import LATE_MERGE, LATE_MERGE_HIGH, LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw, steps_alone
+from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw, steps_alone
 
 
 class Training(NamedTuple):
@@ -37,36 +37,10 @@ class Training(NamedTuple):
     factor: float
 
 
-def log_factor(law: LongRunLaw, one: Training, late: float = LATE_MERGE) -> float:
+def log_factor(law: LongRunLaw, one: Training) -> float:
     """ln of the law's factor."""
     saved = law.realised_part(one.numel) * math.log(steps_alone(one.noise, one.workers))
-    if not one.every:
-        return saved
-    return saved * law.lost_part(one.every, late * math.pow(one.fragments, -1.5) if one.fragments else 0.0)
-
-
-def fitted_late(known: Sequence[Training]) -> float:
-    """`LATE_MERGE`: the median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A
-    training with F fragments weighs F^-1.5, because its difference is multiplied by F^1.5."""
-    blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
-    found = []
-    for one in known:
-        if one.fragments and (other := blocking.get(one._replace(training="", fragments=0, factor=0.0))):
-            thirty = log_factor(LONG_RUNS, one._replace(every=30, fragments=0))
-            weight = math.pow(one.fragments, -1.5)
-            found.append((math.log(one.factor / other) / thirty / weight, weight))
-    found.sort()
-    sums = list(accumulate(weight for _, weight in found))
-    return round(next(late for (late, _), so_far in zip(found, sums, strict=True) if so_far >= sums[-1] / 2), 2)
-
-
-def fitted_late_high(known: Sequence[Training]) -> float:
-    """`LATE_MERGE_HIGH`: with it and `LONG_RUNS_HIGH`, 80 % of the overlapped trainings need at most the law's factor."""
-    overlapped = [one for one in known if one.fragments]
-    for late in (hundredths / 100 for hundredths in range(1000)):
-        if statistics.mean(log_factor(LONG_RUNS_HIGH, one, late) >= math.log(one.factor) for one in overlapped) >= 0.8:
-            return late
-    return math.inf
+    return saved * law.lost_part(one.every, one.fragments) if one.every else saved
 
 
 def trainings(store: Store) -> list[Training]:
@@ -86,7 +60,42 @@ def trainings(store: Store) -> list[Training]:
     return result
 
 
-def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
+def fitted(known: Sequence[Training]) -> LongRunLaw:
+    """The median law."""
+    law = _fitted_lost(known, 0.5)
+    return law._replace(late=_fitted_late(law, known))
+
+
+def fitted_high(known: Sequence[Training]) -> LongRunLaw:
+    """The cautious law: the 80th percentile of what blocking trainings lost, and the smallest `late` with which 80 % of the
+    overlapped trainings need at most the law's factor."""
+    law, overlapped = _fitted_lost(known, 0.8), [one for one in known if one.fragments]
+    for late in (hundredths / 100 for hundredths in range(1000)):
+        if sum(covers(law._replace(late=late), one) for one in overlapped) >= 0.8 * len(overlapped):
+            return law._replace(late=late)
+    return law._replace(late=math.inf)
+
+
+def covers(law: LongRunLaw, one: Training) -> bool:
+    return log_factor(law, one) >= math.log(one.factor)
+
+
+def _fitted_late(law: LongRunLaw, known: Sequence[Training]) -> float:
+    """The median of what overlapped trainings lost in addition to the blocking ones with as many local steps. A training with F
+    fragments weighs F^-1.5, because its difference is multiplied by F^1.5."""
+    blocking = {one._replace(training="", factor=0.0): one.factor for one in known if not one.fragments}
+    lates = []
+    for one in known:
+        if one.fragments and (other := blocking.get(one._replace(training="", fragments=0, factor=0.0))):
+            thirty = log_factor(law, one._replace(every=30, fragments=0))
+            weight = math.pow(one.fragments, -1.5)
+            lates.append((math.log(one.factor / other) / thirty / weight, weight))
+    lates.sort()
+    sums = list(accumulate(weight for _, weight in lates))
+    return round(next((late for (late, _), so_far in zip(lates, sums, strict=True) if so_far >= sums[-1] / 2), 0.0), 2)
+
+
+def _fitted_lost(known: Sequence[Training], quantile: float) -> LongRunLaw:
     """Fits to the trainings that do not overlap: realised and growth to the least absolute error, with a free lost part. Then
     takes as lost part the quantile of what the trainings with local steps lost. A training of one worker alone counts as much
     as three with local steps."""
@@ -96,14 +105,14 @@ def fitted(known: Sequence[Training], quantile: float = 0.5) -> LongRunLaw:
     def off(parameters: np.ndarray) -> float:
         if min(parameters) <= 0:
             return math.inf
-        law = LongRunLaw(*map(float, parameters))
+        law = LongRunLaw(float(parameters[0]), float(parameters[1]), float(parameters[2]), late=0.0)
         return float(np.abs(weights * [math.log(one.factor) - log_factor(law, one) for one in known]).sum())
 
     options = {"maxiter": 20000, "xatol": 1e-6, "fatol": 1e-9}
     starts = [np.array((realised, growth, 0.4)) for realised in (0.6, 0.8, 1.0) for growth in (0.05, 0.15, 0.3)]
     best = min((minimize(off, start, method="Nelder-Mead", options=options) for start in starts), key=lambda found: found.fun)
     realised, growth = (float(f"{value:.2g}") for value in best.x[:2])
-    small = LongRunLaw(realised, growth, 0.1)  # at 0.1, log_factor is proportional to `lost`: lost_part does not reach 1
+    small = LongRunLaw(realised, growth, 0.1, 0.0)  # at 0.1, log_factor is proportional to `lost`: lost_part does not reach 1
     lost = [small.lost * math.log(one.factor) / log_factor(small, one) for one in known if one.every]
     return small._replace(lost=math.ceil(100 * np.quantile(lost, quantile, method="higher")) / 100)
 
@@ -118,11 +127,9 @@ def run(_quick: bool) -> report.Result:
          "training": one.training, "factor": round(one.factor, 2),
          "law": round(math.exp(log_factor(LONG_RUNS, one)), 2), "left_out": round(out, 2)}
         for one, out in zip(known, absent, strict=True)]
-    covered = [log_factor(LONG_RUNS_HIGH, one, LATE_MERGE_HIGH) >= math.log(one.factor) for one in known if one.every]
     summary: dict[str, Any] = {
-        "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted(known, 0.8))),
-        "below_the_cautious_factor": statistics.mean(covered),
-        "late_merge": fitted_late(known), "late_merge_cautious": fitted_late_high(known)}
+        "fit_median": str(tuple(fitted(known))), "fit_cautious": str(tuple(fitted_high(known))),
+        "below_the_cautious_factor": statistics.mean(covers(LONG_RUNS_HIGH, one) for one in known if one.every)}
     kinds = ["alone" if not one.every else "overlapped" if one.fragments else "local_steps" for one in known]
     for name in dict.fromkeys(kinds):
         chosen = [row for kind, row in zip(kinds, rows, strict=True) if kind == name]

@@ -20,7 +20,7 @@ need fewer additional steps for codecs of 4 bits and more, and none from `FREE_N
 
 Rows are for exchanges of the whole model that either block or are merged one outer step (H local steps) later. With F
 fragments, each is merged H / F steps later; its cost is interpolated between these two. Measurements with lags of 3 and 5 of 16
-steps agree. For larger models, both laws price the delay in proportion to F^-1.5 (`LATE_MERGE`).
+steps agree. For larger models, both laws price the delay in proportion to F^-1.5 (`LongRunLaw.late_merge`).
 """
 
 from __future__ import annotations
@@ -154,6 +154,8 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
     / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
     steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
+    If the exchange is overlapped, its result is merged late: as a whole that costs `late` times what 30 local steps cost, in F
+    fragments late F^-1.5 times.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -162,16 +164,20 @@ class LongRunLaw(NamedTuple):
     realised: float
     growth: float
     lost: float
+    late: float
 
     def realised_part(self, numel: int) -> float:
         return float(min(1.0, self.realised * (numel / 1e6) ** self.growth))
 
-    def lost_part(self, every: float, late: float = 0.0) -> float:
-        """`late`: what a late merge costs in addition, relative to 30 local steps."""
-        return min(1.0, self.lost * (math.log((every + 1) / 2) / math.log(15.5) + late))
+    def lost_part(self, every: float, fragments: int = 0) -> float:
+        return min(1.0, self.lost * (math.log((every + 1) / 2) / math.log(15.5) + self.late_merge(fragments)))
+
+    def late_merge(self, fragments: int) -> float:
+        """What an overlapped exchange adds, relative to 30 local steps. 0 fragments: the exchange blocks."""
+        return self.late * math.pow(fragments, -1.5) if fragments else 0.0
 
 
-LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4), LongRunLaw(0.74, 0.14, 0.46)
+LONG_RUNS, LONG_RUNS_HIGH = LongRunLaw(0.74, 0.14, 0.4, 0.34), LongRunLaw(0.74, 0.14, 0.46, 0.49)
 """Median law, and the cautious law: at least 80 % of the trainings need at most its factor."""
 
 
@@ -255,10 +261,6 @@ class LocalStepLaw(NamedTuple):
 LOCAL_STEPS, LOCAL_STEPS_HIGH = LocalStepLaw(0.0948, 1.15, 9.91), LocalStepLaw(0.193, 0.889, 10.4)
 """Median law, and the law for the 80th percentile. Both are fitted to AdamW models of 35 M to 15 B parameters with 2 to 16
 workers and 30 to 2000 local steps."""
-LATE_MERGE, LATE_MERGE_HIGH = 0.34, 0.49
-"""What merging the whole model one outer step late costs more, relative to 30 local steps. F fragments cost F^-1.5 of that.
-The median of trainings with 2 to 32 local steps and 1 to 8 fragments; and with the cautious law of local steps, the value with
-which 80 % of them need at most the factor (`python -m bench longrun-law`)."""
 LEAST_SIZE = 0.1
 """Lower limit of the law's size factor: in publications, models of 3 and 15 B parameters still needed additional steps."""
 MUON = 0.4
@@ -286,10 +288,12 @@ def local_step_excess(recipe: Recipe) -> Excess:
     if recipe.optimizer == "muon":
         saved *= MUON
     logs = []
-    for own, published, whole in ((LONG_RUNS, LOCAL_STEPS, LATE_MERGE), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH, LATE_MERGE_HIGH)):
-        late = whole / recipe.fragments**1.5 if recipe.overlap == "round" else 0.0
-        part = math.log(published(workers, recipe.numel, recipe.every * 30**late)) / math.log(workers)
-        logs.append(saved * ((1 - large) * own.lost_part(recipe.every, late) + large * part))
+    fragments = recipe.fragments if recipe.overlap == "round" else 0
+    for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH)):
+        # The published trainings block. A late merge costs as much relative to 30 local steps as in our own.
+        every = recipe.every * 30 ** own.late_merge(fragments)
+        part = math.log(published(workers, recipe.numel, every)) / math.log(workers)
+        logs.append(saved * ((1 - large) * own.lost_part(recipe.every, fragments) + large * part))
     steps, high = logs[0], max(logs)
     return Excess(*(math.expm1(log) for log in (steps, high, LOSS_EXPONENT * steps, LOSS_EXPONENT * high)))
 

@@ -44,7 +44,7 @@ from commlayer.cluster import messages
 from commlayer.compressors import parse, wrap
 from commlayer.compressors.payload import CODEC_IDS
 from commlayer.errors import CorruptFrame
-from commlayer.planner.convergence import LATE_MERGE, LATE_MERGE_HIGH, LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw
+from commlayer.planner.convergence import LONG_RUNS, LONG_RUNS_HIGH, LongRunLaw
 from commlayer.records import Record
 
 RESULT: report.Result = {
@@ -346,9 +346,10 @@ def test_a_shorter_training_at_a_constant_rate_is_the_beginning_of_the_longest(t
 
 
 def test_the_law_of_long_trainings_is_found_again() -> None:
-    law = LongRunLaw(0.8, 0.1, 0.3)
-    known = [longrun_law.Training("t", workers, numel, noise, "", every, 0, 1.0)
-             for workers in (2, 8) for numel in (20_000, 2_000_000) for noise in (5.0, 60.0) for every in (0, 8, 128)]
+    law = LongRunLaw(0.8, 0.1, 0.3, 0.5)
+    known = [longrun_law.Training("t", workers, numel, noise, "", every, fragments, 1.0)
+             for workers in (2, 8) for numel in (20_000, 2_000_000) for noise in (5.0, 60.0)
+             for every, fragments in ((0, 0), (8, 0), (128, 0), (8, 1), (8, 4))]
     exact = [one._replace(factor=math.exp(longrun_law.log_factor(law, one))) for one in known]
     assert tuple(longrun_law.fitted(exact)) == pytest.approx(tuple(law), rel=0.02)
 
@@ -356,8 +357,6 @@ def test_the_law_of_long_trainings_is_found_again() -> None:
 def test_the_shipped_laws_are_those_of_the_stored_trainings() -> None:
     known = longrun_law.trainings(longrun.Store(longrun.STORE))
     assert longrun_law.fitted(known) == LONG_RUNS
-    assert longrun_law.fitted(known, 0.8) == LONG_RUNS_HIGH
-    kept = [longrun_law.log_factor(LONG_RUNS_HIGH, one, LATE_MERGE_HIGH) >= math.log(one.factor) for one in known if one.every]
+    assert longrun_law.fitted_high(known) == LONG_RUNS_HIGH
+    kept = [longrun_law.covers(LONG_RUNS_HIGH, one) for one in known if one.every]
     assert sum(kept) >= 0.8 * len(kept)
-    assert longrun_law.fitted_late(known) == LATE_MERGE
-    assert longrun_law.fitted_late_high(known) == LATE_MERGE_HIGH
