@@ -25,7 +25,7 @@ from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
 from commlayer.planner import tree as grammar
 from commlayer.planner import tree as paths
-from commlayer.planner.buckets import fragments_of
+from commlayer.planner.buckets import fragments_of, most_fragments
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import Basis
 from commlayer.planner.tensors import untouched
@@ -71,17 +71,18 @@ def requested_plan(compression: Any, plan: Any) -> Plan | Path | str:
 
 
 def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *,
-           requested: RequestedModes = RequestedModes(), optimizer: str = "") -> Plan:
+           requested: RequestedModes = RequestedModes(), optimizer: str = "", elastic: bool = False) -> Plan:
     """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
-    `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend."""
-    base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer)
+    `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend.
+    `elastic`: workers can leave, which excludes fragments."""
+    base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
     return structs.replace(base, warmup=config.warmup) if config.warmup else base
 
 
 def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_node: int, *, requested: RequestedModes,
-          optimizer: str) -> Plan:
+          optimizer: str, elastic: bool) -> Plan:
     if isinstance(plan, Plan):
         return plan
     nodes = world // per_node
@@ -95,11 +96,24 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
         path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1
     up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
-    return planner.default_plan(
+    fragments = requested.fragments or (1 if elastic else usual_fragments(requested))
+    made = planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
-        forward=requested.overlap == "forward", fragments=requested.fragments or 1,
+        forward=requested.overlap == "forward", fragments=fragments,
     )
+    return structs.replace(made, fragments=most_fragments(fragments, requested.every or 1, len(made.buckets)))
+
+
+def usual_fragments(requested: RequestedModes) -> int:
+    """Number of fragments for overlapped local steps, if the script does not set it: as many as leave each exchange the time of
+    two steps. More are of little use: what a late merge costs falls with their number to the power of 1.5.
+
+    >>> [usual_fragments(RequestedModes(every, "round")) for every in (1, 2, 4, 6, 7, 8, 500)]
+    [1, 1, 2, 3, 1, 4, 5]
+    """
+    every = requested.every or 1
+    return most_fragments(min(8, every // 2), every, every) if requested.overlap == "round" else 1
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:

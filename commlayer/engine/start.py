@@ -95,8 +95,9 @@ def connect(
     terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
                       max_loss=config.max_loss, loss=config.loss, learning=config.learning)
 
-    def plan_for(world: int, per_node: int) -> Plan:
-        return plan_choice.settle(plan, job, config, world, per_node, requested=requested, optimizer=memory.family)
+    def plan_for(world: int, per_node: int, *, elastic: bool = False) -> Plan:
+        return plan_choice.settle(plan, job, config, world, per_node, requested=requested, optimizer=memory.family,
+                                  elastic=elastic)
 
     if met.members is None:
         if config.join:
@@ -130,7 +131,7 @@ def connect(
 def _begin(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
     replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
-    plan_for: Callable[[int, int], Plan], align: Sequence[torch.Tensor], must_match: Mapping[str, str],
+    plan_for: Callable[..., Plan], align: Sequence[torch.Tensor], must_match: Mapping[str, str],
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
@@ -156,8 +157,8 @@ def _begin(
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
         def settle() -> Plan:
-            return with_modes(plan_choice.with_server_nodes(plan_for(members.world, per_node), terms.basis, nodes,
-                                                            notes.append), terms.requested)
+            made = plan_for(members.world, per_node, elastic=elastic)
+            return with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
 
         agreed = agreed_plan(settle, groups)
         if first and (terms.requested.fragments or 1) > agreed.fragments:

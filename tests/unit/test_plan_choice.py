@@ -15,6 +15,7 @@ from commlayer.compressors import codec_of, fp16, identity, int8, parse, topk, t
 from commlayer.config import Config
 from commlayer.engine import plan_choice
 from commlayer.engine.plan_choice import unsuited
+from commlayer.engine.sync_modes import LocalSteps, requested_modes, with_modes
 from commlayer.errors import code_of
 from commlayer.plan_file import basis_of, written
 from commlayer.planner import tables as machines
@@ -53,6 +54,21 @@ def test_auto_begins_with_four_bits_both_ways(optimizer: str) -> None:
 
 def row(optimizer: str, codec: str, loss: float) -> LearningRow:
     return LearningRow(optimizer, "gradients", codec, 1, "", False, 0, 1.0, 1.0, loss, loss, 5, 5)
+
+
+@pytest.mark.parametrize(("sync", "wanted", "elastic"), [
+    (LocalSteps(8), 4, 1), (LocalSteps(32), 8, 1), (LocalSteps(2), 1, 1), (LocalSteps(8, overlap=False), 1, 1),
+    (LocalSteps(8, fragments=2), 2, 2), (LocalSteps(8, fragments=1), 1, 1), (None, 1, 1), ("forward", 1, 1),
+], ids=str)
+@pytest.mark.parametrize("codec", ["auto", "int4"])
+def test_overlapped_local_steps_take_fragments_if_nobody_may_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
+    job, requested = job_of(*[(1000, 100)] * 10), requested_modes(sync)
+    for may_leave, count in ((False, wanted), (True, elastic)):
+        made = plan_choice.settle(codec, job, Config(), 2, 1, requested=requested, elastic=may_leave)
+        assert with_modes(made, requested).fragments == count
+    assert plan_choice.settle("int4", job_of((3,)), Config(), 2, 1, requested=requested).fragments == 1, "one bucket"
+    given = asked_for("int4", job)
+    assert plan_choice.settle(given, job, Config(), 2, 1, requested=requested) == given, "a given plan keeps its own"
 
 
 ROWS = (row("sgd", "int4()", 0.0), row("sgd", "int8()", 0.0), row("adam", "int4()", 0.02), row("adam", "int8()", 0.005))
