@@ -149,7 +149,7 @@ def cases(
 def local_ways(dense: Variant) -> list[Variant]:
     """Local steps with the outer optimizer of the rule, the most telling first. The last ones overlap the exchange."""
     way = structs.replace(dense, codec="int4()", codes="updates")
-    overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 8), (32, 1), (32, 4), (32, 8))
+    overlapped = ((2, 2), (4, 4), (8, 1), (8, 2), (8, 4), (8, 8), (32, 1), (32, 4), (32, 8))
     return [*(structs.replace(way, every=every) for every in (32, 128, 8, 2, 4)),
             *(structs.replace(way, overlap="round", every=every, fragments=parts) for every, parts in overlapped)]
 
