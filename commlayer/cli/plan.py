@@ -63,8 +63,7 @@ def estimate(
     machines = arguments.cluster_named(cluster, nodes, homes, server)
     planned = _planned(model, machines, batch, optimizer, _policy(sync, optimizer), noise_scale=noise_scale, shares=True)
     rows = planned.alternatives()
-    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy.optimizer,
-                                                named=bool(optimizer)))
+    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy, named=bool(optimizer)))
     costs = training_costs(rows, planned.machines, steps, price) if steps else ()
     result = Verdict(verdict(rows), *gains(rows), rows, assumptions, planned.plan, costs)
     arguments.write_json(json, records.encode(result).decode())
@@ -109,7 +108,7 @@ def create(
     beside = plan_file.sidecar(out)
     arguments.write({beside: records.encode(planned.inputs).decode() + "\n", out: plan_file.written(planned.plan)})
     arguments.write_json(json, records.encode(planned.plan).decode())
-    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, policy.optimizer, named=bool(optimizer)))
+    assumptions = tuple(plan_output.assumptions(model, planned.job, planned.machines, planned.policy, named=bool(optimizer)))
     planned.show(planned.alternatives(), assumptions, table=arguments.learning_table(learning, measured), buckets=True)
     plan_output.console_of().print(f"plan {records.digest(planned.plan)} is in {out}, its inputs are in {beside}")
 

@@ -29,7 +29,7 @@ from commlayer.planner.convergence import (
 )
 from commlayer.planner.costs import noise_of
 from commlayer.planner.explanation import Difference, Explanation, spelled
-from commlayer.planner.model import Cluster, Node
+from commlayer.planner.model import Cluster, Node, Policy
 from commlayer.planner.plan_rules import codecs_of, sync_mode
 from commlayer.planner.simulation import Timeline
 from commlayer.planner.tables import GPUS, LearningTable, gpu, peak_tflops, speed
@@ -375,9 +375,10 @@ RESERVED_GBYTES = 1.0
 """GB of memory that a GPU's driver and allocator reserve."""
 
 
-def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named: bool) -> Iterator[str]:
+def assumptions(model: str, job: Job, cluster: Cluster, policy: Policy, *, named: bool) -> Iterator[str]:
     """Lines that state the estimate's assumptions. `model`: the user's name for the model. `named`: True if the user named the
     optimizer."""
+    optimizer = policy.optimizer
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
@@ -388,6 +389,8 @@ def assumptions(model: str, job: Job, cluster: Cluster, optimizer: str, *, named
         if device in GPUS:
             yield from _memory(model, job, device, optimizer)
     yield f"network: {_network(cluster)}"
+    if not policy.fragments:
+        yield "workers: can leave (--min-workers), so local steps exchange the model as a whole"
 
 
 def _batch(model: str, job: Job) -> str:

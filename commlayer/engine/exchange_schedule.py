@@ -193,7 +193,8 @@ class ExchangeSchedule(EpochListener):
             self._counted = False
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
-            connection.log(f"local steps: an exchange every {plan.local_steps} steps; outer optimizer: {self._outer}")
+            parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
+            connection.log(f"local steps: an exchange every {plan.local_steps} steps{parts}; outer optimizer: {self._outer}")
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:

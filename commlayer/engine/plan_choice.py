@@ -25,9 +25,10 @@ from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
 from commlayer.planner import tree as grammar
 from commlayer.planner import tree as paths
-from commlayer.planner.buckets import fragments_of, most_fragments
+from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, most_fragments
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import Basis
+from commlayer.planner.search import LEAST_FRAGMENT_NBYTES
 from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
@@ -96,7 +97,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
         path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1
     up, down = ("" if part is None else str(wrap(build(part))) for part in split_two_way(codec))
-    fragments = requested.fragments or (1 if elastic else usual_fragments(requested))
+    fragments = requested.fragments or (1 if elastic else usual_fragments(requested, job.numel * ELEMENT_NBYTES))
     made = planner.default_plan(
         job, codec=up, down=down, path=path_name, servers=servers if path_name == "service" else 0,
         ranks_per_node=per_node, fuse_nbytes=config.fuse_nbytes, cut_nbytes=config.cut_nbytes,
@@ -105,15 +106,16 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
     return structs.replace(made, fragments=most_fragments(fragments, requested.every or 1, len(made.buckets)))
 
 
-def usual_fragments(requested: RequestedModes) -> int:
-    """Number of fragments for overlapped local steps, if the script does not set it: as many as leave each exchange the time of
-    two steps. More are of little use: what a late merge costs falls with their number to the power of 1.5.
+def usual_fragments(requested: RequestedModes, nbytes: int) -> int:
+    """Number of fragments for overlapped local steps of a model of `nbytes`, if the script does not set it: at most 8, and each
+    has two steps or more of time. More are of little use: what a late merge costs falls with their number to the power of 1.5.
 
-    >>> [usual_fragments(RequestedModes(every, "round")) for every in (1, 2, 4, 6, 7, 8, 500)]
+    >>> [usual_fragments(RequestedModes(every, "round"), 1 << 20) for every in (1, 2, 4, 6, 7, 8, 500)]
     [1, 1, 2, 3, 1, 4, 5]
     """
     every = requested.every or 1
-    return most_fragments(min(8, every // 2), every, every) if requested.overlap == "round" else 1
+    most = min(8, every // 2, nbytes // LEAST_FRAGMENT_NBYTES)
+    return most_fragments(most, every, every) if requested.overlap == "round" else 1
 
 
 def basis(plan: Any, tell: Tell) -> Basis | None:

@@ -36,10 +36,10 @@ class LocalSteps(msgspec.Struct, frozen=True):
     the workers exchange their weight changes, and an outer optimizer applies the average.
 
     `overlap`: training continues during the exchange, and its result is merged before the next exchange. `fragments`: number of
-    parts in which the model is exchanged, one after every (every / fragments) steps. None: with overlap up to 8, each with the
-    time of two steps or more; one part if workers can leave. `outer`: the outer optimizer. None: the average is applied as it
-    is, or for Adam and similar optimizers scaled to the norm of the workers' changes. every=1 exchanges weight changes in every
-    step: for optimizers like Adam with sparse codecs.
+    parts in which the model is exchanged, one after every (every / fragments) steps. None: a plan that is given keeps its own
+    number; else with overlap up to 8 parts, each with two steps or more of time, but one part if workers can leave. `outer`:
+    the outer optimizer. None: the average is applied as it is, or for Adam and similar optimizers scaled to the norm of the
+    workers' changes. every=1 exchanges weight changes in every step: for optimizers like Adam with sparse codecs.
     """
 
     every: int

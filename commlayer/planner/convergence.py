@@ -154,8 +154,8 @@ class LongRunLaw(NamedTuple):
     part min(1, realised (N / 1e6)^growth), for N parameters. H local steps lose the part min(1, lost ln(1 + (H - 1) / 2)
     / ln 15.5) of it, so no number of local steps takes longer than one worker alone. (H - 1) / 2 is the mean number of its own
     steps that a worker has taken since the last exchange, and 15.5 belongs to 30 local steps, so these lose the part `lost`.
-    If the exchange is overlapped, its result is merged late: as a whole that costs `late` times what 30 local steps cost, in F
-    fragments late F^-1.5 times.
+    If the exchange is overlapped, its result is merged late. Merging the whole model late adds `late` times what 30 local steps
+    cost. Merging it in F fragments adds F^-1.5 of that.
 
     The trainings have 2 to 8 workers; for more, costs are extrapolated. `python -m bench longrun-law` has the fit, and its
     error on each task when the fit omits that task.
@@ -276,7 +276,7 @@ no steps according to Streaming DiLoCo."""
 
 
 def local_step_excess(recipe: Recipe) -> Excess:
-    """Convergence cost of local steps by our long trainings and by the published law, which is for blocking exchanges.
+    """Convergence cost of local steps by our long trainings and by the published law, whose trainings block, all but one.
 
     The published law is for noise scales far above the workers' batches. With less noise a worker's own steps are nearer to
     those of all workers, so ln F is in proportion to the logarithm of the steps that more data saves.
@@ -290,7 +290,7 @@ def local_step_excess(recipe: Recipe) -> Excess:
     logs = []
     fragments = recipe.fragments if recipe.overlap == "round" else 0
     for own, published in ((LONG_RUNS, LOCAL_STEPS), (LONG_RUNS_HIGH, LOCAL_STEPS_HIGH)):
-        # The published trainings block. A late merge costs as much relative to 30 local steps as in our own.
+        # Relative to 30 local steps, a late merge is assumed to cost as much as in our own trainings.
         every = recipe.every * 30 ** own.late_merge(fragments)
         part = math.log(published(workers, recipe.numel, every)) / math.log(workers)
         logs.append(saved * ((1 - large) * own.lost_part(recipe.every, fragments) + large * part))

@@ -61,7 +61,7 @@ def row(optimizer: str, codec: str, loss: float) -> LearningRow:
     (LocalSteps(8, fragments=2), 2, 2), (LocalSteps(8, fragments=1), 1, 1), (None, 1, 1), ("forward", 1, 1),
 ], ids=str)
 @pytest.mark.parametrize("codec", ["auto", "int4"])
-def test_overlapped_local_steps_take_fragments_if_nobody_may_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
+def test_local_steps_take_fragments_unless_workers_can_leave(codec: str, sync: Any, wanted: int, elastic: int) -> None:
     job, requested = job_of(*[(1000, 100)] * 10), requested_modes(sync)
     for may_leave, count in ((False, wanted), (True, elastic)):
         made = plan_choice.settle(codec, job, Config(), 2, 1, requested=requested, elastic=may_leave)
