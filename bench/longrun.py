@@ -140,7 +140,7 @@ def cases(
     coded = Case(structs.replace(dense, codec="int4()"), STEPS, schedule)
     whole = Case(dense, STEPS, schedule)
     others = [structs.replace(local[0], every=every, outer=outer)
-              for every, outer in ((32, "diloco"), (128, "diloco"), (32, "plain"))]
+              for every, outer in ((32, "diloco"), (128, "diloco"), (2, "plain"), (4, "plain"), (8, "plain"), (32, "plain"))]
     first = [whole, alone_of(whole), *(Case(way, STEPS, schedule) for way in local[:3])]
     rest = [coded, *(Case(way, STEPS, schedule) for way in (*others, *local[3:]))]
     return list(dict.fromkeys([*first, *whole.synchronous(), *rest]))

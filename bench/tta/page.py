@@ -98,7 +98,8 @@ def figures(rows: Sequence[Row]) -> str:
         each = ", ".join(f"{round(delta, 1) + 0.0:+.1f} % on {task} ({_seeds(len(times.of(task, '1g-2ms', 'DDP fp16')))})"
                          for task, delta in off.items())
         lines += ["", f"What final losses tell: DDP fp16 at 1 Gb/s, which loses next to nothing, ends {each} "
-                  "from ideal's loss. So much is noise of seeds and of when a run ends: single seeds cannot judge less."]
+                  "from ideal's loss. Seeds and the moment at which a run ends make such differences, so a single seed cannot "
+                  "show smaller ones."]
     return "\n".join(lines)
 
 
