@@ -119,7 +119,7 @@ def _policy(sync: str, optimizer: str) -> Policy:
 
     if sync not in ("step", "auto"):
         raise InvalidInput("E-CLI-OPTION", f"--sync {sync}: allowed are step and auto")
-    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step")
+    return Policy(optimizer=arguments.optimizer_named(optimizer or "adamw"), exact=sync == "step", fragments=False)
 
 
 class _Planned(NamedTuple):
@@ -188,8 +188,9 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
-    # Jobs of machines behind NAT usually run with --min-workers, which requires exchanges of the whole model.
-    policy = structs.replace(policy, fragments=machines.reachable or policy.fragments)
+    # Jobs of homes usually run with --min-workers, which requires exchanges of the whole model.
+    homes = not machines.reachable and any(node.ranks and not node.server for node in machines.nodes)
+    policy = structs.replace(policy, fragments=policy.fragments or not homes)
     inputs = plan_file.PlanFileInputs(job, machines, profile, policy, loss_model.read(Path(loss)) if loss else None,
                                       rows_in(Path(learning)) if learning else ())
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())
