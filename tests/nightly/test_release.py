@@ -32,7 +32,9 @@ def run(*line: str | Path, cwd: Path, timeout_s: float = 200.0, **environment: s
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source archive of the files that git knows, and the wheel that is built of the archive."""
-    if importlib.util.find_spec("build") is None or shutil.which("git") is None:
+    # A folder named build is found as a package, too.
+    if importlib.util.find_spec("build") is None or importlib.util.find_spec("build.__main__") is None or \
+            shutil.which("git") is None:
         pytest.skip("needs build and git, to build")
     folder = tmp_path_factory.mktemp("release")
     run("git", "clone", "-q", "--no-hardlinks", ROOT, folder / "clone", cwd=folder)
