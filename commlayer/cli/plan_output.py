@@ -389,7 +389,7 @@ def assumptions(model: str, job: Job, cluster: Cluster, policy: Policy, *, named
         if device in GPUS:
             yield from _memory(model, job, device, optimizer)
     yield f"network: {_network(cluster)}"
-    if not policy.fragments:
+    if not policy.fragments and not policy.exact:
         yield "workers: can leave (--min-workers), so local steps exchange the model as a whole"
 
 

@@ -25,10 +25,9 @@ from commlayer.planner import tables as machines
 from commlayer.planner import tree as codec_fit
 from commlayer.planner import tree as grammar
 from commlayer.planner import tree as paths
-from commlayer.planner.buckets import ELEMENT_NBYTES, fragments_of, most_fragments
+from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, fragments_of, most_fragments
 from commlayer.planner.convergence import Recipe, excess
 from commlayer.planner.model import Basis
-from commlayer.planner.search import LEAST_FRAGMENT_NBYTES
 from commlayer.planner.tensors import untouched
 from commlayer.records import MAX_FRAME_NBYTES, Bucket, Job, Plan, Spec
 
@@ -107,8 +106,8 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
 
 
 def usual_fragments(requested: RequestedModes, nbytes: int) -> int:
-    """Number of fragments for overlapped local steps of a model of `nbytes`, if the script does not set it: at most 8, and each
-    has two steps or more of time. More are of little use: what a late merge costs falls with their number to the power of 1.5.
+    """Default number of fragments for overlapped local steps of a model of `nbytes`: at most 8, and one is exchanged every two
+    steps or more. More would gain little, because the cost of late merges falls with their number to the power of 1.5.
 
     >>> [usual_fragments(RequestedModes(every, "round"), 1 << 20) for every in (1, 2, 4, 6, 7, 8, 500)]
     [1, 1, 2, 3, 1, 4, 5]

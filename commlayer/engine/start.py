@@ -95,15 +95,12 @@ def connect(
     terms = PlanTerms(requested, forbids, auto=plan == "auto" and not requested.updates, optimizer=memory.family,
                       max_loss=config.max_loss, loss=config.loss, learning=config.learning)
 
-    def plan_for(world: int, per_node: int, elastic: bool) -> Plan:
-        return plan_choice.settle(plan, job, config, world, per_node, requested=requested, optimizer=memory.family,
-                                  elastic=elastic)
-
     if met.members is None:
         if config.join:
             raise InvalidInput("E-PROCESS-GROUP", f"join: got {config.join}, but this process has no other ranks: start the "
                                                   "script with torchrun or `commlayer join`, or leave join out")
-        settled = with_modes(plan_for(1, 1, False), requested)
+        settled = plan_choice.settle(plan, job, config, 1, 1, requested=requested, optimizer=memory.family)
+        settled = with_modes(settled, requested)
         # A single process also reports an error in the plan, but ignores the plan's number of nodes.
         nodes = max((len(b.by_node) for b in settled.buckets), default=0)
         check_plan(settled, job, nodes or 1, settled.ranks_per_node, device, forbids)
@@ -117,7 +114,7 @@ def connect(
     if met.launch.joins >= 0:
         context = _enter(terms, job, device, met, config, replica, memory, waits, compared(must, config))
     else:
-        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, plan_for, align,
+        context = _begin(terms, job, device, met, met.members, config, replica, memory, waits, plan, align,
                          compared(must, config))
         print_one_line(context.rank)
     me = next((member for member in context.uplink.view.members if member.rank == context.id), None)
@@ -131,7 +128,7 @@ def connect(
 def _begin(
     terms: PlanTerms, job: Job, device: torch.device, met: Rendezvous, members: Members, config: Config,
     replica: Replica | None, memory: OptimizerMemory, waits: WaitsFor, plan: Plan | Path | str,
-    plan_for: Callable[[int, int, bool], Plan], align: Sequence[torch.Tensor], must_match: Mapping[str, str],
+    align: Sequence[torch.Tensor], must_match: Mapping[str, str],
 ) -> DistributedJob:
     elastic = replica is not None and bool(met.launch.home) and config.min_workers > 0 and members.world == met.launch.world
     per_node = 1 if elastic else met.per_node  # workers leave one by one, so each one exchanges for itself
@@ -157,7 +154,8 @@ def _begin(
         terms.basis = plan_choice.basis(plan, notes.append) if first else None
 
         def settle() -> Plan:
-            made = plan_for(members.world, per_node, elastic)
+            made = plan_choice.settle(plan, job, config, members.world, per_node, requested=terms.requested,
+                                      optimizer=memory.family, elastic=elastic)
             return with_modes(plan_choice.with_server_nodes(made, terms.basis, nodes, notes.append), terms.requested)
 
         agreed = agreed_plan(settle, groups)

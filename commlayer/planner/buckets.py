@@ -15,6 +15,8 @@ from commlayer.records import MAX_BUCKET_NBYTES, MAX_TENSORS_PER_BUCKET, Bucket,
 
 ELEMENT_NBYTES = 4
 """Bytes per element: codecs read float32, whatever the parameter's dtype."""
+LEAST_FRAGMENT_NBYTES = 64 << 10
+"""Least bytes in a fragment: the exchange of a smaller fragment is mostly latency."""
 COLLECTIVE_NBYTES = 25 << 20
 """Bucket size for collectives, which have a cost per call. It equals DistributedDataParallel's."""
 FIRST_COLLECTIVE_NBYTES = 1 << 20

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from commlayer.errors import InvalidInput
 from commlayer.planner import buckets
-from commlayer.planner.buckets import ELEMENT_NBYTES, Limits
+from commlayer.planner.buckets import ELEMENT_NBYTES, LEAST_FRAGMENT_NBYTES, Limits
 from commlayer.planner.choices import Choice, uniform
 from commlayer.planner.convergence import Recipe, late_allowed, late_measured, measured_local_steps
 from commlayer.planner.costs import Prices, noise_of, plan_excess, weights
@@ -51,8 +51,6 @@ MOST_LOCAL_STEPS = 512
 """Largest number of local steps that the search tries if measured rows show how the cost grows. Costs beyond measured numbers
 are extrapolated."""
 MOST_FRAGMENTS = 64
-LEAST_FRAGMENT_NBYTES = 64 << 10
-"""Least bytes in a fragment: the exchange of a smaller fragment is mostly latency."""
 
 
 def plan(job: Job, cluster: Cluster, profile: Profile | None = None, policy: Policy | None = None) -> Plan:

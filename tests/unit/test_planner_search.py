@@ -438,17 +438,17 @@ def test_a_slow_link_gets_rounds_in_fragments_and_a_fast_one_none() -> None:
     free = Policy(exact=False, optimizer="sgd")
     near = structs.replace(at(1e10), nodes=tuple(
         structs.replace(node, link=structs.replace(node.link, alpha_s=1e-5)) for node in at(1e10).nodes))
-    slow, fast = (plan(SMALL, machines, fragments_measured(machines), free) for machines in (at(12e6), near))
+    slow, fast = (plan(SMALL, machines, fragments_measured(machines), free) for machines in (at(11.25e6), near))
     assert slow.overlap == "round"
     assert slow.fragments > 1
     assert slow.local_steps % slow.fragments == 0
     assert verify(slow, SMALL) == []
     assert len(fragments_of(slow.buckets, slow.fragments)) == slow.fragments
     assert (fast.fragments, fast.overlap) == (1, "")
-    full = plan(SMALL, at(12e6), fragments_measured(at(12e6)), structs.replace(free, fragments=False))
+    full = plan(SMALL, at(11.25e6), fragments_measured(at(11.25e6)), structs.replace(free, fragments=False))
     assert full.fragments == 1
     assert price(slow) < 0.9 * price(full)
-    timeline = simulate(slow, SMALL, at(12e6), fragments_measured(at(12e6)), free)
+    timeline = simulate(slow, SMALL, at(11.25e6), fragments_measured(at(11.25e6)), free)
     assert timeline.step_s / slow.local_steps == pytest.approx(slow.step_s), "the plan's time is the simulated one"
 
 
