@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGES, CONFIG = ROOT / "build" / "site-pages", ROOT / "build" / "zensical.toml"
 COPIED = ("docs", "examples")
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#]+\.md)\)")
 
 
@@ -25,6 +26,8 @@ def stage() -> None:
         shutil.copytree(ROOT / folder, PAGES / folder, ignore=shutil.ignore_patterns("__pycache__", "*.toml"))
     for page in ROOT.glob("*.md"):
         shutil.copy(page, PAGES / page.name)
+    for page in (PAGES / "docs" / "decisions").glob("*.md"):  # for contributors; guides answer a reader's search
+        page.write_text(NOT_SEARCHED + page.read_text())
 
 
 def navigation() -> str:
@@ -42,7 +45,12 @@ def main() -> int:
     settings, mark, rest = (ROOT / "docs" / "zensical.toml").read_text().partition("[project.theme]")
     CONFIG.write_text(settings + navigation() + mark + rest)
     command = [Path(sys.executable).with_name("zensical"), "build", "--clean", "--strict", "-f", str(CONFIG)]
-    return subprocess.run(command, cwd=CONFIG.parent, timeout=300).returncode
+    code = subprocess.run(command, cwd=CONFIG.parent, timeout=300).returncode
+    if code == 0:
+        print("The site is in build/site. Its search needs a web server:\n"
+              f"    {sys.executable} -m http.server --bind 127.0.0.1 --directory build/site 8000\n"
+              "then open http://127.0.0.1:8000")
+    return code
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from commlayer.observe import events
 
 FOLDER = Path(__file__).parent / "reference"
 WIDTH = 124
-MADE = "Generated from the code by `make docs`; do not edit."
+MADE = "<!-- Generated from the code by `make docs`; do not edit. -->"
 
 # ---- settings
 
@@ -39,7 +39,8 @@ def settings() -> str:
     hints, texts, defaults = get_type_hints(config.Config, include_extras=True), _texts_of(config, "Config"), config.Config()
     lines = [
         "# Settings", "", MADE, "",
-        *_wrap("Sources, the first one that has the setting wins: `attach(..., config={...})`, the environment "
+        *_wrap("A job runs with the defaults; settings change deadlines, limits and addresses. They are read from these "
+               "sources, and the first one that has the setting wins: `attach(..., config={...})`, the environment "
                "(`COMMLAYER_` and the name in capitals, such as `COMMLAYER_BIND`), `commlayer.toml` in the current directory "
                "or the file that `COMMLAYER_CONFIG` names, and the default. Commands have options for some settings; see "
                "[cli.md](cli.md). Few users need the settings under Expert."), "",
@@ -128,7 +129,8 @@ def _json_type(hint: Any) -> str:
 def cli() -> str:
     lines = [
         "# Commands", "", MADE, "",
-        *_wrap("A mistake in an option or a file is one line and exit code 2. `commlayer COMMAND --help` prints the same "
+        *_wrap("Every command of `commlayer` with its arguments and options. A mistake in one of them, or in a file, is "
+               "one line and exit code 2. `commlayer COMMAND --help` prints the same "
                "texts. `commlayer --install-completion` adds completion to the shell."),
     ]
     return "\n".join([*lines, *_command("commlayer", typer.main.get_command(app)), ""])
@@ -191,7 +193,8 @@ INSPECT = ("plan", "decisions", "events", "laps", "trace", "members", "may_leave
 def api() -> str:
     lines = [
         "# Python API", "", MADE, "",
-        *_wrap("`import commlayer` loads a name when it is first used. Settings are in [settings.md](settings.md), errors in "
+        *_wrap("Most scripts need `commlayer.attach()` and the session that it returns. `import commlayer` loads a name when "
+               "it is first used. Settings are in [settings.md](settings.md), errors in "
                "[errors.md](errors.md), codecs with their bits in [codecs.md](codecs.md). Other names are internal."),
         "", "## commlayer",
     ]
@@ -311,6 +314,8 @@ def support() -> str:
     pinned = [line.replace("==", " ") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line]
     lines = [
         "# What works", "", MADE, "",
+        *_wrap("What was tried with commlayer, and what came out: scripts, models, optimizers, kinds of jobs and "
+               "machines."), "",
         *_wrap(f"As of {matrix.AS_OF}. **Works** means that tests show it, on Linux with CPUs and two or more processes, with "
                f"Python 3.11, {', '.join(pinned)}. **No GPU has run the GPU code yet.**"),
     ]
