@@ -18,12 +18,12 @@ def make():
 def main():
     model, loss_of_batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with commlayer.attach(model, optimizer) as session:
+    with commlayer.attach(model, optimizer, sync="auto") as session:
         torch.manual_seed(session.rank)  # every worker draws other data; a data set takes a DistributedSampler
         for step in range(1, 201):
             loss = loss_of_batch()
             optimizer.zero_grad()
-            loss.backward()  # on return, .grad is the average over all workers
+            loss.backward()
             optimizer.step()
             if step % 20 == 0 and session.rank == 0:
                 print(f"step {step}: loss {loss.item():.3f}", flush=True)

@@ -19,10 +19,13 @@ from commlayer.cli.trace import trace
 from commlayer.cli.tune import tune
 from commlayer.cli.up import up
 from commlayer.cluster import messages
-from commlayer.errors import Coded, line_of
+from commlayer.errors import Coded, coded, line_of
 
 USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
 """What typer raises for unknown or missing options, arguments and commands; it does not export this class."""
+
+POSIX_ONLY = ("fcntl", "resource", "termios")
+"""Modules of Python's library that Windows lacks."""
 
 app = typer.Typer(
     name="commlayer", no_args_is_help=True, pretty_exceptions_enable=False,
@@ -71,6 +74,12 @@ def run() -> None:
         sys.exit(2)
     except (Coded, ValueError, OSError) as error:
         print(f"commlayer: {line_of(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        if error.name not in POSIX_ONLY:
+            raise
+        needs = "this command needs Linux; on Windows use WSL 2. `commlayer estimate` and `commlayer plan` run anywhere"
+        print("commlayer:", coded("E-SYSTEM", needs), file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)

@@ -211,3 +211,26 @@ def test_code_of_a_guide_runs(page: Path, tmp_path: Path) -> None:
         cwd=tmp_path, text=True, timeout=110, capture_output=True, env=clean_environment() | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("ran ") == world
+
+
+HIDDEN = """
+import importlib.abc, sys
+
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in ("fcntl", "resource", "termios"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+from commlayer.cli.main import run
+run()
+"""
+
+
+@pytest.mark.commit(1)
+@pytest.mark.parametrize(("command", "code", "ends"), [
+    ("estimate lstm --homes 2xrtx3060@100/20Mb", 0, ""), ("serve --bind 127.0.0.1:7000 --workers 1", 2, "[E-SYSTEM]")])
+def test_without_modules_that_windows_lacks_estimates_work_and_servers_are_refused(command: str, code: int, ends: str) -> None:
+    done = subprocess.run([sys.executable, "-c", HIDDEN, *command.split()], text=True, timeout=120, capture_output=True,
+                          env=clean_environment(), cwd=ROOT)
+    assert (done.returncode, done.stderr.strip()[-len(ends):] if ends else done.stderr) == (code, ends)
