@@ -293,7 +293,8 @@ class Session:
 def attach(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, compression: Any = None,
     sync: str | LocalSteps | None = None, plan: str | Path | Plan | None = None, grad_scaler: Any = None,
-    clip_grad_norm: float | None = None, process_group: Any = None, config: Config | dict[str, Any] | None = None,
+    clip_grad_norm: float | None = None, process_group: Any = None, steps: int | None = None,
+    config: Config | dict[str, Any] | None = None,
 ) -> Session:
     """Averages the model's gradients over all workers of the job, in every backward pass from now on.
 
@@ -312,20 +313,23 @@ def attach(
     `grad_scaler`: the GradScaler in use, so that residuals do not change with its scale. `clip_grad_norm`: clips at the start
     of the optimizer's step, like a call of torch.nn.utils.clip_grad_norm_ before that step. `process_group`: the ranks to
     average over, or a DeviceMesh of one dimension; all of them call attach(). The default is the world, or the group of a DDP
-    module. `config`: settings. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
+    module. `steps`: number of training steps that the script will take, for the time left that `commlayer top` shows. `config`:
+    settings. Under torchrun nothing else is needed; initial parameters are copied from rank 0.
 
     >>> session = attach(model, optimizer, compression="topk(ratio=0.01)")                      # doctest: +SKIP
     """
     return attach_module(model, optimizer, compression=compression, sync=sync, plan=plan, grad_scaler=grad_scaler,
-                         clip_grad_norm=clip_grad_norm, process_group=process_group, config=config)
+                         clip_grad_norm=clip_grad_norm, process_group=process_group, steps=steps, config=config)
 
 
 def attach_module(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, *, compression: Any, plan: str | Path | Plan | None,
     grad_scaler: Any, process_group: Any, config: Config | dict[str, Any] | None, sync: str | LocalSteps | None = None,
-    clip_grad_norm: float | None = None, hook: object = None,
+    clip_grad_norm: float | None = None, steps: int | None = None, hook: object = None,
 ) -> Session:
     """Implements attach(). `hook`: the HookState of a DDP module that uses commlayer's communication hook."""
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise InvalidInput("E-ARGUMENT", f"steps: got {steps!r}, allowed: a whole number of training steps, 1 or more")
     ddp, process_group = model if isinstance(model, DistributedDataParallel) else None, group_of(process_group)
     if ddp is not None and process_group not in (None, ddp.process_group):
         raise InvalidInput("E-PROCESS-GROUP",
@@ -363,6 +367,7 @@ def attach_module(
             claim.release()
             raise
     connection.on_close.append(claim.release)
+    connection.stream.total_steps = steps or 0
     driver: Driver
     if isinstance(connection, DistributedJob):
         driver = ModuleDriver(model, connection, optimizer=optimizer, scaler=grad_scaler, config=settings, outer=outer,

@@ -31,7 +31,8 @@ CALM = {"trains": 1, "left": 2}
 def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note: str = "") -> RenderableType:
     """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
     head = [_title(view, now), *_plan(view), *_numbers(view, width)]
-    waits = [Text(line, style="bold yellow") for line in view.waiting(now)[:3]]
+    waits = [Text(line, style="bold red") for line in view.failures[:3]]
+    waits += [Text(line, style="bold yellow") for line in view.waiting(now)[:3]]
     latest = list(view.recent_words())[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
     recent = [Text.assemble((f"{clock(at)} ", "dim"), text) for at, text in latest]
     left = height - len(head) - len(waits) - len(recent) - 6 - bool(note)
@@ -48,8 +49,13 @@ def _title(view: JobView, now: float) -> Text:
     job, present = view.job, len(view.present)
     name = job.name or "a job"
     running = span((view.time if view.over else now) - view.begun) if view.begun else "not begun"
-    state = "ended" if view.over else f"{present} of {max(job.world, present)} workers"
+    state = outcome(view) or f"{present} of {max(job.world, present)} workers"
     return Text.assemble(("commlayer top ", "bold"), f"{name}, run {job.run[:8] or '-'}, {state}, {running}")
+
+
+def outcome(view: JobView) -> str:
+    """How the job ended; empty while it runs."""
+    return ("failed" if view.failures else "finished") if view.over else ""
 
 
 def _plan(view: JobView) -> Iterator[Text]:
@@ -73,17 +79,19 @@ def _numbers(view: JobView, width: int) -> Iterator[Text]:
 def numbers(view: JobView) -> Iterator[str]:
     """The numbers of the whole job, as short texts; only those that are known."""
     if view.step:
-        yield f"step {view.step:,}"
+        yield f"step {view.step:,}" + (f" of {view.total_steps:,}, {span(view.left_s)} left" if view.left_s else "")
     if view.step_s:
         yield f"{duration(view.step_s)} a step" + (f" ({duration(view.plan.step_s)} planned)" if view.plan.step_s else "")
-    if view.plan.convergence_factor:
-        yield f"convergence factor {view.plan.convergence_factor:.2f}"
+    if view.gain:
+        yield f"{view.gain:.3g} x one machine alone"
     if view.loss is not None:
         yield f"loss {view.loss:.4g}"
     if view.samples_per_s:
         yield f"{view.samples_per_s:,.0f} samples/s"
-    if view.compression:
-        yield f"sent 1/{view.compression:.3g} of dense"
+    if view.sent_bytes:
+        yield f"sent {amount(view.sent_bytes)}, received {amount(view.received_bytes)}"
+    if view.checkpoint.step:
+        yield f"checkpoint at step {view.checkpoint.step:,}"
     if view.noise_scale.batches:
         yield f"noise scale {view.noise_scale.batches:.3g} batches"
 
@@ -99,20 +107,20 @@ def _workers(view: JobView, now: float, width: int, most: int) -> Table:
     grid.add_column("hidden", justify="right", no_wrap=True)
     for name in ("up Mb/s", "down", "share", *(["loss"] if wide else [])):
         grid.add_column(name, justify="right", no_wrap=True)
-    rows = sorted(view.workers.values(), key=lambda worker: worker.number)
+    rows = view.rows
     if len(rows) > most:
         urgent = sorted(rows, key=lambda worker: (CALM.get(view.status(worker, now), 0), -worker.step.step_s))
         rows = sorted(urgent[:most - 1], key=lambda worker: worker.number)
     for worker in rows:
         grid.add_row(*_row(view, worker, now, wide=wide))
-    if hidden := len(view.workers) - len(rows):
+    if hidden := len(view.rows) - len(rows):
         grid.add_row(f"{hidden} more", style="dim")
     return grid
 
 
 def _row(view: JobView, worker: WorkerView, now: float, *, wide: bool) -> Iterator[RenderableType]:
     status, step = view.status(worker, now), worker.step
-    yield f"{worker.number} {worker.name}"
+    yield view.display(f"worker {worker.number}")
     yield Text(status, style=STYLES.get(status, ""))
     yield f"{step.step:,}" if step.steps else "-"
     yield duration(step.step_s) if step.step_s else "-"
@@ -138,6 +146,14 @@ def bar(exposed: float) -> Text:
 
 def megabits_of(bytes_per_s: float) -> str:
     return megabits(8 * bytes_per_s) if bytes_per_s else "-"
+
+
+def amount(nbytes: int) -> str:
+    """
+    >>> amount(3_456_000), amount(12_345_678_901)
+    ('3.46 MB', '12.3 GB')
+    """
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.3g} MB"
 
 
 def duration(seconds: float) -> str:
@@ -170,16 +186,16 @@ def summary(view: JobView, now: float) -> str:
     """The job in one line."""
     exposed = [worker.step.exposed_s / worker.step.step_s for worker in view.present if worker.step.step_s]
     parts = [*numbers(view), *([f"{max(exposed):.0%} exposed"] if exposed else []),
-             "ended" if view.over else f"{len(view.present)} of {max(view.job.world, len(view.present))} workers",
+             outcome(view) or f"{len(view.present)} of {max(view.job.world, len(view.present))} workers",
              *view.waiting(now)]
     return f"{clock(now)} {', '.join(parts)}"
 
 
 def worker_lines(view: JobView, now: float) -> Iterator[str]:
     """Each worker in one line."""
-    for _, worker in sorted(view.workers.items()):
+    for worker in view.rows:
         step, link = worker.step, worker.link
-        parts = [f"worker {worker.number} {worker.name}: {view.status(worker, now)}", f"step {step.step:,}"]
+        parts = [f"{view.display(f'worker {worker.number}')}: {view.status(worker, now)}", f"step {step.step:,}"]
         parts += [worker.reason] if worker.reason else []
         if step.step_s:
             parts.append(f"{duration(step.step_s)} a step ({step.exposed_s / step.step_s:.0%} exposed, "

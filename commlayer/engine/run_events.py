@@ -55,6 +55,8 @@ class RunEvents:
 
     def __init__(self) -> None:
         self.log = EventLog(0)
+        self.total_steps = 0
+        """Number of steps that the script will take; 0: unknown."""
         self.dense_nbytes = 0
         """Size of one step's gradients as float32."""
         self.rtt_s: Callable[[], float] = float
@@ -101,8 +103,8 @@ class RunEvents:
         exposed_s = min(step_s, max(0.0, now.exposed_s - before.exposed_s) / steps)
         hidden_s = max(0.0, (now.exchange_s - before.exchange_s) / steps - exposed_s) if self._since else 0.0
         self.log.append(StepEvent(
-            step=self._last, steps=steps, step_s=step_s, compute_s=step_s - exposed_s, exposed_s=exposed_s,
-            hidden_s=min(step_s, hidden_s), sent_bytes=now.sent_nbytes - before.sent_nbytes,
+            step=self._last, total=self.total_steps, steps=steps, step_s=step_s, compute_s=step_s - exposed_s,
+            exposed_s=exposed_s, hidden_s=min(step_s, hidden_s), sent_bytes=now.sent_nbytes - before.sent_nbytes,
             received_bytes=now.received_nbytes - before.received_nbytes, dense_bytes=steps * self.dense_nbytes,
             loss=self._read_loss(), share=units.weight / units.total if units.total else 0.0, samples=self._samples))
         self._since, self._totals, self._steps, self._samples = ended, now, 0, 0.0

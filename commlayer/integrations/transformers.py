@@ -37,7 +37,7 @@ class CommlayerCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         trainer, model = self._trainer, self._module
         self.session = attach(model, optimizer_inside(trainer.optimizer), grad_scaler=trainer.accelerator.scaler,
-                              **self._options)
+                              **{"steps": state.max_steps, **self._options})
         if not isinstance(model, DistributedDataParallel):
             model.no_sync = self.session.no_sync  # Accelerate calls it for all micro-batches of a step but the last
         if state.global_step:

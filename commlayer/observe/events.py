@@ -79,6 +79,8 @@ class StepEvent(Event, tag="step", frozen=True, kw_only=True):
 
     step: int = 0
     """Number of training steps since the job began."""
+    total: int = 0
+    """Number of steps that the script will take, as passed to `attach(steps=)`; 0: unknown."""
     steps: int = 1
     """Number of steps that the event covers."""
     step_s: float = 0.0
@@ -149,6 +151,8 @@ class PlanEvent(Event, tag="plan", frozen=True, kw_only=True):
     """Predicted seconds per step; 0: no prediction."""
     convergence_factor: float = 0.0
     """Predicted number of steps to a loss, relative to uncompressed synchronous training; 0: no prediction."""
+    over_alone: float = 0.0
+    """How many times as fast as its fastest machine alone the job reaches a loss, by forecast; 0: no forecast."""
     reason: PlanReason = "start"
     """Why: the job starts, the controller found it, it takes back a slower plan, the quality guard changed codecs, the script
     requested it, or members have changed."""

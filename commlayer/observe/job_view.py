@@ -52,6 +52,9 @@ class Totals(msgspec.Struct):
     dense_bytes: int = 0
     samples: float = 0.0
 
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(structs.astuple(self), structs.astuple(other), strict=True)))
+
     def add(self, step: StepEvent) -> None:
         self.steps += step.steps
         self.timed_steps += step.steps if step.step_s else 0
@@ -78,6 +81,10 @@ class WorkerView(msgspec.Struct):
     """Its last event about steps, with `steps` 0 before the first one."""
     link: LinkEvent = LinkEvent()
     totals: Totals = msgspec.field(default_factory=Totals)
+    successor: int | None = None
+    """Number of the worker that joined later on the same machine, after this one had left."""
+    returns: int = 0
+    """How often a worker of this machine has left before this one joined in its place."""
 
     @property
     def present(self) -> bool:
@@ -189,12 +196,21 @@ class JobView:
             worker = self._worker(int(number))
             if (worker.state, worker.reason) == (event.state, event.reason) and worker.name:
                 return
+            if event.state == "joined" and not worker.seen:
+                self._replace_predecessor(worker, event.name)
             worker.name, worker.state, worker.reason = event.name or worker.name, event.state, event.reason
             if not worker.present:
                 self.waits = {key: wait for key, wait in self.waits.items() if key[0] != worker.number}
         else:
             self.others[event.member] = event
         self.recent.append(event)
+
+    def _replace_predecessor(self, worker: WorkerView, name: str) -> None:
+        """A machine whose worker has left joins again: the new worker stands for the old one."""
+        for old in self.workers.values():
+            if name and old.name == name and not old.present and old.successor is None and old is not worker:
+                old.successor, worker.returns = worker.number, old.returns + 1
+                return
 
     def _worker(self, number: int) -> WorkerView:
         if number not in self.workers:
@@ -209,14 +225,54 @@ class JobView:
         return [worker for _, worker in sorted(self.workers.items()) if worker.present]
 
     @property
+    def rows(self) -> list[WorkerView]:
+        """The workers to show, by number: without those whose machine has joined again."""
+        return [worker for _, worker in sorted(self.workers.items()) if worker.successor is None]
+
+    def totals(self, worker: WorkerView) -> Totals:
+        """The sums of a row: of this worker, and of those that had left before it joined in their place."""
+        before = next((old for old in self.workers.values() if old.successor == worker.number), None)
+        return worker.totals + self.totals(before) if before else worker.totals
+
+    @property
     def _counted(self) -> list[WorkerView]:
         """The workers whose numbers are those of the job: the present ones, and all of them once the job is over."""
-        return self.present or list(self.workers.values())
+        return self.present or self.rows
 
     @property
     def over(self) -> bool:
         """True: the job had workers, and all of them have left or died."""
         return bool(self.workers) and not self.present
+
+    @property
+    def failures(self) -> list[str]:
+        """Once the job is over: the workers that did not finish, each with the reason."""
+        ended = [worker for worker in self.rows if worker.reason] if self.over else []
+        return [f"{self.display(f'worker {worker.number}')}: {worker.reason}" for worker in ended]
+
+    @property
+    def total_steps(self) -> int:
+        """Number of steps that the script will take; 0: unknown."""
+        return max((worker.step.total for worker in self._counted), default=0)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the script's last step at the present speed; 0: unknown."""
+        return 0.0 if self.over else max(0, self.total_steps - self.step) * self.step_s
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as its fastest machine alone the job reaches a loss, by forecast; 0: unknown."""
+        return self.plan.over_alone
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that all workers have sent, with those that have left."""
+        return sum(worker.totals.sent_bytes for worker in self.workers.values())
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(worker.totals.received_bytes for worker in self.workers.values())
 
     @property
     def step(self) -> int:
@@ -238,15 +294,11 @@ class JobView:
     def samples_per_s(self) -> float:
         return sum(worker.samples_per_s for worker in self._counted)
 
-    @property
-    def compression(self) -> float:
-        """Bytes that uncompressed synchronous training would have sent, over the bytes sent; 0: unknown."""
-        sent = sum(worker.totals.sent_bytes for worker in self.workers.values())
-        return sum(worker.totals.dense_bytes for worker in self.workers.values()) / sent if sent else 0.0
-
     def current_waits(self, now: float) -> list[WaitEvent]:
         """The waits that still last, with `waited_s` at the time `now`. One for each set of members that are waited for:
         members without heartbeats first, because they are the cause of other waits."""
+        if self.over:
+            return []
         order: Sequence[WaitKind] = ("heartbeat", "join", "step", "call")
         waits: dict[tuple[str, ...], WaitEvent] = {}
         for wait in sorted(self.waits.values(), key=lambda wait: order.index(wait.what)):
@@ -299,7 +351,7 @@ class JobView:
         """
         kind, _, number = peer.partition(" ")
         if kind == "worker" and number.isdecimal() and (worker := self.workers.get(int(number))) is not None and worker.name:
-            alone = sum(other.name == worker.name for other in self.workers.values()) == 1
+            alone = sum(other.name == worker.name and other.successor is None for other in self.workers.values()) <= 1
             return worker.name if alone else f"{worker.name}#{number}"
         return peer.removeprefix("home ")
 

@@ -53,9 +53,10 @@ def _lines(view: JobView, now: float) -> Iterator[str]:
                        [(at, worker.link.rtt_s) for at, worker in present if worker.link.rtt_s])
     yield from _metric("peer_last_seen_timestamp_seconds", "gauge", "Time of the last event of a rank, since 1970.",
                        [(at, worker.seen) for at, worker in present if worker.seen])
-    states = ("joined", "waiting", "left", "dead")
-    yield from _metric("peers", "gauge", "Workers by state.", [
-        (run | {"state": state}, sum(worker.state == state for _, worker in workers)) for state in states])
+    status = [view.status(worker, now) for worker in view.present]
+    yield from _metric("members", "gauge", "Workers of the job: expected, present, and those of them that wait for others.", [
+        (run | {"state": "expected"}, view.job.world), (run | {"state": "present"}, len(status)),
+        (run | {"state": "waiting"}, sum(state in ("waits", "waiting") for state in status))])
     yield from _metric("waiting_seconds", "gauge", "Seconds for which the job has waited for members.", [
         (run | {"for": ",".join(map(view.display, wait.names)), "what": wait.what}, wait.waited_s)
         for wait in view.current_waits(now)])

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from commlayer.observe.events import Event, JobEvent, LogEvent, MemberEvent, StepEvent, clean
 from commlayer.observe.job_view import JobView, WorkerView
@@ -43,7 +44,15 @@ class WorkerState(msgspec.Struct):
     state: str
     note: str
     """Why the worker left, or which members it waits for."""
+    returns: int
+    """How often its machine has joined again."""
     step: int
+    steps: int
+    computed_s: float
+    waited_s: float
+    sent: int
+    received: int
+    """Sums since the job began, with those of workers that had left before this one joined in their place."""
     step_s: float
     compute_s: float
     exposed_s: float
@@ -72,12 +81,23 @@ class PageState(msgspec.Struct):
     step_s: float
     planned_s: float
     plan: str
-    factor: float
-    """The convergence factor."""
     loss: Number
     samples_per_s: float
-    compression: float
+    total: int
+    """Number of steps that the script will take; 0: unknown."""
+    left_s: float
+    """Seconds until the last of them."""
+    sent: int
+    received: int
+    """Payload bytes of all workers since the job began."""
+    gain: float
+    """How many times as fast as its fastest machine alone the job reaches a loss, by forecast; 0: unknown."""
+    checkpoint: int
+    checkpoint_time: float
+    """Step and time of the last checkpoint; 0: none."""
     noise_scale: float
+    failures: list[str]
+    """Of a job that is over: the workers that did not finish, with reasons."""
     waits: list[str]
     others: list[str]
     """Servers, and homes before the job begins, with their states."""
@@ -96,21 +116,24 @@ class Update(msgspec.Struct):
 
 def state_of(view: JobView, now: float) -> PageState:
     """The job at the time `now`, in the clock of the events."""
-    plan = view.plan
+    plan, saved = view.plan, view.checkpoint
     return PageState(
         now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
         _short(view.step_s), _short(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
-        _short(plan.convergence_factor), _short(view.loss), _short(view.samples_per_s), _short(view.compression),
-        _short(view.noise_scale.batches), view.waiting(now), [view.words(other) for other in view.others.values()],
-        [_worker(view, worker, now) for _, worker in sorted(view.workers.items())])
+        _short(view.loss), _short(view.samples_per_s), view.total_steps, _short(view.left_s), view.sent_bytes,
+        view.received_bytes, _short(view.gain), saved.step, saved.time, _short(view.noise_scale.batches), view.failures,
+        view.waiting(now), [view.words(other) for other in view.others.values()],
+        [_worker(view, worker, now) for worker in view.rows])
 
 
 def _worker(view: JobView, worker: WorkerView, now: float) -> WorkerState:
     step, link, state = worker.step, worker.link, view.status(worker, now)
+    totals = view.totals(worker)
     names = [name for (rank, _), wait in view.waits.items() if rank == worker.number for name in wait.names]
     note = worker.reason or (f"for {', '.join(map(view.display, names))}" if state == "waits" and names else "")
     return WorkerState(
-        worker.number, worker.name, state, note, step.step, *map(_short, (
+        worker.number, view.display(f"worker {worker.number}"), state, note, worker.returns, step.step, totals.steps,
+        _short(totals.compute_s), _short(totals.exposed_s), totals.sent_bytes, totals.received_bytes, *map(_short, (
             step.step_s, step.compute_s, step.exposed_s, step.hidden_s, worker.up_bytes_per_s, link.planned_up_bytes_per_s,
             worker.down_bytes_per_s, link.planned_down_bytes_per_s, step.share, step.loss)))
 
@@ -209,8 +232,17 @@ def report(events: Sequence[Event]) -> bytes:
             states.append(state_of(record.view, due))
             due += every_s
         record.apply(clean(event))
-    states.append(state_of(record.view, end))
+    states.append(_last_state(record.view, end))
     return document(msgspec.json.encode(Update(states, record.curves.points, list(record.events))))[0]
+
+
+def _last_state(view: JobView, end: float) -> PageState:
+    """The state at the end of the events. Workers whose end is missing were killed, or still train."""
+    state = state_of(view, end)
+    if view.over or not view.workers:
+        return state
+    names = ", ".join(view.display(f"worker {worker.number}") for worker in view.present)
+    return structs.replace(state, over=True, waits=[], failures=[f"the events end here, and {names} had not left the job"])
 
 
 def _last_run(events: Sequence[Event]) -> Sequence[Event]:

@@ -253,7 +253,7 @@ def test_totals_add_up_over_steps() -> None:
     assert (totals.steps, totals.sent_bytes, totals.samples) == (21, 100, 160.0)
     assert totals.step_s == pytest.approx(2.0)
     assert totals.exposed_s == pytest.approx(0.8)
-    assert (view.step, view.step_s, view.compression) == (21, 0.1, 8.0)
+    assert (view.step, view.step_s, view.sent_bytes) == (21, 0.1, 100)
     assert view.samples_per_s == pytest.approx(80.0)
 
 
@@ -340,3 +340,42 @@ def test_a_line_names_its_sender_unless_it_is_for_all() -> None:
 def test_losses_are_averaged_over_ranks_that_report_one() -> None:
     assert view_of(JOB, step(0, 1, 101.0), step(1, 1, 101.0)).loss is None
     assert view_of(JOB, step(0, 1, 101.0, loss=2.0), step(1, 1, 101.0, loss=4.0), step(2, 1, 101.0)).loss == 3.0
+
+
+def test_a_home_that_joins_again_takes_the_row_of_its_former_worker() -> None:
+    again = MemberEvent(time=130.0, member="worker 2", name="ben")
+    view = view_of(JOB, ANNA, BEN, step(1, 10, 101.0, steps=10, sent_bytes=50),
+                   MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
+    assert [(row.number, row.state) for row in view.rows] == [(0, "joined"), (1, "dead")]
+    for event in (again, step(2, 30, 131.0, steps=5, sent_bytes=20), again):
+        view.apply(event)
+    assert [(row.number, row.returns) for row in view.rows] == [(0, 0), (2, 1)]
+    assert (view.display("worker 1"), view.display("worker 2")) == ("ben", "ben")
+    totals = view.totals(view.workers[2])
+    assert (totals.steps, totals.sent_bytes, view.sent_bytes) == (15, 70, 70)
+
+
+def test_of_two_workers_of_a_home_only_the_lost_one_is_replaced() -> None:
+    twins = [MemberEvent(time=100.0, member=f"worker {number}", name="ben") for number in (1, 2)]
+    view = view_of(JOB, ANNA, *twins, MemberEvent(time=120.0, member="worker 1", state="dead", reason="killed"))
+    assert [row.number for row in view.rows] == [0, 1, 2]
+    view.apply(MemberEvent(time=130.0, member="worker 3", name="ben"))
+    assert [(row.number, row.returns) for row in view.rows] == [(0, 0), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize(("reason", "failures"), [("", []), ("out of memory", ["ben: out of memory"])])
+def test_a_job_that_is_over_waits_for_nobody_and_names_who_failed(reason: str, failures: list[str]) -> None:
+    waits = WaitEvent(time=110.0, rank=0, names=("worker 1",), waited_s=3, limit_s=600)
+    ends = [MemberEvent(time=111.0, member="worker 0", state="left"),
+            MemberEvent(time=111.0, member="worker 1", state="left", reason=reason)]
+    view = view_of(JOB, ANNA, BEN, waits, *ends)
+    assert (view.over, view.waiting(112.0), view.failures) == (True, [], failures)
+
+
+def test_the_time_left_follows_from_the_steps_that_the_script_announced() -> None:
+    view = view_of(JOB, ANNA, step(0, 100, 101.0))
+    assert (view.total_steps, view.left_s) == (0, 0.0)
+    view.apply(step(0, 200, 111.0, total=500))
+    assert (view.total_steps, view.left_s) == (500, pytest.approx(30.0))
+    view.apply(MemberEvent(time=112.0, member="worker 0", state="left"))
+    assert view.left_s == 0.0

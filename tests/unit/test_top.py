@@ -49,7 +49,7 @@ def test_a_screen_fits_and_says_what_matters(width: int) -> None:
     assert "waiting for home-2, which sends no heartbeats, 10 of 60 s" in text
     assert re.search(r"home-2 +silent", text)
     assert re.search(r"home-0 +trains +95", text)
-    assert "convergence factor 1.08" in text
+    assert "sent 44 MB, received 44 MB" in text
     assert "50%" not in text  # of the batch: a third each
     assert "33%" in text
 
@@ -157,7 +157,8 @@ def test_metrics_are_in_the_format_of_prometheus() -> None:
         assert name in kinds or name.removesuffix("_sum").removesuffix("_count") in kinds
         assert (kinds.get(name) == "counter") == name.endswith("_total")
     assert 'commlayer_step_total{run="5f0c2a91d3e4b687",rank="0",host="home-0"} 140.0' in text
-    assert 'commlayer_peers{run="5f0c2a91d3e4b687",state="dead"} 1.0' in text
+    for state, count in {"expected": 3.0, "present": 2.0, "waiting": 0.0}.items():
+        assert f'commlayer_members{{run="5f0c2a91d3e4b687",state="{state}"}} {count}' in text
     assert 'plan="1a2b3c4d5e6f7081",every="8",codec="int4()"} 1.0' in text
     assert "commlayer_guard_cosine_ratio" in text
     assert exposition(JobView(), START)  # of a job that has not begun
