@@ -266,21 +266,22 @@ class JobContext:
 
     # ---- decisions and logs
 
-    def say(self, what: str, level: int = logging.WARNING, *, own: bool = False) -> None:
+    def say(self, what: str, level: int = logging.WARNING, *, own: bool = False, event_level: int | None = None) -> None:
         """Adds a text to `decisions`, with the number of training steps so far, and logs it. `own`: no other rank knows of the
-        decision, so this rank logs it even if another rank logs for its node."""
+        decision, so this rank logs it even if another rank logs for its node. `event_level`: its level in the event stream, for
+        good news that people see without configuring logging."""
         self.decisions.append(f"step {self.passes}: {what}")
         if own:
             self.stream.text(self.decisions[-1], level)
             log.log(level, "%s", self.decisions[-1])
         else:
-            self.log(self.decisions[-1], level)
+            self.log(self.decisions[-1], level, event_level=event_level)
 
-    def log(self, line: str, level: int = logging.INFO, *, event: bool = True) -> None:
+    def log(self, line: str, level: int = logging.INFO, *, event: bool = True, event_level: int | None = None) -> None:
         """Logs an event that all ranks know, once on each node and in each home. `event`: False if the event stream has an
         event of another kind about it."""
         if event and self.rank == 0 and level >= logging.INFO:
-            self.stream.text(line, level)
+            self.stream.text(line, level if event_level is None else event_level)
         if self.logs:
             log.log(level, "%s", line)
 

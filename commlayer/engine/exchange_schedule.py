@@ -194,7 +194,8 @@ class ExchangeSchedule(EpochListener):
             self._forward = self._model.register_forward_pre_hook(lambda model, _: self._before_forward(model))
         if plan.local_steps != before:
             parts = f" in {plan.fragments} fragments" if plan.fragments > 1 else ""
-            connection.log(f"local steps: an exchange every {plan.local_steps} steps{parts}; outer optimizer: {self._outer}")
+            steps = "every step" if plan.local_steps == 1 else f"every {plan.local_steps} steps"
+            connection.log(f"exchanging weight changes {steps}{parts}; outer optimizer: {self._outer}")
         connection.local.go(plan.local_steps, **schedule, lengths=self._lengths if self._lengths.go(plan.local_steps) else None)
 
     def end_rounds(self) -> None:
@@ -318,8 +319,7 @@ class UpdateNorms:
         seen = max(agreement, LEAST_AGREEMENT)
         if not 0.5 < self._logged / seen < 2:
             self._logged = seen
-            connection.log(f"agreement of the workers' weight changes over {plan.local_steps} local steps: {agreement:.2f} "
-                           "(mean cosine; 1: equal, 0: nothing in common)")
+            connection.log(f"workers' changes over {plan.local_steps} local steps have a mean cosine of {agreement:.2f}")
 
     def _failed(self) -> BaseException | None:
         gone = self._connection.members.pending(0.0)

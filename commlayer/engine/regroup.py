@@ -28,6 +28,7 @@ agreement.py decides which step they repeat.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -462,13 +463,11 @@ class MembershipChange(MemberChanges):
         job_context, current = self._context, {m.rank for m in view.members}
         gone = [job_context.uplink.display_name(peer_name(m.rank)) for m in former.members if m.rank not in current]
         joined = [job_context.uplink.display_name(peer_name(rank)) for rank in new_in(view, former)]
-        parts = [f"{', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"] if gone else []
+        parts = [f"{', '.join(gone)} left, with {'its' if len(gone) == 1 else 'their'} residuals"] if gone else []
         parts += [f"{', '.join(joined)} joined"] if joined else []
-        parts = parts or ["the worker that was joining is gone"]
-        lost = f"; residuals of {', '.join(gone)} are lost" if gone else ""
-        job_context.say(
-            f"{' and '.join(parts)}: {len(view.members)} members continue with the same gradients, {took_s:.1f} s after all "
-            f"had reached this step{lost}; this is rank {job_context.rank} of {job_context.world} now")
+        parts = parts or ["the worker that was joining left"]
+        job_context.say(f"{'; '.join(parts)}; continuing with {len(view.members)} workers after {took_s:.2g} s, as rank "
+                        f"{job_context.rank}", event_level=logging.WARNING if gone else logging.INFO)
 
 
 def new_world(former: Groups, rows: RowChannel, config: Config, home: str, view: View, own: int) -> Groups:

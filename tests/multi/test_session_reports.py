@@ -154,7 +154,7 @@ def agreeing(rank: int, address: str, codec: str, overlap: bool) -> tuple[list[f
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
-    return found, sum("agreement of the workers" in line for line in lines)
+    return found, sum("a mean cosine of" in line for line in lines)
 
 
 @pytest.mark.parametrize(("codec", "overlap"), [("identity", False), ("int4", False), ("int4", True)])

@@ -60,7 +60,7 @@ def continued(sites: Sites, script: Script, steps: str, *others: str) -> tuple[l
         torch.testing.assert_close(residuals - torch.tensor(reports[0]["weights"]).double(), put, atol=1e-4, rtol=1e-4)
     lost = [site for site in runs[0][0] if site not in runs[0][-1]]
     decisions = "\n".join(reports[0]["decisions"])
-    assert all(re.search(rf"worker [\d, worker]*\b{site}\b[\d, worker]* (is|are) gone: \d members continue", decisions)
+    assert all(re.search(rf"worker [\d, worker]*\b{site}\b[\d, worker]* left, with .*; continuing with \d workers", decisions)
                for site in lost), decisions
     return reports, ends, server
 

@@ -71,7 +71,7 @@ def test_a_site_joins_with_weights_momentum_and_schedule_of_the_others(sites: Si
     for one in (*old, new):
         assert (one["step"], one["exchanges"], one["calls"]) == (len(worlds),) * 3
         assert (one["weights"], one["optimizer"]) == (weights, momentum)
-    assert f"step {first}: worker 5 joined: 3 members continue" in "".join(old[0]["decisions"])
+    assert f"step {first}: worker 5 joined; continuing with 3 workers" in "".join(old[0]["decisions"])
     assert "joined the running job as worker 5" in "".join(new["decisions"])
 
 
