@@ -109,8 +109,11 @@ class Config(Record, frozen=True):
     reconnect_s: Window = 60.0
     """Seconds for which a worker tries to restore a broken connection before its peer counts as lost; at most deadline_s."""
     min_workers: Count = 0
-    """Smallest number of workers with which training continues after others are lost; 0: every worker is required. For jobs of
-    sites, set where `commlayer serve` runs."""
+    """Smallest number of workers with which training begins, and continues after others are lost; 0: every worker is required.
+    For jobs of sites, set where `commlayer serve` runs."""
+    last_call_s: Window = 5.0
+    """Seconds that a job with `min_workers` waits for further workers before it begins with fewer than its largest number,
+    counted from the last arrival."""
     journal: Text = ""
     """Folder of a summation server's journal, from which a restarted server resumes. Empty: no journal, and a killed server
     ends the job."""
@@ -160,7 +163,7 @@ class Config(Record, frozen=True):
 GROUPS = {
     "Network": ("join", "bind", "advertise", "port"),
     "Security": ("keys", "insecure", "token", "token_file"),
-    "Fault tolerance": ("min_workers", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
+    "Fault tolerance": ("min_workers", "last_call_s", "deadline_s", "reconnect_s", "dead_after_s", "journal"),
     "Training": ("max_loss", "servers", "drift", "trace", "events"),
     "Expert": ("carrier", "ranks_per_node", "node", "home", "batch", "join_deadline_s", "heartbeat_s", "journal_required",
                "fuse_nbytes", "cut_nbytes", "ratio_over", "warmup", "backend", "codec_threads", "learning", "loss", "guard",

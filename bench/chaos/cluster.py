@@ -177,7 +177,7 @@ class Cluster:
             arguments = ["--port", str(self._ports[0]), "--workers", str(self.setting.workers),
                          "--servers", str(self.setting.servers), *(["--no-server"] if self.setting.apart else [])]
             arguments += ["--min-workers", str(self.setting.least)] if self.setting.least else []
-        environ = self._environ(name) | {"COMMLAYER_CARRIER": self.setting.carrier}
+        environ = self._environ(name) | {"COMMLAYER_CARRIER": self.setting.carrier, "COMMLAYER_LAST_CALL_S": str(MEET_S)}
         return Started(processes.serve, [*arguments, *common], off_s, environ=environ, lines=self.folder / f"{name}.lines",
                        most_nbytes=FULL_NBYTES if full else 0, inside=self._inside(0))
 

@@ -33,7 +33,8 @@ class Desk:
         """Changes whenever a reply could change, so that a waiting caller need not ask again before."""
         for number in range(servers):
             self._joins(messages.server_request(f"10.99.0.{number + 1}:7001", number=number))
-        self._rendezvous = RendezvousService(workers, float("inf"), self._lost, RefusalLog(), least, lambda: 0.0, self._door)
+        self._rendezvous = RendezvousService(workers, float("inf"), self._lost, RefusalLog(), least, lambda: 0.0, self._door,
+                                             last_call_s=float("inf"))
         for rank in range(workers):
             self._joins(messages.worker_request("a job", rank, workers, plan=PLAN, elastic=True))
             self._attends(rank)

@@ -64,8 +64,10 @@ class Members:
         self.chance = random.Random(seed)
         self.workers = self.chance.randint(2, 4)
         self.least = self.chance.choice((0, *range(1, self.workers + 1)))
+        self.most = self.workers + self.chance.randint(0, 2) if self.least else 0
+        """The largest number of workers, which may be more than the job begins with; 0: as many as it begins with."""
         self.loss, self.lag_s = self.chance.choice((0.0, 0.1, 0.3)), self.chance.choice((0.05, 0.6))
-        self.state = State(self.workers, 1, min_workers=self.least)
+        self.state = self._fresh()
         self.up = True
         """Whether the coordinator runs."""
         self.disk: CoordinatorRecord | None = None
@@ -82,9 +84,13 @@ class Members:
         self.processes = [self._born(messages.server_request("10.99.0.1:7001", number=0))]
         self.processes += [self._born(self._worker(rank)) for rank in range(self.workers)]
         if self.least:
-            for late in range(self.chance.randint(0, 2)):
+            for late in range(self.chance.randint(0, 3)):
                 self.processes.append(self._born(self._worker(self.workers + late), self.chance.uniform(5.0, CALM_S)))
         self._deal()
+
+    def _fresh(self) -> State:
+        """Before any worker has registered. With `most`, the first worker reports the number with which the job begins."""
+        return State(0 if self.most else self.workers, 1, min_workers=self.least, max_workers=self.most)
 
     # ---- events
 
@@ -150,7 +156,7 @@ class Members:
             self.state = coordinator_journal.resumed_state(self.disk, self.now)
             self._heard = dict.fromkeys(self.state.registrations, self.now)
         else:
-            self.state = State(self.workers, 1, min_workers=self.least)
+            self.state = self._fresh()
 
     # ---- the coordinator, as in coordinator.py
 
@@ -310,6 +316,9 @@ class Members:
             self._wrong(f"view {view.generation} is {_named(other)} to one and {_named(view)} to another")
         if view.generation > 1 and len(view.members) < self.least:
             self._wrong(f"view {view.generation} has {len(view.members)} members, and {self.least} are the least")
+        if len(view.members) > (self.most or self.workers):
+            self._wrong(f"view {view.generation} has {len(view.members)} members, and {self.most or self.workers} are the most")
+        self.counts["grown"] += len(view.members) > self.workers
         if len({m.rank for m in view.members}) < len(view.members):
             self._wrong(f"view {view.generation} has a rank twice")
         process.view = view
@@ -368,7 +377,10 @@ class Members:
         for process in present:
             if process.view != view:
                 self._wrong(f"{process.peer} has not heard of view {view.generation}")
-            if self.state.registrations[process.request.token].dead:
+            place = self.state.registrations.get(process.request.token)
+            if place is None:
+                self._wrong(f"the coordinator does not know {process.peer}")
+            elif place.dead:
                 self._wrong(f"{process.peer} is dead and does not know it")
 
     def _wrong(self, what: str) -> None:

@@ -68,7 +68,9 @@ def join(
         if reply.joins:
             _say(f"joining the running job with {ranks} of {reply.world}; other homes log this home as worker {reply.rank}")
         else:
-            _say(f"all homes have joined: this is home {reply.node} of {reply.nodes}, with {ranks} of {reply.world}")
+            workers = f"{reply.world} worker{'s' * (reply.world > 1)}"
+            start = f"starting with {workers}" if reply.min_workers else "all homes have joined"
+            _say(f"{start}: this is home {reply.node} of {reply.nodes}, with {ranks} of {reply.world}")
         settings = {"join": config.join, "insecure": "true" if config.insecure else "", "keys": config.keys if keys else "",
                     "min_workers": str(reply.min_workers)}
         line = ["traceback" if full else "line", str(script), *(args or [])]

@@ -19,16 +19,18 @@ from commlayer.transport.secret import REMEDY
 def serve(
     join: Join = "", bind: Bind = "", port: Port = 0, keys: Keys = "", insecure: Insecure = False, journal: Journal = "",
     advertise: Annotated[str, typer.Option(help="Name or address that others use for this machine.", metavar="HOST")] = "",
-    workers: Annotated[int, typer.Option(help="Number of workers; 0: the number that the first worker reports.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="Number of workers, all required; with --min-workers, the largest number, by "
+                                              "default 64. 0: the first worker's number.", min=0)] = 0,
     servers: Annotated[int | None, typer.Option(help="Number of servers with this one; default 1.", metavar="N", min=0)] = None,
     no_server: Annotated[bool, typer.Option("--no-server", help="Coordinate only; --servers counts only others.")] = False,
-    min_workers: Annotated[int, typer.Option(help="Continue with at least this many workers; 0: none may leave.", min=0)] = 0,
+    min_workers: Annotated[int, typer.Option(help="Begin and continue with at least this many workers; others may join and "
+                                                  "leave. 0: all are required.", min=0)] = 0,
     number: Annotated[int, typer.Option(help="This server's number in the plan; -1: the next free one.", min=-1)] = -1,
     page: Annotated[str, typer.Option(help="Serve a page about the job, and metrics for Prometheus, there; a port alone is on "
                                            "127.0.0.1.", metavar="[HOST:]PORT")] = "",
     events: Annotated[str, typer.Option(help="Folder for the job's events, for `commlayer top`.", metavar="DIR")] = "",
-    invite: Annotated[str, typer.Option(help="Names of homes to invite, with commas; default: home-1 to home-WORKERS.",
-                                        metavar="NAMES")] = "",
+    invite: Annotated[str, typer.Option(help="Names of homes to invite, with commas; default: home-1 to home-N, for N workers, "
+                                             "or for N least workers.", metavar="NAMES")] = "",
     folder: Annotated[Path, typer.Option("--dir", help="The CA's folder for invitations, created if missing.",
                                          metavar="DIR")] = Path("keys"),
 ) -> None:
@@ -40,8 +42,9 @@ def serve(
     options: dict[str, Any] = {"join": join, "bind": bind, "advertise": advertise, "port": port, "insecure": insecure,
                                "keys": keys, "journal": journal, "min_workers": min_workers, "events": events}
     settings = {name: value for name, value in options.items() if value}
-    names = _home_names(invite, workers)
-    workers = workers or len(names)
+    least = read_config(settings | {"insecure": True}).min_workers  # which the environment may set, too
+    names = _home_names(invite, workers or least)
+    workers = workers or (0 if least else len(names))
     config, invites = _read(settings, names, wanted=bool(invite))
     if config.join and no_server:
         raise InvalidInput("E-CLI-OPTION", f"--no-server with --join {config.join} leaves nothing to run: remove one of them")
@@ -82,8 +85,8 @@ def _read(settings: dict[str, Any], names: list[str], *, wanted: bool) -> tuple[
         if error.code != "E-PLAIN-TEXT" or settings.get("join"):
             raise
         if not names:
-            raise RecordError("E-PLAIN-TEXT", f"{error.what}; or give --workers N, to invite N homes: they fetch keys with the "
-                                              "lines that this command then prints") from None
+            raise RecordError("E-PLAIN-TEXT", f"{error.what}; or give --workers N or --min-workers N, to invite N homes: they "
+                                              "fetch keys with the lines that this command then prints") from None
         config = read_config(settings | {"insecure": True})  # reports other mistakes
         if config.join:
             raise

@@ -222,7 +222,7 @@ class CoordinatorChannel:
                 line, since, limit_s = missing if "waiting" in missing else f"{missing}; waiting", begin, wait_s
             now = time.monotonic()
             if line != logged or now >= logged_s + PROGRESS_S:
-                log_wait(f"{line}, {now - since:.0f} of {limit_s:g} s")
+                log_wait(missing if missing.endswith(messages.STARTING) else f"{line}, {now - since:.0f} of {limit_s:g} s")
                 logged, logged_s = line, now
             if now > answered + answer_s:
                 missing = ""

@@ -55,6 +55,8 @@ refusal is logged."""
 TOLD_HEARTBEATS = 3
 """Number of heartbeat intervals without a heartbeat after which a process counts as silent. A coordinator whose parent has
 ended runs for this long, so it can report the parent's death."""
+MAX_WORKERS = 64
+"""Largest number of workers of a job with min_workers that is started without another number."""
 Q = TypeVar("Q", bound=Record)
 
 
@@ -71,13 +73,17 @@ class Coordinator:
                  ca: str = "", invited: Sequence[str] = ()) -> None:
         """Starts to listen, and starts a thread that detects failures.
 
-        `workers`: number of workers to wait for; 0: the first worker's request decides. `ended`: an event to use as `over`.
+        `workers`: number of workers to wait for; 0: the first worker's request decides. With the setting min_workers: the
+        largest number of workers; 0: MAX_WORKERS. `ended`: an event to use as `over`.
         `journal`: records this job; a job that it already contains is resumed. `embedded`: True: a training process started
         this coordinator. All its members are in one cluster, so a silent process counts as dead at once. An embedded
         coordinator serves only one job; any other coordinator is replaced for the next job if its job failed. `events`: the log
         for the job's events; None: a new one. `ca`: folder of the job's CA, whose invitations this coordinator accepts; "":
         none. `invited`: names of the homes that should join.
         """
+        least = 0 if embedded else config.min_workers
+        if least and not workers:
+            workers = max(MAX_WORKERS, least)
         if workers and config.min_workers > workers:
             raise InvalidInput("E-SETTING",
                                f"min_workers: got {config.min_workers}, allowed: at most the job's {workers} workers")
@@ -90,9 +96,10 @@ class Coordinator:
         if journal is not None and journal.recovered is not None:
             self._state = resumed_state(journal.recovered, clock())
             log.warning("journal: resumed a running job of %d workers; to start another job, remove %s",
-                        self._state.workers, config.journal)
+                        len(self._state.view.members) if self._state.view else self._state.workers, config.journal)
         else:
-            self._state = membership.State(workers, servers, min_workers=0 if embedded else config.min_workers)
+            self._state = membership.State(0 if least else workers, servers, min_workers=least,
+                                           max_workers=workers if least else 0)
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
         self._closing = threading.Event()
@@ -111,7 +118,8 @@ class Coordinator:
         self._revoked: frozenset[int] = frozenset()
         self._rendezvous = RendezvousService(workers, config.dead_after_s, self._lost, self._refusals, config.min_workers,
                                              admission=self._admission, journal=journal,
-                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited)
+                                             noticed_s=TOLD_HEARTBEATS * config.heartbeat_s, invited=invited,
+                                             last_call_s=config.last_call_s)
         if self._state.view is not None:
             self._rendezvous.begin()
             self.events.changed(membership.State(0, 0), self._state)
@@ -263,13 +271,13 @@ class Coordinator:
         present = [place for place in state.registrations.values() if place.present]
         servers = tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
                         for p in present if p.join.kind == "server")
-        reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.workers,
+        reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.limit,
                             sum(p.join.kind == "worker" for p in present), servers)
         if view is None:
             return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
         admission, shut = self._admission(), self._rendezvous.closed_reason()
         return msgspec.structs.replace(reply, begun=True, plan=view.plan, closed_reason=shut, full=admission.full,
-                                       free_seats=0 if shut else state.workers - admission.size)
+                                       free_seats=0 if shut else state.limit - admission.size)
 
     def _events(self, request: messages.EventsRequest) -> Record:
         log = self.events.log

@@ -3,7 +3,7 @@ state.
 
 If at least `min_workers` workers are left, a new epoch starts with them; engine/regroup.py switches to it. If fewer are left,
 or some cannot continue without others, the death of a worker fails the job. Without `min_workers` every death fails the job.
-New workers may replace missing ones, each under a rank that was never used before.
+New workers may join until the job has its largest number of workers, each under a rank that was never used before.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _wait(state: State, seated: Sequence[Registration], noticed: float, patience
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
     silent = [p for p in present if p.seen_s < noticed]
-    if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.workers):
+    if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
         names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"
     return ""
@@ -165,8 +165,8 @@ def _closed(state: State, view: View, present: int) -> AdmissionState:
                f"{', '.join(inelastic_workers(state))} cannot continue after others leave"
     elif present < len(view.members):
         shut = f"the job is ending: {present} workers are left, and at least {state.min_workers} are needed (min_workers)"
-    elif present >= state.workers:
-        shut, full = f"the job is running with all its {state.workers} workers; it admits another when one has left", True
+    elif present >= state.limit:
+        shut, full = f"the job is running with all its {state.limit} workers; it admits another when one has left", True
     return AdmissionState(shut, full=full)
 
 

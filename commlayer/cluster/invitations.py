@@ -205,9 +205,14 @@ def commands(folder: Path, names: Sequence[str], tokens: Mapping[str, Token], ad
     """Returns the command to paste at each home. A home that was invited earlier gets a comment instead, because the folder
     does not contain its token."""
     earlier = {name: until for name, until in pending(folder).items() if name not in tokens}
-    again = "commlayer keys invite" + ("" if folder.absolute() == Path("keys").absolute() else f" --dir {folder}")
+    again = command(folder)
     return [f"# {name}: its earlier line is valid until {_when(earlier[name])}; for a new one: {again} {name}"
             if name in earlier else f"commlayer join {HomeLine(name, address, tokens.get(name))} {SCRIPT}" for name in names]
+
+
+def command(folder: Path) -> str:
+    """Returns the command that invites a home, which needs only the home's name."""
+    return "commlayer keys invite" + ("" if folder.absolute() == Path("keys").absolute() else f" --dir {folder}")
 
 
 def _issued_before(folder: Path, name: str, invitation: Invitation, public: ec.EllipticCurvePublicKey) -> x509.Certificate:

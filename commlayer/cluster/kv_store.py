@@ -43,12 +43,18 @@ class KvStore:
     row was dropped), before any reader sees the change."""
 
     def __init__(self, workers: int = 0, rows: Iterable[tuple[str, Row]] = ()) -> None:
-        """`workers`: number of the job's workers, on which the limit on the size of all values depends."""
+        """`workers`: see `allow`."""
         self.save: Callable[[str, Row | None], None] = lambda *_: None
         self.rows: dict[str, Row] = dict(rows)
         self.nbytes = sum(_charge(name, row) for name, row in self.rows.items())
-        self._most_nbytes = max(MAX_KEPT_NBYTES, EACH_NBYTES * workers)
+        self._most_nbytes = MAX_KEPT_NBYTES
+        self.allow(workers)
         self._changed = asyncio.Event()
+
+    def allow(self, workers: int) -> None:
+        """Raises the limit on the size of all values to that of a job with this many workers. A job that has become smaller
+        keeps its limit, because values of the departed workers may remain for a while."""
+        self._most_nbytes = max(self._most_nbytes, EACH_NBYTES * workers)
 
     def put(self, pairs: Iterable[tuple[str, bytes]], view: int = 1) -> None:
         """Sets or replaces values. Raises CorruptFrame if the limit is exceeded; pairs before the one that exceeds it stay

@@ -75,7 +75,8 @@ class Registration(Record, frozen=True):
 
 
 class State(Record, frozen=True):
-    """The coordinator's state. `workers` is 0 until the coordinator's command line or a worker gives the number of workers."""
+    """The coordinator's state. `workers`: number of workers with which the job begins; 0 until the coordinator's command line
+    or a worker gives that number."""
 
     workers: int
     servers: int
@@ -92,6 +93,13 @@ class State(Record, frozen=True):
     held: tuple[int, int, float] | None = None
     """While a worker joins: (step, rank, since when) if the sums of that step wait only for the contribution of that rank.
     Otherwise None. See epoch_change.py."""
+    max_workers: int = 0
+    """Largest number of workers of a job that begins with as many of them as are there; 0: `workers`."""
+
+    @property
+    def limit(self) -> int:
+        """Largest number of workers that the job can have; 0 if it is not known yet."""
+        return self.max_workers or self.workers
 
 
 def join(state: State, request: Join, now: float) -> tuple[State, JoinReply]:
@@ -314,6 +322,9 @@ def _problem(state: State, request: Join) -> str:
         if not total:
             return coded("E-WORKERS", "the number of workers is unknown: start the coordinator with commlayer serve "
                          "--workers N")
+        if total > state.limit > 0:
+            return coded("E-WORKERS", f"expects {total} workers, allowed: at most {state.limit}: start the coordinator with a "
+                                      "larger --workers")
         if request.world not in (0, total):
             return coded("E-WORKERS", f"expects {request.world} workers, but the job has {total}: start all with the same "
                                       "world size, or with `commlayer join` on machines that accept no connections")
@@ -396,7 +407,10 @@ def _with(state: State, place: Registration) -> State:
 
 
 def _without(state: State, tokens: Iterable[str]) -> State:
-    return msgspec.structs.replace(state, registrations={t: p for t, p in state.registrations.items() if t not in set(tokens)})
+    places = {t: p for t, p in state.registrations.items() if t not in set(tokens)}
+    left = any(p.join.kind == "worker" for p in places.values())
+    # After a failed start, the next one may begin with another number of workers.
+    return msgspec.structs.replace(state, registrations=places, workers=state.workers if left or not state.max_workers else 0)
 
 
 def _who(request: Join) -> str:

@@ -36,6 +36,8 @@ MAX_REPLY_EVENTS_NBYTES = 1 << 20
 R = TypeVar("R", bound=Record)
 Line = Annotated[bytes, msgspec.Meta(max_length=MAX_LINE_NBYTES)]
 Kind = Literal["worker", "server", "site"]
+STARTING = ": starting"
+"""End of the text of `JoinReply.missing` if the job waits for no further site, but begins after its last call."""
 ANY = -1
 """Value of a rank, node or index that means: the coordinator chooses it."""
 
@@ -272,7 +274,7 @@ class StatusReply(Record, frozen=True):
     time_s: float
     """The coordinator's clock, in seconds since 1970."""
     workers: int
-    """Number of workers of the job; 0 if not known yet."""
+    """Largest number of workers of the job; 0 if not known yet."""
     seated: int
     """Number of workers that are registered and have not left or died."""
     servers: tuple[ServerInfo, ...] = ()
@@ -282,7 +284,7 @@ class StatusReply(Record, frozen=True):
     """Digest of the job's plan; "" if there is no plan yet."""
     data: bytes = b""
     free_seats: int = 0
-    """For a running job: number of workers that it would admit to replace missing ones."""
+    """For a running job: number of further workers that it would admit."""
     closed_reason: str = ""
     """For a running job: why it admits no workers; "" if it does."""
     full: bool = False

@@ -50,16 +50,18 @@ class RendezvousService:
     """Registration of sites and their key-value store. `lost`: returns workers of the running job that died or failed, with the
     reason; not finished workers, which may still call."""
 
-    def __init__(self, workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
+    def __init__(self, max_workers: int, silence_s: float, lost: Callable[[], Mapping[int, str]], refusals: RefusalLog,
                  min_workers: int = 0, clock: Clock = time.monotonic,
                  admission: Callable[[], sites.AdmissionState | None] = lambda: None, journal: CoordinatorJournal | None = None,
-                 noticed_s: float = 0.0, invited: Sequence[str] = ()) -> None:
-        """`silence_s`: a site counts as gone after this many seconds without a call. `admission`: returns whether the running
-        job admits sites; None if it never does. `journal`: its contents are restored, and changes are recorded after the job
-        begins. `noticed_s`: a worker or a possibly restarted site counts as silent after this many seconds. `invited`: names of
-        the sites that should register."""
-        self._state = sites.Sites(workers, meeting=secrets.token_hex(8), version=version(), invited=tuple(invited))
-        self._store = KvStore(workers)
+                 noticed_s: float = 0.0, invited: Sequence[str] = (), last_call_s: float = 0.0) -> None:
+        """`max_workers`, `min_workers`, `last_call_s`: when the job begins, see sites.Sites. `silence_s`: a site counts as gone
+        after this many seconds without a call. `admission`: returns whether the running job admits sites; None if it never
+        does. `journal`: its contents are restored, and changes are recorded after the job begins. `noticed_s`: a worker or a
+        possibly restarted site counts as silent after this many seconds. `invited`: names of the sites that should register.
+        """
+        self._state = sites.Sites(max_workers, meeting=secrets.token_hex(8), version=version(), invited=tuple(invited),
+                                  min_workers=min_workers, last_call_s=last_call_s)
+        self._store = KvStore()
         self._silence_s, self._lost, self._refusals, self._clock = silence_s, lost, refusals, clock
         self._min_workers, self._admission, self._noticed_s = min_workers, admission, noticed_s
         self._lock = threading.Lock()
@@ -69,7 +71,7 @@ class RendezvousService:
         self._journal = journal
         if journal is not None and journal.sites is not None:
             self._state = sites.reset_silence(journal.sites, clock())
-            self._store = KvStore(self._state.workers, journal.rows.items())
+            self._store = KvStore(sites.count(self._state), journal.rows.items())
 
     def supersede(self, request: Join, seen_s: Mapping[int, float], still_s: float = 0.0) -> tuple[frozenset[int], str]:
         """If `request` comes from a restarted site, removes the site's previous registration. Returns the ranks that this
@@ -220,14 +222,19 @@ class RendezvousService:
         before, self._state = self._state, state
         for token, site in state.present.items():
             if token not in before.present:
-                news = f"joins {site.world - site.request.world} workers" if site.world else \
+                news = f"joins {sites.workers_text(site.world - site.request.world)}" if site.world else \
                     sites.missing(state) or f"all {state.workers} workers have joined"
                 log.info("home %s registered: %s", site.who, news)
+        if before.workers < state.workers < state.max_workers:
+            log.info("starting with %s; homes can join until there are %d", sites.workers_text(state.workers),
+                     state.max_workers)
+        self._store.allow(sites.count(state))
         reasons = [state.former.get(token, f"home {site.who} has left") for token, site in before.present.items()
                    if token not in state.present]
         for why in dict.fromkeys(reasons):
             log.log(logging.INFO if state.begun else logging.WARNING, "%s", why.removeprefix("its "))
         if state.former is not before.former and not state.begun:
-            self._store = KvStore(state.workers)  # a new rendezvous; calls that wait in the old store return within MAX_WAIT_S
+            # A new rendezvous; calls that wait in the old store return within MAX_WAIT_S.
+            self._store = KvStore(sites.count(state))
         if self._journal is not None and state.begun and state.present.keys() != before.present.keys():
             self._journal.write_sites(sites.reset_silence(state, 0.0))

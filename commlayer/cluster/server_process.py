@@ -49,8 +49,8 @@ is useless."""
 
 
 class ServeOptions(NamedTuple):
-    """What this process serves. `workers`: number of workers to wait for; 0: the first worker decides. `number`: the server's
-    number in the plan; -1: the coordinator chooses. `sums`: True: run a summation server.
+    """What this process serves. `workers`: see Coordinator.__init__. `number`: the server's number in the plan; -1: the
+    coordinator chooses. `sums`: True: run a summation server.
 
     `parent`: process id of the training process that started this process; 0 if none did. `job_token`: the secret, if this
     process generated it. `again`: True: this process has served an earlier job. `data_port`: ANY means the port after the
@@ -174,7 +174,7 @@ def _serve(config: Config, part: ServeOptions, end: threading.Event, stopped: th
         token = f"COMMLAYER_TOKEN={part.job_token}" if part.job_token else \
             "COMMLAYER_KEYS" if config.keys else "the job's secret"
         if part.ca:
-            _invite(part, control)
+            _invite(part, control, more=config.min_workers > 0)
         else:
             log.info("workers join with COMMLAYER_JOIN=%s and %s", control, token)
         if not (part.ca or config.join):
@@ -259,14 +259,16 @@ def _advertised(address: str, config: Config) -> str:
     return address and join_host(config.advertise or config.bind, host_port(address)[1])
 
 
-def _invite(part: ServeOptions, control: str) -> None:
+def _invite(part: ServeOptions, control: str, *, more: bool) -> None:
     """Invites homes that have neither keys nor an invitation, and logs the line to paste at each home. Called when the server
-    listens, because an invitation whose line is never shown would be in the way of the next start."""
+    listens, because an invitation whose line is never shown would be in the way of the next start. `more`: True if further
+    homes can join later."""
     from commlayer.cluster import invitations  # imported late: it loads cryptography
 
     folder = Path(part.ca)
     invitations.set_address(folder, control)
     lines = invitations.commands(folder, part.invited, invitations.invite(folder, part.invited, keep=True), control)
+    lines += [f"# for a further home, at any time: {invitations.command(folder)} NAME"] if more else []
     log.info("paste one line at each home, with your script instead of %s; a token (after #) works once, within %g hours:\n%s",
              invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 

@@ -1,9 +1,10 @@
 """Sites and their ranks: which sites take part in a job, as functions of (state, request, now).
 
 A site is a machine that accepts no connections. Its launcher registers it before its workers start. The site gets the ranks of
-its workers once all sites together have as many workers as the job. Sites are ordered by arrival, except those that request an
-index. If a site leaves between the assignment of ranks and the begin of the job, all ranks become invalid: the rendezvous fails
-for all sites. While the job runs, a new site may replace one that is gone, under new rank numbers, if the job admits workers.
+its workers once all sites together have as many workers as the job; or, if the job can begin with fewer, `last_call_s` seconds
+after the last arrival. Sites are ordered by arrival, except those that request an index. If a site leaves between the
+assignment of ranks and the begin of the job, all ranks become invalid: the rendezvous fails for all sites. While the job runs,
+new sites may join under new rank numbers, if the job admits workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlayer.cluster.messages import ANY, Join, JoinReply, incompatible
+from commlayer.cluster.messages import ANY, STARTING, Join, JoinReply, incompatible
 from commlayer.errors import coded
 from commlayer.records import Record
 from commlayer.transport.protocol import SERVER_BASE
@@ -66,13 +67,16 @@ class AdmissionState(Record, frozen=True):
 
 
 class Sites(Record, frozen=True):
-    """State of all sites. `workers`: number of workers of the job; 0 if not known, and then sites cannot register."""
+    """State of all sites. `max_workers`: the largest number of workers; 0 if not known, and then sites cannot register."""
 
-    workers: int = 0
+    max_workers: int = 0
     present: Mapping[str, Site] = msgspec.field(default_factory=dict)
     """Sites by token, in order of arrival."""
+    arrived_s: float = 0.0
+    """When the last site registered, before the job began."""
     meeting: str = ""
-    ranks_assigned: bool = False
+    workers: int = 0
+    """Number of workers with which the job begins; 0 until ranks are assigned."""
     begun: bool = False
     numbers: int = 0
     """Number of ranks given to workers that joined after the job began. Ranks are not reused, so records of dead workers stay
@@ -86,6 +90,14 @@ class Sites(Record, frozen=True):
     """Version that sites must have: the coordinator's; "": that of the first site."""
     invited: tuple[str, ...] = ()
     """Certificate names of the sites that should register, for the text of missing(); empty if they are not known."""
+    min_workers: int = 0
+    """Number of workers from which the job can begin; 0: `max_workers`."""
+    last_call_s: float = 0.0
+    """Seconds after the last arrival until the job begins with fewer than `max_workers`."""
+
+    @property
+    def ranks_assigned(self) -> bool:
+        return self.workers > 0
 
 
 def register(state: Sites, request: Join, now: float, admission: AdmissionState | None = None,
@@ -110,17 +122,20 @@ def register(state: Sites, request: Join, now: float, admission: AdmissionState 
         return state, JoinReply(missing=admission.retry_reason or admission.closed_reason)
     elif problem := _problem(state, request, admission):
         return state, JoinReply(error=f"home {request.certificate or request.name} (pid {request.pid}): {problem}")
+    elif state.ranks_assigned and not state.begun:
+        return state, JoinReply(missing=f"{workers_text(state.workers)} {'is' if state.workers == 1 else 'are'} starting; this "
+                                        "home joins the running job")
     elif state.begun and admission is not None:
         number = state.workers + state.numbers
         site = Site(request, now, number, number, admission.size + request.world)
         state = msgspec.structs.replace(state, present={**state.present, request.token: site},
                                         numbers=state.numbers + request.world)
     else:
-        state = _met(msgspec.structs.replace(state, present={**state.present, request.token: Site(request, now)}))
+        state = msgspec.structs.replace(state, present={**state.present, request.token: Site(request, now)}, arrived_s=now)
+        state = assign(state, now)
     site = state.present[request.token]
-    world = site.world or (state.workers if state.ranks_assigned else 0)
-    return state, JoinReply(missing=missing(state), rank=site.first, world=world, node=site.node, nodes=len(state.present),
-                           meeting=state.meeting, joins=site.world > 0)
+    return state, JoinReply(missing=missing(state), rank=site.first, world=site.world or state.workers, node=site.node,
+                            nodes=len(state.present), meeting=state.meeting, joins=site.world > 0)
 
 
 def mark_seen(state: Sites, site: str, now: float) -> Sites:
@@ -148,7 +163,7 @@ def remove(state: Sites, site: str, why: str) -> Sites:
         return msgspec.structs.replace(state, present=remaining)
     reason = coded("E-RENDEZVOUS-ENDED", f"home {one.who} {why}; start all homes again")
     former = {**state.former, **dict.fromkeys(state.present, reason)}
-    return msgspec.structs.replace(state, present={}, ranks_assigned=False, former=_kept(former))
+    return msgspec.structs.replace(state, present={}, workers=0, former=_kept(former))
 
 
 def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_s: Mapping[int, float]) -> str:
@@ -167,8 +182,9 @@ def predecessor(state: Sites, request: Join, now: float, silence_s: float, seen_
 
 
 def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()) -> Sites:
-    """Removes silent sites. After the job has begun, only sites whose workers have all `ended` are removed, since the
-    heartbeats of workers detect failures better. Such a site may have left while no coordinator was running."""
+    """Removes silent sites, and assigns ranks if the job can begin. After the job has begun, only sites whose workers have all
+    `ended` are removed, since the heartbeats of workers detect failures better. Such a site may have left while no coordinator
+    was running."""
     for token, site in state.present.items():
         if now - site.seen_s < max(silence_s, SILENCE_S):
             continue
@@ -176,7 +192,7 @@ def tick(state: Sites, now: float, silence_s: float, ended: Collection[int] = ()
             state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s before the job began")
         elif site.ranks and {*site.ranks} <= {*ended}:
             state = remove(state, token, f"was silent for {now - site.seen_s:.0f} s after its workers ended")
-    return state
+    return assign(state, now)
 
 
 def staying(state: Sites, now: float, silence_s: float, dead: Collection[int] = ()) -> bool:
@@ -190,13 +206,21 @@ def missing(state: Sites) -> str:
     """Returns how many workers have not joined yet, and whose they are if known, as text; "" when all have."""
     if state.ranks_assigned:
         return ""
+    here = count(state)
     requests = [site.request for site in state.present.values()]
     names = [r.certificate or r.name for r in requests]
     shown = ", ".join(name + (f" with {r.world}" if r.world > 1 else "") for name, r in zip(names, requests, strict=True))
-    absent, left = [name for name in state.invited if name not in names], state.workers - _count(state)
-    each_one = len(absent) == left and len(names) == _count(state)
+    if state.min_workers:
+        text = f"{here} of at least {workers_text(state.min_workers)} {'is' if here == 1 else 'are'} here ({shown or 'none'})"
+        return text + (STARTING if here >= state.min_workers else f"; waiting for {state.min_workers - here} more")
+    absent, left = [name for name in state.invited if name not in names], state.max_workers - here
+    each_one = len(absent) == left and len(names) == here
     what, who = ("homes", ", ".join(absent)) if each_one else ("workers", f"{left} more")
-    return f"{_count(state)} of {state.workers} {what} have joined{f' ({shown})' if shown else ''}; waiting for {who}"
+    return f"{here} of {state.max_workers} {what} have joined{f' ({shown})' if shown else ''}; waiting for {who}"
+
+
+def workers_text(count: int) -> str:
+    return f"{count} worker{'' if count == 1 else 's'}"
 
 
 def _kept(former: Mapping[str, str]) -> dict[str, str]:
@@ -206,21 +230,21 @@ def _kept(former: Mapping[str, str]) -> dict[str, str]:
 def _problem(state: Sites, request: Join, admission: AdmissionState | None) -> str:
     if problem := incompatible(request, state.version or next((h.request.version for h in state.present.values()), "")):
         return problem
-    if not state.workers:
+    if not state.max_workers:
         return coded("E-WORKERS", "the coordinator does not know how many workers to wait for: start it with commlayer serve "
                      "--workers N")
     if state.begun and admission is None:
         return coded("E-JOB-CLOSED", f"the job has begun with {state.workers} workers; a running job admits no new members")
     if state.begun and admission is not None:
         return _late(state, request, admission)
-    free_seats = state.workers - _count(state)
+    free_seats = state.max_workers - count(state)
     if not 1 <= request.world <= free_seats:
         names = ", ".join(h.who for h in state.present.values())
         return coded("E-WORKERS",
-                     f"has {request.world} workers, but only {free_seats} of the job's {state.workers} are missing (present: "
-                     f"{names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
-    if request.rank != ANY and not 0 <= request.rank < state.workers:
-        return coded("E-RANK", f"requests --node-rank {request.rank}, allowed: 0 to {state.workers - 1}")
+                     f"has {request.world} workers, but only {free_seats} of the job's {state.max_workers} are missing "
+                     f"(present: {names or 'none'}): start the coordinator with a larger --workers, or this home with fewer")
+    if request.rank != ANY and not 0 <= request.rank < state.max_workers:
+        return coded("E-RANK", f"requests --node-rank {request.rank}, allowed: 0 to {state.max_workers - 1}")
     other = next((h for h in state.present.values() if request.rank not in (ANY,) and h.request.rank == request.rank), None)
     if other is None:
         return ""
@@ -232,9 +256,9 @@ def _late(state: Sites, request: Join, admission: AdmissionState) -> str:
     """Returns why a site that joins a running job is refused; "" if it is not."""
     if why := closed_reason(state, admission):
         return why if why == RESTARTED else coded("E-JOB-FULL" if admission.full else "E-JOB-CLOSED", why)
-    if request.world > state.workers - admission.size:
-        return coded("E-WORKERS", f"has {request.world} workers, but only {state.workers - admission.size} of the job's "
-                                  f"{state.workers} are missing: start this home with fewer")
+    if request.world > state.max_workers - admission.size:
+        return coded("E-WORKERS", f"has {request.world} workers, but only {state.max_workers - admission.size} of the job's "
+                                  f"{state.max_workers} are missing: start this home with fewer")
     if state.workers + state.numbers + request.world > SERVER_BASE:
         return coded("E-JOB-FULL", "the job has used up all rank numbers, since too many workers have joined and left: start "
                                    "a new job")
@@ -246,20 +270,24 @@ def closed_reason(state: Sites, admission: AdmissionState) -> str:
     return admission.closed_reason or ("" if state.ranks_assigned else RESTARTED)
 
 
-def _count(state: Sites) -> int:
+def count(state: Sites) -> int:
+    """Returns the number of workers of the present sites."""
     return sum(h.request.world for h in state.present.values())
 
 
-def _met(state: Sites) -> Sites:
-    """Assigns ranks to all sites once all workers have joined."""
-    if _count(state) < state.workers:
+def assign(state: Sites, now: float) -> Sites:
+    """Assigns ranks to all sites, if the job can begin now."""
+    here = count(state)
+    if state.ranks_assigned or not here or here < (state.min_workers or state.max_workers):
+        return state
+    if here < state.max_workers and now < state.arrived_s + state.last_call_s:
         return state
     placed, first = dict[str, Site](), 0
     for node, token in enumerate(_in_order(state.present)):
         site = state.present[token]
         placed[token] = msgspec.structs.replace(site, first=first, node=node)
         first += site.request.world
-    return msgspec.structs.replace(state, present=placed, ranks_assigned=True)
+    return msgspec.structs.replace(state, present=placed, workers=here)
 
 
 def _in_order(present: Mapping[str, Site]) -> list[str]:

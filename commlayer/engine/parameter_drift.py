@@ -61,8 +61,8 @@ def drift_of(
     connection: DistributedJob, named: Sequence[tuple[str, torch.Tensor]], optimizer: Any, config: Config,
     held: HeldParameters,
 ) -> ParameterDrift | None:
-    """Creates the check for replica divergence; returns None if there are no other ranks, or the setting drift_steps is 0."""
-    if connection.world == 1 or not config.drift_steps:
+    """Creates the check for replica divergence; returns None if there can be no other ranks, or if drift_steps is 0."""
+    if not config.drift_steps or (connection.world == 1 and not connection.elastic):
         return None
     return ParameterDrift(connection, named, optimizer, config, held)
 

@@ -74,7 +74,7 @@ def settle(plan: Plan | Path | str, job: Job, config: Config, world: int, per_no
            requested: RequestedModes = RequestedModes(), optimizer: str = "", elastic: bool = False) -> Plan:
     """Returns the plan for `world` ranks that the argument `plan` requests; see `requested_plan`. The settings `ratio_over` and
     `warmup` override the plan's own values. `optimizer`: name of the optimizer's family, on which loss budgets depend.
-    `elastic`: workers can leave, which excludes fragments."""
+    `elastic`: workers can leave and join, which excludes fragments, and needs a server even for one worker."""
     base = _made(plan, job, config, world, per_node, requested=requested, optimizer=optimizer, elastic=elastic)
     if config.ratio_over != "bucket":
         base = structs.replace(base, ratio_over=config.ratio_over)
@@ -91,7 +91,7 @@ def _made(plan: Plan | Path | str, job: Job, config: Config, world: int, per_nod
     if plan == "auto":
         # One machine needs no server and gains nothing from compression.
         coded = UPDATES_CODEC if requested.updates else _first_codec(config, Recipe(optimizer, workers=world))
-        path_name, codec = ("allreduce", "identity()") if nodes == 1 else ("service", coded)
+        path_name, codec = ("allreduce", "identity()") if nodes == 1 and not elastic else ("service", coded)
     else:
         path_name, codec = "service", plan
     servers = nodes if config.servers == "each" else 1

@@ -34,7 +34,7 @@ from support.site_groups import HOMES, asked, joined, leave, met, options, toget
 
 from commlayer.cluster import client, epoch_change, kv_store, membership, messages, site_client, sites
 from commlayer.cluster.client import CoordinatorChannel
-from commlayer.cluster.coordinator import Coordinator
+from commlayer.cluster.coordinator import MAX_WORKERS, Coordinator
 from commlayer.cluster.membership import State
 from commlayer.cluster.messages import Overdue
 from commlayer.cluster.rendezvous_service import WAIT_EXPIRES_S, RendezvousService
@@ -166,6 +166,68 @@ def test_a_home_is_known_again_by_its_certificate_if_its_earlier_process_is_sile
     one = msgspec.structs.replace(asked(again[0]), certificate=again[1])
     token = sites.predecessor(state, one, now, 3.0, {0: 2.0, 1: 2.0})
     assert token == ("" if found is None else every[found].token)
+
+
+# ---- a job that begins with as many as are there
+
+TWO_OF_FOUR = sites.Sites(4, min_workers=2, last_call_s=5.0)
+
+
+def test_a_job_begins_with_the_least_number_after_its_last_call_and_with_the_largest_at_once() -> None:
+    a, b, c, d = (asked(name) for name in "abcd")
+    state, (first,) = come(TWO_OF_FOUR, a)
+    assert (first.complete, first.missing) == (False, "1 of at least 2 workers is here (a); waiting for 1 more")
+    state, (second,) = come(state, b, now=10.0)
+    assert (second.complete, second.missing) == (False, "2 of at least 2 workers are here (a, b): starting")
+    assert not sites.tick(state, 14.9, 30.0).ranks_assigned
+    state, _ = come(state, c, now=14.0)
+    assert not sites.tick(state, 18.9, 30.0).ranks_assigned, "each arrival begins the last call again"
+    begins = sites.tick(state, 19.0, 30.0)
+    assert [(reply.rank, reply.world) for reply in come(begins, a, b, c, now=19.0)[1]] == [(0, 3), (1, 3), (2, 3)]
+    _, (full,) = come(state, d, now=14.0)
+    assert (full.rank, full.world) == (3, 4)
+
+
+def test_a_home_that_comes_while_the_others_start_waits_and_then_joins_until_the_job_has_its_largest_number() -> None:
+    a, b, c, d, e = (asked(name) for name in "abcde")
+    state = sites.tick(come(TWO_OF_FOUR, a, b)[0], 5.0, 30.0)
+    after, (early,) = come(state, c, now=6.0)
+    assert (after, early.error, early.complete, bool(early.missing)) == (state, "", False, True)
+    state = msgspec.structs.replace(state, begun=True)
+    for one, size, rank in ((c, 2, 2), (d, 3, 3)):
+        state, reply = sites.register(state, one, 7.0, sites.AdmissionState("", size))
+        assert (reply.joins, reply.rank, reply.world) == (True, rank, size + 1)
+    refused = sites.register(state, e, 8.0, sites.AdmissionState("", 4))[1]
+    assert re.search(r"\b0 of the job's 4 .*E-WORKERS", refused.error)
+
+
+def test_after_a_failed_start_the_job_may_begin_with_another_number() -> None:
+    a, b, c = (asked(name) for name in "abc")
+    state = sites.tick(come(TWO_OF_FOUR, a, b)[0], 5.0, 30.0)
+    state, _ = come(state, msgspec.structs.replace(b, leave="exit code 1"))
+    assert "E-RENDEZVOUS-ENDED" in come(state, a)[1][0].error
+    state, _ = come(state, asked("a"), asked("b"), c, now=50.0)
+    assert sites.tick(state, 55.0, 30.0).workers == 3
+    of_two = State(0, 0, min_workers=2, max_workers=4)
+    for world in (2, 3):
+        first = messages.worker_request("job", 0, world)
+        registered, _ = membership.join(of_two, first, 0.0)
+        assert registered.workers == world
+        of_two = membership.leave(registered, first.token, "exit code 1")
+    assert membership.join(of_two, messages.worker_request("job", 0, 5), 0.0)[1].error.endswith("[E-WORKERS]")
+
+
+def test_without_a_largest_number_a_job_of_homes_that_may_leave_has_a_usual_one(opened: list[Any]) -> None:
+    opened.append(coordinator := Coordinator(quick(min_workers=2)))
+    assert status_of(coordinator).workers == MAX_WORKERS
+
+
+def test_the_store_has_room_for_all_who_are_there() -> None:
+    service = RendezvousService(64, 10.0, dict, RefusalLog(), 1, last_call_s=WAIT_S)
+    assert service._store._most_nbytes == kv_store.MAX_KEPT_NBYTES
+    for number in range(2):
+        service.register(asked(str(number), workers=10))
+    assert service._store._most_nbytes == 20 * kv_store.EACH_NBYTES
 
 
 # ---- what the store takes
@@ -644,7 +706,7 @@ def test_where_all_must_stay_nobodys_waiting_counts(opened: list[Any]) -> None:
 
 def test_a_wait_lasts_while_it_is_reported_and_until_the_key_is_there() -> None:
     now = [0.0]
-    service = RendezvousService(2, 10.0, dict, RefusalLog(), 1, clock=lambda: now[0])
+    service = RendezvousService(2, 10.0, dict, RefusalLog(), 1, clock=lambda: now[0], last_call_s=WAIT_S)
     anna, ben = (messages.site_request(1, name=name) for name in ("anna", "ben"))
     for one in (anna, ben):
         service.register(one)

@@ -88,6 +88,33 @@ def test_of_two_workers_of_a_site_either_may_join_first(sites: Sites, tmp_path: 
     assert [one["members"] for one in new] == [[0, 1, 5, 4]] * 2 or [one["members"] for one in new] == [[0, 1, 4, 5]] * 2
 
 
+@pytest.mark.parametrize("script", [
+    pytest.param(Script(momentum=True, workers=2), id="two"),
+    pytest.param(Script(momentum=True, workers=1, joiners=2), id="one"),
+    pytest.param(Script("auto", workers=1, more=60), id="automatic plan"),
+    pytest.param(Script(attach={"every": 2, "overlap": "round"}, matched=True, workers=2), id="local steps"),
+])
+def test_sites_join_a_job_that_began_with_fewer(sites: Sites, script: Script) -> None:
+    sites.set(COMMLAYER_LAST_CALL_S="0")
+    server = sites.serve(0, "--min-workers", str(script.workers))
+    first = [run(sites, script, site, rank=site) for site in range(script.workers)]
+    assert first[0].stderr is not None
+    assert any("begins with plan" in line for line in iter(first[0].stderr.readline, ""))
+    late = [run(sites, script, script.workers + number) for number in range(script.joiners)]
+    ends = all_ended([*first, *late])
+    reports = sorted((end.rows[-1] for end in ends), key=lambda one: one["rank"])
+    world, worlds = script.workers + script.joiners, reports[0]["worlds"]
+    assert [one["rank"] for one in reports] == list(range(world))
+    assert (worlds[0], worlds[-1], worlds) == (script.workers, world, sorted(worlds))
+    for name in ("weights", "step", "plan", "members", "sums"):
+        assert all(one[name] == reports[0][name] for one in reports), name
+    if script.momentum:
+        order = [one["site"] for one in reports]  # of those that join, in the order of arrival
+        steps = [order[:count] for count in worlds]
+        assert (reports[0]["weights"], reports[0]["optimizer"]) == expected(steps, momentum=True)
+    all_ended([server])
+
+
 def local_weights(matched: bool, steps: int, left: Sequence[int], victim: int, first: int, last: int) -> torch.Tensor:
     """Weights by hand with an exchange after every second step. `last`: the victim's last exchanged step. It comes back after
     step `first` with the common weights, and with the momentum of the first remaining site."""

@@ -160,6 +160,16 @@ def test_who_joins_comes_behind_all_others_under_a_number_that_nobody_had() -> N
     assert members(state) == (4, [1, 2, 3])
 
 
+def test_a_job_that_began_with_two_grows_to_its_largest_number() -> None:
+    state = msgspec.structs.replace(elastic(2), max_workers=4)
+    for rank, size in ((2, 2), (3, 3)):
+        assert (epoch_change.admission(state).closed_reason, epoch_change.admission(state).size) == ("", size)
+        state, reply = epoch_change.admit(state, newcomer(rank), 12.0)
+        assert (reply.error, members(state)) == ("", (rank, list(range(rank + 1))))
+    assert epoch_change.admission(state).full
+    assert epoch_change.admit(state, newcomer(4), 12.0)[1].error.endswith("[E-JOB-FULL]")
+
+
 @pytest.mark.parametrize(("state", "join", "line"), [
     (elastic(), newcomer(4), "with all its 4 workers; it admits another when one has left"),
     (elastic(least=0), newcomer(4), "unless it is served with --min-workers"),

@@ -13,6 +13,7 @@ from bench.chaos.simulated_members import Members
 from commlayer.cluster import coordinator_journal, epoch_change, membership
 from commlayer.cluster.coordinator_journal import CoordinatorRecord
 from commlayer.cluster.membership import State
+from commlayer.cluster.sites import AdmissionState
 
 LEAST = 120
 
@@ -23,11 +24,13 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
         world = Members(seed)
         assert world.run() == [], f"python -m bench chaos --members --schedules 1 --seed {seed}"
         counts += world.counts
-    least = {"begun": 0.9, "views": 1.2, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "coordinators killed": 0.4, "lost": 5.0}
+    least = {"begun": 0.9, "views": 1.2, "grown": 0.5, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "coordinators killed": 0.4,
+             "lost": 5.0}
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
 REGROUPED, TICK, BEAT, PACKED = epoch_change.next_view, membership.tick, membership.heartbeat, coordinator_journal.without_times
+ADMITTED = epoch_change.admission
 
 
 def same_number(state: State) -> State:
@@ -63,7 +66,12 @@ def too_few(state: State) -> State:
     return msgspec.structs.replace(result, min_workers=state.min_workers)
 
 
+def boundless(state: State, *now: float) -> AdmissionState:
+    return ADMITTED(msgspec.structs.replace(state, max_workers=64), *now)
+
+
 @pytest.mark.parametrize(("where", "name", "wrong", "line"), [
+    (epoch_change, "admission", boundless, "are the most"),
     (epoch_change, "next_view", same_number, "has not heard of view"),
     (coordinator_journal, "without_times", forgetful, "has not heard of view"),
     (epoch_change, "next_view", too_few, "are the least"),

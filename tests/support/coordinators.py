@@ -40,7 +40,8 @@ def quick(**fields: Any) -> Any:
     """Settings with short heartbeats, independent of the environment."""
     from commlayer.config import read_config
 
-    short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S, "reconnect_s": 1.0}
+    short = {"heartbeat_s": 0.05, "dead_after_s": 1.0, "join_deadline_s": WAIT_S, "reconnect_s": 1.0,
+             "last_call_s": WAIT_S}
     return read_config(short | fields, environ={}, cwd="/nonexistent")
 
 

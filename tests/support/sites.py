@@ -18,7 +18,7 @@ WAIT_S = 100.0
 Process = subprocess.Popen[str]
 KILLED = 128 + signal.SIGKILL
 QUICK = {"OMP_NUM_THREADS": "1", "COMMLAYER_HEARTBEAT_S": "0.5", "COMMLAYER_DEAD_AFTER_S": "3",
-         "COMMLAYER_JOIN_DEADLINE_S": "40"}
+         "COMMLAYER_JOIN_DEADLINE_S": "40", "COMMLAYER_LAST_CALL_S": str(WAIT_S)}
 FULL = "the job is running with all its", "of the job's"
 """Refusals of a site while the coordinator has not detected yet that another one died."""
 

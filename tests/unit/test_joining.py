@@ -84,6 +84,21 @@ def test_invited_homes_use_keys_even_if_a_page_may_be_plain_text(given: dict[str
     assert serve._read(given, ["home-1"], wanted=wanted)[1] == invites
 
 
+@pytest.mark.parametrize(("words", "workers", "names"), [
+    (["--workers", "3"], 3, 3), (["--workers", "4", "--min-workers", "2"], 4, 4), (["--min-workers", "2"], 0, 2),
+    (["--min-workers", "2", "--invite", "a,b,c"], 0, 3), (["--invite", "a,b,c"], 3, 3),
+])
+def test_a_server_invites_as_many_homes_as_it_waits_for(words: list[str], workers: int, names: int,
+                                                        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    served = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("commlayer.cluster.server_process.run", lambda _, part: served.append(part))
+    monkeypatch.setattr("sys.argv", ["commlayer", "serve", "--bind", "10.0.0.1:7000", *words])
+    with pytest.raises(SystemExit, match="0"):
+        run()
+    assert [(part.workers, len(part.invited)) for part in served] == [(workers, names)]
+
+
 def store(*lines: str) -> None:
     for line in lines:
         home = home_keys.parse(line)
