@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commlayer.cli.options import Bind, Insecure, Join, Journal, Json, Keys, Port, split_bind, stored_keys
+from commlayer.cli.options import (
+    Bind,
+    Insecure,
+    Join,
+    Journal,
+    Json,
+    Keys,
+    Port,
+    fetched_keys,
+    parse_line,
+    split_bind,
+    stored_keys,
+)
+from commlayer.cluster import home_keys
 from commlayer.config import Config, read_config
-from commlayer.errors import RecordError
+from commlayer.errors import Coded, RecordError
 
 if TYPE_CHECKING:
     from commlayer.doctor.report import Finding
 
 PAGE = 80
+ENROL_S = 10.0
+"""Seconds to wait for a server that does not answer while a home fetches its certificate."""
 
 
 def doctor(
@@ -25,8 +41,18 @@ def doctor(
 ) -> None:
     """Check this machine, its network and the server before a run. Exit code 2 if a check fails.
 
-    Under torchrun or srun it also compares all nodes, and measures the links between them.
+    Under torchrun or srun it also compares all nodes, and measures the links between them. With a home's line,
+    `--join NAME@HOST:PORT#TOKEN`, it first fetches the home's certificate.
     """
+    examine(join, bind, port, keys=keys, insecure=insecure, journal=journal, plan=plan, json=json)
+
+
+def examine(
+    join: str = "", bind: str = "", port: int = 0, *, keys: str = "", insecure: bool = False, journal: str = "",
+    plan: Path | None = None, script: Path | None = None, json: Path | None = None,
+) -> None:
+    """Runs all checks for these settings, and prints the findings and the verdict. Raises typer.Exit(2) if a check fails.
+    `script`: the training script of a home, which is only compiled."""
     from commlayer.cli.arguments import check_json, write_json
 
     check_json(json)
@@ -47,14 +73,24 @@ def doctor(
         report.show(console, finding)
 
     bind, port = split_bind(bind, port)
-    join, keys = stored_keys(join, keys, insecure=insecure)
+    home = parse_line(join, keys) if home_keys.is_line(join) else None
+    enrolled = True
+    if home is None:
+        join, keys = stored_keys(join, keys, insecure=insecure)
+    else:
+        join = home.address
+        try:
+            keys = str(fetched_keys(home, lambda line: print(f"commlayer: {line}", file=sys.stderr, flush=True), ENROL_S))
+        except Coded as error:
+            show(of_error("keys", error))
+            enrolled, insecure = False, True  # the checks that need no keys are still useful
     settings = {"join": join, "bind": bind, "port": port, "keys": keys, "journal": journal, "insecure": insecure}
     try:
         config = read_config({name: value for name, value in settings.items() if value})
     except RecordError as error:
         show(of_error("settings", error))
         config = Config(port=port, journal=journal, insecure=True)  # so one wrong setting does not hide other problems
-    examination = Doctor(config, plan)
+    examination = Doctor(config, plan, script, enrolled=enrolled)
     for checks in (examination.checks, examination.link_check, examination.node_check):
         for finding in run_checks(checks()):
             show(finding)
@@ -63,6 +99,8 @@ def doctor(
 
         console.print("\n".join(table(examination.nodes, examination.links)))
     console.print(report.summary(findings))
+    if home is not None and usable(findings):
+        print(f"next: commlayer join {home._replace(token=None)} {script or 'SCRIPT'}")
     data = {"host": socket.gethostname(), "usable": usable(findings), "findings": findings, "nodes": examination.nodes,
             "links": examination.links}
     write_json(json, msgspec.json.encode(data).decode())

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from commlayer.cli.options import Insecure, Keys, parse_line, stored_keys
+from commlayer.cli.doctor import examine
+from commlayer.cli.options import Insecure, Keys, fetched_keys, parse_line, stored_keys
 from commlayer.cluster import home_keys
 from commlayer.config import Launch, home_environment, read_config
 from commlayer.errors import CommError, InvalidInput
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from commlayer.cluster.site_client import SiteLease
 
 Child = subprocess.Popen[bytes]
+CHECK = "--check"
 POLL_S = 0.1
 END_S = 30.0
 """Seconds that a home's other workers get to end after a failure or Ctrl-C. Before they end, they notify the other homes."""
@@ -32,20 +35,31 @@ END_S = 30.0
 def join(
     address: Annotated[str, typer.Argument(help="The home's line, NAME@HOST:PORT#TOKEN; or host:port, with --keys.",
                                            metavar="ADDR")],
-    script: Annotated[Path, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT")],
+    script: Annotated[Path | None, typer.Argument(help="The training script, as torchrun would start it.", metavar="SCRIPT",
+                                                  show_default=False)] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.", metavar="ARGS")] = None,
     keys: Keys = "", insecure: Insecure = False,
     nproc_per_node: Annotated[int, typer.Option(help="Workers on this machine, one for each GPU.", min=1)] = 1,
     node_rank: Annotated[int, typer.Option(help="This home's number from 0; -1: in the order of joining.", min=-1)] = -1,
     full: Annotated[bool, typer.Option("--traceback", help="Print tracebacks of commlayer's errors.")] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the other homes.", min=0.0)] = 600.0,
+    check: Annotated[bool, typer.Option(CHECK, help="Fetch the certificate, check this machine, its link and the script, "
+                                                        "and do not join.")] = False,
 ) -> None:
     """Train with other homes through `commlayer serve`. This machine connects only to that server. The first time, a home's
-    line fetches a certificate; later the token after # is not needed."""
+    line fetches a certificate; later the token after # is not needed.
+
+    Options of this command come before the script; what follows the script belongs to the script, except --check. To pass
+    --check to the script: SCRIPT -- --check.
+    """
+    if check:
+        return examine(address, keys=keys, insecure=insecure, script=script)
+    if script is None:
+        raise typer.BadParameter("give the training script, or --check", param_hint="'SCRIPT'")
     if home_keys.is_line(address):
         home = parse_line(address, keys)
         _check_script(script)  # before the token is used
-        keys, address = str(_keys_of(home)), home.address
+        keys, address = str(fetched_keys(home, _say)), home.address
     else:
         address, keys = stored_keys(address, keys, insecure=insecure)
     options: dict[str, Any] = {"join": address, "insecure": insecure, "keys": keys}
@@ -93,18 +107,34 @@ def _check_script(script: Path) -> None:
         raise InvalidInput("E-CLI-OPTION", f"{script}: no such file; allowed: a script of Python")
 
 
-def _keys_of(home: home_keys.HomeLine) -> Path:
-    """Returns the folder with this home's keys. If there is none yet, fetches a certificate with the line's token."""
-    if (folder := home.stored()) is not None:
-        return folder
-    if home.token is None:
-        raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}, and the line has no token after '#': "
-                                           f"{home_keys.COPY}")
-    from commlayer.cluster.enrolment import enrol  # imported late: it loads cryptography
+class JoinCommand(TyperCommand):
+    """Accepts this command's options also after the home's line, and --check everywhere."""
 
-    folder = enrol(home, read_config({"join": home.address, "insecure": True}).join_deadline_s, _say)
-    _say(f"fetched a certificate for {home.name}; its keys are in {folder}, and later runs need no token")
-    return folder
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, in_order(args, {name for one in self.params if not getattr(one, "is_flag", True)
+                                                       for name in one.opts}))
+
+
+def in_order(words: Sequence[str], valued: Collection[str]) -> list[str]:
+    """Returns the arguments of `commlayer join` with its own options first. `valued`: the options that have a value.
+
+    >>> in_order(["home-1@h:1", "--wait", "5", "train.py", "--wait", "9", "--check"], {"--wait"})
+    ['--check', '--wait', '5', 'home-1@h:1', 'train.py', '--wait', '9']
+    >>> in_order(["home-1@h:1", "train.py", "--", "--check"], {"--wait"})
+    ['home-1@h:1', 'train.py', '--check']
+    """
+    options, places, rest = list[str](), list[str](), list(words)
+    while rest and rest[0] != "--" and len(places) < 2:  # up to the script
+        is_option = rest[0].startswith("-")
+        count = 2 if rest[0] in valued else 1
+        (options if is_option else places).extend(rest[:count])
+        del rest[:count]
+    if len(places) == 2 and rest[:1] == ["--"]:
+        del rest[0]
+    elif CHECK in rest:  # whoever adds it to a line that begins training does not want to begin
+        rest.remove(CHECK)
+        options.insert(0, CHECK)
+    return [*options, *places, *rest]
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,7 @@ import typer
 from commlayer.cli import keys, plan
 from commlayer.cli.demo import demo
 from commlayer.cli.doctor import doctor
-from commlayer.cli.join import join
+from commlayer.cli.join import JoinCommand, join
 from commlayer.cli.profile import profile
 from commlayer.cli.report import report
 from commlayer.cli.serve import serve
@@ -52,7 +52,7 @@ app.command()(serve)
 app.command()(top)
 app.command()(report)
 app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False})(join)
+app.command(cls=JoinCommand, context_settings={"allow_interspersed_args": False})(join)
 app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command()(tune)
 app.command()(profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,21 @@ def stored_keys(address: str, keys: str, *, insecure: bool) -> tuple[str, str]:
         raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}: `commlayer join` with the whole line, "
                                            "whose token follows '#', fetches them")
     return home.address, str(folder)
+
+
+def fetched_keys(home: home_keys.HomeLine, say: Callable[[str], None], wait_s: float | None = None) -> Path:
+    """Returns the folder with this home's keys. If there is none yet, fetches a certificate with the line's token. `wait_s`:
+    seconds to wait for the server; None: the setting join_deadline_s."""
+    if (folder := home.stored()) is not None:
+        return folder
+    if home.token is None:
+        raise InvalidInput("E-INVITATION", f"{home.name} has no keys in {home.folder}, and the line has no token after '#': "
+                                           f"{home_keys.COPY}")
+    from commlayer.cluster.enrolment import enrol  # imported late: it loads cryptography
+
+    folder = enrol(home, wait_s or read_config({"join": home.address, "insecure": True}).join_deadline_s, say)
+    say(f"fetched a certificate for {home.name}; its keys are in {folder}, and later runs need no token")
+    return folder
 
 
 def _has_access(address: str) -> bool:

@@ -272,7 +272,7 @@ class Coordinator:
         servers = tuple(ServerInfo(p.rank, p.join.address, colocated=p.join.colocated, streams=p.join.streams)
                         for p in present if p.join.kind == "server")
         reply = StatusReply(version(), PROTOCOL, framing.VERSION, time.time(), state.limit,
-                            sum(p.join.kind == "worker" for p in present), servers)
+                            sum(p.join.kind == "worker" for p in present), servers, min_workers=state.min_workers)
         if view is None:
             return msgspec.structs.replace(reply, data=bytes(max(0, min(request.wanted, MAX_STATUS_NBYTES))))
         admission, shut = self._admission(), self._rendezvous.closed_reason()

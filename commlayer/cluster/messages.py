@@ -289,6 +289,8 @@ class StatusReply(Record, frozen=True):
     """For a running job: why it admits no workers; "" if it does."""
     full: bool = False
     """True: the job has all its workers, so it admits another worker only after one has left."""
+    min_workers: int = 0
+    """Number of workers from which the job can begin; 0: `workers`."""
 
 
 MAX_STATUS_NBYTES = 192 << 10

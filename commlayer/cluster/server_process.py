@@ -269,7 +269,8 @@ def _invite(part: ServeOptions, control: str, *, more: bool) -> None:
     invitations.set_address(folder, control)
     lines = invitations.commands(folder, part.invited, invitations.invite(folder, part.invited, keep=True), control)
     lines += [f"# for a further home, at any time: {invitations.command(folder)} NAME"] if more else []
-    log.info("paste one line at each home, with your script instead of %s; a token (after #) works once, within %g hours:\n%s",
+    log.info("paste one line at each home, with your script instead of %s; a token (after #) works once, within %g hours; "
+             "--check at the end only checks that home:\n%s",
              invitations.SCRIPT, invitations.VALID_HOURS, "\n".join(f"  {line}" for line in lines))
 
 

@@ -29,15 +29,17 @@ Run = Callable[[], Iterable[Finding]]
 class Doctor:
     """Runs the checks for the given settings. `nodes` and `links`: results of the comparison of nodes."""
 
-    def __init__(self, config: Config, plan: Path | None = None) -> None:
+    def __init__(self, config: Config, plan: Path | None = None, script: Path | None = None, *, enrolled: bool = True) -> None:
+        """`script`: the training script. `enrolled`: False: this home has no keys yet, so the server cannot be asked."""
         self.config, self.plan, self.launch = config, plan, read_launch()
+        self._script, self._enrolled = script, enrolled
         self.server = server.ServerCheck(config)
         self.nodes: list[nodes.NodeFacts] = []
         self.links: list[list[nodes.Link]] = []
 
     def checks(self) -> list[Check]:
         """The checks of this machine in the order of display, the slowest last."""
-        config, plan, joined = self.config, self.plan, self.config.join
+        config, plan, joined, script = self.config, self.plan, self.config.join, self._script
         hosts = {"server": host_port(joined)[0] if joined else "", "master": "" if joined else master(),
                  network.ADVERTISED: config.advertise}
         peer = hosts["server"] or hosts["master"]
@@ -56,9 +58,10 @@ class Doctor:
             (not joined, "port", lambda: [network.check_port(*port, network.listen_error(*port[1:])) for port in self._ports()],
              QUICK_S, BUSY),
             (config.keys, "keys", lambda: machine.check_keys(Path(config.keys), time.time(), serves=not joined), QUICK_S, BUSY),
-            (True, "secure", lambda: machine.check_settings(config), QUICK_S, BUSY),
+            (self._enrolled, "secure", lambda: machine.check_settings(config), QUICK_S, BUSY),
+            (script, "script", lambda: [machine.check_script(script or Path())], QUICK_S, SLOW_DISK),
             (plan, "plan", lambda: [machine.check_plan(plan or Path(), machine.own_plan(plan))], QUICK_S, BUSY),
-            (joined, "server", lambda: self.server.run(machine.own_digest(plan)), SERVER_S, SLOW_SERVER),
+            (joined and self._enrolled, "server", lambda: self.server.run(machine.own_digest(plan)), SERVER_S, SLOW_SERVER),
             (True, "torch", lambda: machine.check_torch(machine.own_torch()), machine.CHILD_S + 2, BUSY),
         ]
         return [Check(*row[1:]) for row in rows if row[0]]

@@ -11,6 +11,7 @@ import resource
 import stat
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,20 @@ def check_plan(path: Path, plan: Plan | str) -> Finding:
     if isinstance(plan, str):
         return of_error("plan", plan, "create it again: commlayer plan create --out FILE")
     return ok("plan", f"{path}: hash {records.digest(plan)}, {len(plan.buckets)} buckets, {plan.servers} servers")
+
+
+def check_script(path: Path) -> Finding:
+    """Checks that a training script can be read and compiled. Runs none of it."""
+    try:
+        with tokenize.open(path) as file:
+            compile(file.read(), str(path), "exec", dont_inherit=True)
+    except OSError as error:
+        return fail("script", f"{path}: {error.strerror or error}", "give the path of the training script on this machine")
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return fail("script", f"{path}{line}: {error.args[0]}", "correct the script; it must run with Python "
+                                                                f"{platform.python_version()}")
+    return ok("script", f"{path} compiles")
 
 
 class Torch(Record, frozen=True):

@@ -106,7 +106,8 @@ def check_status(address: str, status: StatusReply) -> Finding:
         return fail("server", f"{intro}, this machine has {messages.version()}; different: {' and '.join(differ)}",
                     "install the same version on all machines")
     if not status.begun:
-        return ok("server", f"{intro}: {status.seated}{f' of {workers}' if workers else ''} workers and "
+        of = f" of at least {status.min_workers}" if status.min_workers else f" of {workers}" if workers else ""
+        return ok("server", f"{intro}: {status.seated}{of} workers and "
                   f"{len(status.servers)} server{'s' if len(status.servers) != 1 else ''} are connected")
     if status.free_seats:
         return ok("server",

@@ -29,10 +29,14 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from commlayer.cli import main
 from commlayer.cluster import authority, client, enrolment, home_keys, invitations, messages
 from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.enrolment import MAGIC, EnrolmentChallenge, EnrolmentReply, EnrolmentRequest, EnrolmentServer
 from commlayer.cluster.home_keys import HomeLine, Token
+from commlayer.doctor import machine
+from commlayer.doctor.machine import Torch
+from commlayer.doctor.server import ServerCheck
 from commlayer.errors import CommError, DeadlineExceeded, InvalidInput, NotYet, Refused
 from commlayer.transport import handshake
 from commlayer.transport.key_folder import Keys, enrolling_context
@@ -151,6 +155,38 @@ def test_a_home_fetches_its_certificate_joins_over_mutual_tls_and_needs_no_token
     assert [path.name for path in user.iterdir()] == [folder.name], "the draft of the key is gone"
     assert home.stored() == HomeLine(home.name, home.address).stored() == folder
     assert home_keys.stored_lines() == [HomeLine(home.name, home.address)]
+
+
+@pytest.mark.parametrize("command", ["join", "doctor"])
+def test_a_check_fetches_the_certificate_and_takes_no_place(
+    server: Server, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, line = tmp_path / "train.py", server.line()
+    script.write_text("raise SystemExit(9)")
+    monkeypatch.setattr(machine, "own_torch", lambda: Torch(torch="2.13"))  # these two are slow, and not tested here
+    monkeypatch.setattr(ServerCheck, "link", lambda *_: ())
+    words = ["join", str(line), str(script), "--check"] if command == "join" else ["doctor", "--join", str(line)]
+    monkeypatch.setattr("sys.argv", ["commlayer", *words])
+    with pytest.raises(SystemExit, match="^0$"):
+        main.run()
+    assert server.certificates == [("home-1", False)]
+    assert server.coordinator._rendezvous.homes() == {}
+    server.joined(line.folder)
+    out = capsys.readouterr().out
+    looked_at = ["keys", *["script"] * (command == "join"), "server"]
+    assert re.findall(r"^ok +(keys|server|script) ", out, re.M) == looked_at
+
+
+def test_a_check_with_a_token_that_is_not_valid_names_the_reason(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(machine, "own_torch", lambda: Torch(torch="2.13"))
+    monkeypatch.setattr("sys.argv", ["commlayer", "join", str(other_secret(server)), "--check"])
+    with pytest.raises(SystemExit, match="^2$"):
+        main.run()
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("fail ") == 1
+    assert "E-INVITATION" in out.partition("fail keys")[2]
 
 
 def test_no_private_key_and_no_secret_of_a_home_reaches_the_server(server: Server) -> None:

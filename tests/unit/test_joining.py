@@ -10,6 +10,7 @@ import pytest
 from support.site_groups import asked
 
 from commlayer.cli import serve
+from commlayer.cli.join import in_order
 from commlayer.cli.main import run
 from commlayer.cli.options import stored_keys
 from commlayer.cli.up import Facts, next_step
@@ -97,6 +98,34 @@ def test_a_server_invites_as_many_homes_as_it_waits_for(words: list[str], worker
     with pytest.raises(SystemExit, match="0"):
         run()
     assert [(part.workers, len(part.invited)) for part in served] == [(workers, names)]
+
+
+HOME = "home-1@1.2.3.4:7000"
+
+
+@pytest.mark.parametrize(("words", "checked"), [
+    ([HOME, "--check"], "None"), ([HOME, "train.py", "--check"], "train.py"), (["--check", HOME], "None"),
+    ([HOME, "--check", "train.py", "--lr", "1"], "train.py"),
+    ([HOME, "--wait", "5", "train.py", "--check", "--wait", "x"], "train.py"),
+    ([HOME, "train.py", "--", "--check"], ""), ([HOME, "train.py", "--lr", "1", "--", "-x"], ""),
+    ([HOME, "--nproc-per-node", "2", "train.py", "--wait", "x"], ""),
+])
+def test_options_after_the_line_are_those_of_join_up_to_the_script_and_check_is_everywhere(
+        words: list[str], checked: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("commlayer.cli.join.examine", lambda address, **given: seen.append(str(given["script"])))
+    monkeypatch.setattr("sys.argv", ["commlayer", "join", *words])
+    with pytest.raises(SystemExit, match="0" if checked else "2"):  # 2: there is no train.py here
+        run()
+    assert seen == ([checked] if checked else [])
+
+
+def test_arguments_of_the_script_are_passed_as_they_are() -> None:
+    valued = {"--wait"}
+    for words in (["--wait", "9"], ["a", "--wait=9", "-h", "--help"], ["-x", "--", "y"]):
+        assert in_order([HOME, "--insecure", "train.py", *words], valued) == ["--insecure", HOME, "train.py", *words]
 
 
 def store(*lines: str) -> None:
