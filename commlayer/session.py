@@ -358,7 +358,7 @@ def attach_module(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
-        must = {"trained parameters": str(len(named)), "optimizer": "not given" if optimizer is None else "given"}
+        must = {"optimizer": "not given" if optimizer is None else "given"}
         try:
             connection = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                                  config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,

@@ -97,7 +97,7 @@ def join(
     finally:
         lease.close(reason)
     if code and not lease.ended.is_set():
-        others = f"continue if they have {reply.min_workers} workers" if reply.min_workers else "end, too"
+        others = f"continue if they have {reply.min_workers} workers" if reply.min_workers and lease.begun else "end, too"
         _say(f"{reason}; the other homes {others}")
     raise typer.Exit(code)
 

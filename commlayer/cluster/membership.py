@@ -346,8 +346,10 @@ def conflict(request: Join, place: Registration) -> str:
     if place.rank == request.rank:
         return coded("E-RANK", f"rank {request.rank} is taken by {_who(other)}: give each {request.kind} a rank of its own")
     if (other.job, other.gradients) != (request.job, request.gradients):
-        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {_who(other)}: names, shapes and order "
-                                       "of the parameters must be equal")
+        counts = "" if request.gradients == other.gradients else \
+            f" ({request.gradients} trained tensors here, {other.gradients} there)"
+        return coded("E-RANKS-DIFFER", f"trains a different model than {place.peer} on {_who(other)}{counts}: names, shapes "
+                                       "and order of the parameters must be equal")
     if request.plan_digest and other.plan_digest and request.plan_digest != other.plan_digest:
         return coded("E-RANKS-DIFFER", f"has a different plan than {place.peer} on {_who(other)}: give all workers the same "
                                        "plan")

@@ -128,6 +128,8 @@ class JoinReply(Record, frozen=True):
     """True for a site that the running job admits. The site's ranks are the last ones of `world`."""
     min_workers: int = 0
     """For a site: the coordinator's setting `min_workers`. The job continues while at least this many workers are left."""
+    begun: bool = False
+    """For a site: whether the job has begun. A site that leaves before ends the start of all others."""
 
     @property
     def complete(self) -> bool:

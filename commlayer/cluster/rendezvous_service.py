@@ -92,7 +92,7 @@ class RendezvousService:
             before = self._state
             state, reply = sites.register(before, request, self._clock(), admission, 2 * self._noticed_s)
             self._set(state)
-        reply = msgspec.structs.replace(reply, min_workers=self._min_workers)
+        reply = msgspec.structs.replace(reply, min_workers=self._min_workers, begun=state.begun)
         if reply.error and request.token not in before.former:
             self._refusals.denied(reply.error)
         return reply

@@ -75,11 +75,11 @@ class KvClient:
 
 class SiteLease:
     """Keeps a site registered by repeated calls. `ended` is set when the coordinator ends the registration; `why` is then the
-    reason."""
+    reason. `begun`: whether the job had begun at the coordinator's last answer."""
 
     def __init__(self, address: str, config: Config, request: messages.Join, tell: Callable[[str], None]) -> None:
         self.address, self.request, self._config, self._tell = address, request, config, tell
-        self.ended, self.why = threading.Event(), ""
+        self.ended, self.why, self.begun = threading.Event(), "", False
         self._link = _channel(address, config, own=False)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,6 +100,7 @@ class SiteLease:
             except CommError as error:  # the job may be over, or continue without coordinator; workers detect which
                 log.debug("%s", error)
                 continue
+            self.begun = answer.begun
             if answer.error and not self._closing.is_set():
                 self.why = answer.error
                 self.ended.set()
@@ -111,7 +112,8 @@ class SiteLease:
             return
         self._closing.set()
         try:
-            self._link.call("Join", msgspec.structs.replace(self.request, leave=reason), messages.JoinReply, 1.0)
+            leave = msgspec.structs.replace(self.request, leave=reason)
+            self.begun = self._link.call("Join", leave, messages.JoinReply, 1.0).begun
         except CommError as error:
             log.debug("left the job, but could not notify the coordinator: %s", error)
         if self._thread is not None:

@@ -3,12 +3,14 @@ from.
 
 Averages that are not finite are still written to `.grad`, so that a GradScaler or a script that checks them can skip the step
 itself. If an optimizer is about to step with such averages, they are removed. All ranks have the same averages, so all ranks
-drop that step. Under local steps each rank checks its own gradients and drops only its own step.
+drop that step. Under local steps each rank checks its own gradients and drops only its own step; the other ranks log this
+after a later exchange.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ from commlayer.errors import CommError
 
 MOST = 5
 """Number of steps or exchanges in a row that are dropped before the job ends."""
+SHARED_EVERY = 4
+"""Number of local steps after which ranks exchange how many steps each has dropped, at the next exchange of weight changes."""
 REMEDY = "check the data and the learning rate, and continue from the last checkpoint"
 
 
@@ -44,6 +48,11 @@ class FiniteSteps:
         """Maps the smallest parameter number of an optimizer to the number of its steps that were dropped in a row."""
         self._spoilt = 0
         """Number of exchanges of weight changes that were dropped in a row."""
+        self._drops = connection.rows.rows("dropped steps")
+        self._own_drops, self._first_dropped = 0, -1
+        """Number of local steps that this rank has dropped and not reported yet, and the first tensor of the last one."""
+        self._unshared = 0
+        """Number of local steps since ranks last exchanged how many steps each has dropped."""
         connection.on_close.append(watch(self._before))
 
     # ---- averaged gradients
@@ -121,8 +130,34 @@ class FiniteSteps:
         if local is not None:
             local.unpaid.take_back(mine)
         connection = self._connection
+        self._own_drops, self._first_dropped = self._own_drops + 1, first
         self._count(min(mine), f"gradients of {connection.called(connection.rank)}, first in {self._name(first)},",
                     "this rank drops the step", own=True)
+
+    def share_drops(self) -> None:
+        """Reports the steps that this rank has dropped, and logs those that the other ranks have reported. All ranks call it
+        after an exchange. A report is read when the next one is sent, so no rank waits for the transfer."""
+        connection = self._connection
+        self._unshared += connection.plan.local_steps // connection.plan.fragments
+        if self._unshared < SHARED_EVERY:
+            return
+        try:
+            rows = self._drops.read() if self._drops.under_way else []
+            self._drops.start(float(self._own_drops), float(self._first_dropped))
+        except CommError as error:
+            connection.broke(error)
+            return
+        self._own_drops = self._unshared = 0
+        for place, (count, first) in enumerate(rows):
+            if count and place != connection.rank:
+                whose = f"gradients of {connection.called(place)}, first in {self._name(int(first))},"
+                connection.decisions.append(f"step {connection.passes}: {whose} were not finite: that rank has dropped "
+                                            f"{int(count)} of its last steps ({MOST} in a row end training)")
+                connection.log(connection.decisions[-1], logging.WARNING, event=False)  # that rank's event is in the stream
+
+    def begin_again(self) -> None:
+        """Restarts the reports on dropped steps, because members have left or joined."""
+        self._unshared = 0
 
     def exchanged(self, own: int, *, finite: bool) -> None:
         """Records whether averaged weight changes are finite. `own`: number of the first parameter whose weight change is not
@@ -162,7 +197,7 @@ class FiniteSteps:
         of the drop."""
         connection = self._connection
         if in_row < MOST:
-            connection.say(f"{what} are not finite: {then}", own=own)
+            connection.say(f"{what} are not finite: {then} ({in_row} in a row; {MOST} in a row end training)", own=own)
             return
         diverged = "the loss has diverged: " if "all ranks" in what else ""
         error = CommError(f"step {connection.passes}: {what} are not finite, {MOST} times in a row: {diverged}{REMEDY}",

@@ -67,8 +67,9 @@ from commlayer.errors import Coded, CommError, InvalidInput, coded
 from commlayer.planner import tensors as float64
 from commlayer.planner.plan_rules import late_and_sparse, summary_of
 from commlayer.planner.tables import learning_rows
-from commlayer.records import Job, Plan
+from commlayer.records import Job, Plan, TensorInfo
 from commlayer.transport import own_address, secret
+from commlayer.transport.crc import crc32c
 from commlayer.transport.key_folder import Keys
 
 
@@ -87,7 +88,7 @@ def connect(
     kernels.choose(config.backend)
     check_folder(config)
     must = {"plan": "a plan" if isinstance(plan, Plan | Path) else plan, "sync": str(requested), **(must or {})}
-    met = start.meet(config, model=job.digest(), must=must, settings=settings or {}, matched=memory.matched)
+    met = start.meet(config, job=job, must=must, settings=settings or {}, matched=memory.matched)
     # Child processes of this rank's servers get the same limit.
     placed = met.launch._replace(local_world=met.local_world)
     config = msgspec.structs.replace(config, codec_threads=codec_threads(config, placed))
@@ -437,6 +438,8 @@ if __name__ == "__main__":
 
 NAMED = 3
 """Largest number of differing settings that one error message names."""
+MOST_TENSORS = 1 << 15
+"""Number of tensors, the first of a model, that are compared to find a difference. Their digests fit into one call."""
 HEARD_S = 5.0
 """Seconds that a failing rank keeps running, so that other ranks can read the reason: the store might be in its process."""
 
@@ -502,7 +505,7 @@ class Start:
                 _stay(members)
 
     def meet(
-        self, config: Config, *, model: str, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
+        self, config: Config, *, job: Job, must: Mapping[str, str], settings: Mapping[str, str], matched: bool = False,
     ) -> Rendezvous:
         """Exchanges the values that must be the same on all ranks; all ranks call it together. Raises the same ValueError on
         all ranks if their values differ. With drift="warn", the optimizers' `settings` can differ."""
@@ -515,10 +518,13 @@ class Start:
         address = own_address.address_to(master()) if master() else own_address.default_address()
         name = Keys(config.keys).own.name if launch.home and config.keys else ""
         mine = _own_row(name, agent=launch.agent, address=address,
-                        insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=model,
+                        insecure=config.insecure, keys=bool(config.keys), must=compared(must, config), model=job.digest(),
                         settings=settings, matched=matched)
         rows = self._tell(members, config, mine)
-        if problem := problem_of(rows, members.ranks, own_servers=not config.join):
+        problem = problem_of(rows, members.ranks, own_servers=not config.join)
+        if not problem and any(row.model != mine.model for row in rows):
+            problem = other_model(rows, members, job, config.join_deadline_s)
+        if problem:
             _stay(members)
             raise InvalidInput("E-RANKS-DIFFER", problem)
         differs = differing(rows, members.ranks)
@@ -621,10 +627,32 @@ def problem_of(rows: Sequence[RankRow], ranks: Sequence[int], *, own_servers: bo
             return coded("E-ADDRESS", f"bind: the ranks run on {machines} machines, but MASTER_ADDR is a loopback address "
                                       "on each of them: set MASTER_ADDR to an address that all machines can reach, or set "
                                       "COMMLAYER_BIND on every machine to its own address")
-    if other := [r for r, row in enumerate(rows) if row.model != rows[0].model]:
-        return (f"rank {_numbers(other, ranks)} trains another model than rank {ranks[0]}: trained parameters and buffers "
-                "must have equal names, shapes, dtypes and order")
     return ""
+
+
+def other_model(rows: Sequence[RankRow], members: Members, job: Job, deadline_s: float) -> str:
+    """Returns how the models of these ranks differ, in one line. All ranks call it together."""
+    tags = [records.encode(tensor) for tensor in job.tensors]
+    every = members.tell(b"".join(crc32c(tag).to_bytes(4, "little") for tag in tags[:MOST_TENSORS]), deadline_s, "start")
+    first = next((number for number in range(MOST_TENSORS)
+                  if len({digests[4 * number : 4 * number + 4] for digests in every}) > 1), MOST_TENSORS)
+    own = tensor_text(job.tensors[first]) if first < len(job.tensors) else "none"
+    lines = members.tell(json.dumps([f"{len(tags)} tensors with {job.numel} elements", own]).encode(), deadline_s, "start")
+    counts, shown = zip(*map(json.loads, lines), strict=True)
+    return (f"model: {_by_value(counts, rows, members.ranks)}; first difference, tensor {first}: "
+            f"{_by_value(shown, rows, members.ranks)}: trained parameters and buffers must have equal names, shapes, dtypes "
+            "and order on all ranks")
+
+
+def tensor_text(tensor: TensorInfo) -> str:
+    """
+    >>> tensor_text(TensorInfo("0.weight", (64, 12)))
+    '0.weight of shape (64, 12)'
+    >>> tensor_text(TensorInfo("1.running_mean", (64,), "float16", buffer=True))
+    'buffer 1.running_mean of shape (64,) and dtype float16'
+    """
+    dtype = "" if tensor.dtype == "float32" else f" and dtype {tensor.dtype}"
+    return f"{'buffer ' * tensor.buffer}{tensor.name} of shape {tensor.shape}{dtype}"
 
 
 def differing(rows: Sequence[RankRow], ranks: Sequence[int]) -> str:

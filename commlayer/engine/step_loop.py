@@ -60,6 +60,7 @@ class StepLoop(EpochListener):
         connection.on_close.append(self._use.detach)
         connection.listen(self)
         self._decide()
+        observers.add(Observer(ObserverOrder.OTHER, finite, after_exchange=finite.share_drops))
         trace_once(connection, observers, config.trace, planning=connection.terms.auto and self._controller is not None)
         if (drift := drift_of(connection, compared, optimizer, config, finite.held)) is not None:
             observers.add(Observer(ObserverOrder.PARAMETER_DRIFT, drift, drift, after_exchange=drift, after_drain=drift))
@@ -222,6 +223,7 @@ class StepLoop(EpochListener):
                     observer.end()
         for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
             drift.begin_again()
+        self._finite.begin_again()
         self._decide()
 
     def hand_in(self, leftovers: Sequence[torch.Tensor | None]) -> None:

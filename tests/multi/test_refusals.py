@@ -224,8 +224,8 @@ def many(**how: Any) -> Any:
 
 
 RANKS: dict[str, Row] = {
-    "models": row(lambda rank, _: commlayer.attach(mlp(width=8 + rank), config=quick()), "E-RANKS-DIFFER", "rank 1 ",
-                  "rank 0: "),
+    "models": row(lambda rank, _: commlayer.attach(mlp(width=8 + rank), config=quick()), "E-RANKS-DIFFER",
+                  "(8, 12) on rank 0 ", "(9, 12) on rank 1 "),
     "no plan file": row(lambda rank, _: commlayer.attach(mlp(), plan="elsewhere.json" if rank else "missing.json",
                                                          config=quick()),
                         "E-PLAN-FILE", "plan missing.json"),  # on rank 1 no file is looked for

@@ -446,6 +446,17 @@ def test_homes_end_at_once_where_their_coordinator_was_restarted() -> None:
         coordinator.close()
 
 
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_home_that_leaves_learns_whether_the_job_had_begun(opened: list[Any], begins: bool) -> None:
+    opened.append(coordinator := Coordinator(quick(min_workers=1), workers=1))
+    lease = SiteLease(coordinator.address, quick(), asked("a"), lambda _: None)
+    lease.meet(WAIT_S)
+    if begins:
+        joined(opened, coordinator, 1)
+    lease.close("it breaks off")
+    assert lease.begun is begins
+
+
 # ---- what sites leave at a coordinator: each has its part of the room, and what was left in a view goes when that is over
 
 PART = bytes(PART_NBYTES)

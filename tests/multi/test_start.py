@@ -64,6 +64,14 @@ def other_python(rank: int) -> Any:
         return attach(rank)
 
 
+def other_model(rank: int, change: Callable[[nn.Sequential], Any]) -> Any:
+    """On rank 1."""
+    model = mlp()
+    if rank == 1:
+        change(model)
+    return commlayer.attach(model, config=quick())
+
+
 ROWS: dict[str, tuple[Callable[[int], Any], str, tuple[str, ...]]] = {
     "batch": (lambda rank: setting(rank, "batch", 8.0), "E-RANKS-DIFFER", ("batch: 1.0 on rank 0, 2 (", "8.0 on rank 1 ")),
     "join": (lambda rank: setting(rank, "join", "127.0.0.1:9"), "E-RANKS-DIFFER",
@@ -78,6 +86,12 @@ ROWS: dict[str, tuple[Callable[[int], Any], str, tuple[str, ...]]] = {
     "optimizer": (optimizer_on_some, "E-RANKS-DIFFER", ("optimizer: not given on rank 0 (", "given on rank 1-2")),
     "sync": (lambda rank: attach(rank, sync="never" if rank == 2 else "step"), "E-SYNC-MODE", ("sync: got 'never'",)),
     "Python": (other_python, "E-RANKS-DIFFER", ("version of Python: 3.", "on rank 0, 2 (", "3.99 on rank 1")),
+    "a layer": (lambda rank: other_model(rank, lambda model: model.append(nn.Linear(3, 3))), "E-RANKS-DIFFER",
+                ("model: 6 tensors with 2283 elements on rank 0, 2 (", "8 tensors with 2295 elements on rank 1 (",
+                 "tensor 6: none on rank 0, 2 (", "5.weight of shape (3, 3) on rank 1 (")),
+    "a dtype": (lambda rank: other_model(rank, lambda model: model[2].double()), "E-RANKS-DIFFER",
+                ("model: 6 tensors with 2283 elements on rank 0-2 (", "tensor 2: 2.weight of shape (40, 40) on rank 0, 2 (",
+                 "2.weight of shape (40, 40) and dtype float64 on rank 1 (")),
     "protocol": (other_version, "E-RANKS-DIFFER", ("protocol of commlayer: ", "on rank 0, 2 (", "on rank 1")),
 }
 
@@ -359,7 +373,7 @@ def run(rank: int, how: str, what: str, drift: str, kind: str = "adamw") -> Resu
     ("module", "decayed", "weight_decay of the optimizer", ("0.01", "0.5")),
     ("module", "grouped", "number of the optimizer's groups", ("1", "2")),
     ("module", "half", "parameters of the optimizer", ("6", "3")),
-    ("module", "reversed", "parameters of the optimizer", ("6", "6")), ("module", "frozen", "trained parameters", ("6", "5")),
+    ("module", "reversed", "parameters of the optimizer", ("6", "6")), ("module", "frozen", "model", ("6", "5")),
 ])
 def test_optimizers_that_differ_are_named_on_all_ranks(how: str, kind: str, name: str, values: tuple[str, str]) -> None:
     lines = [result.error for result in pool(PAIR).call(run, how, "", "resync", kind)]

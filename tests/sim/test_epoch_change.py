@@ -178,6 +178,7 @@ def test_a_job_that_began_with_two_grows_to_its_largest_number() -> None:
     (ended(), newcomer(4), "the job is over"),
     (without(elastic(), 0), newcomer(0), "admits only processes of"),
     (without(elastic(), 0), newcomer(4, job="another"), "trains a different model than worker"),
+    (without(elastic(), 0), newcomer(4, job="another", gradients=7), " (7 trained tensors here, 5 there)"),
     (without(elastic(), 0), newcomer(4, version="0.0"), "runs commlayer 0.0, but the job runs 1.0"),
 ])
 def test_who_cannot_join_is_told_why_and_nothing_changes(state: State, join: Join, line: str) -> None:
