@@ -21,7 +21,7 @@ from commlayer.engine.guards import Claim, check_dtypes, check_model, device_of,
 from commlayer.engine.inspection import Inspected, Inspection
 from commlayer.engine.module_driver import ModuleDriver, SoloDriver
 from commlayer.engine.observers import ObserverOrder
-from commlayer.engine.optimizers import OptimizerMemory, job_of, parameters_of, settings_of
+from commlayer.engine.optimizers import OptimizerMemory, job_of, loss_scale, parameters_of, scaler_settings, settings_of
 from commlayer.engine.plan_choice import requested_plan
 from commlayer.engine.quiet_ddp import QuietDDP, check_silenceable
 from commlayer.engine.replica import Replica
@@ -358,11 +358,14 @@ def attach_module(
         job, device = job_of(model), device_of(tensors)
         check_dtypes(job)
         claim, replica = Claim(named), Replica(model, optimizer, grad_scaler)
-        must = {"optimizer": "not given" if optimizer is None else "given"}
+        must = {"optimizer": "not given" if optimizer is None else "given",
+                "clip_grad_norm": "not given" if norm is None else str(norm),
+                "grad_scaler": scaler_settings(grad_scaler)}
         try:
             connection = connect(job, device, start, OptimizerMemory([p for _, p in named], optimizer, outer), plan=requested,
                                  config=settings, align=tensors, must=must, requested=modes, forbids=forbids, replica=replica,
-                                 settings=settings_of(optimizer, model.named_parameters()))
+                                 settings=settings_of(optimizer, model.named_parameters())
+                                 | {"loss scale of the GradScaler": f"{loss_scale(grad_scaler):g}"})
         except BaseException:
             claim.release()
             raise

@@ -170,6 +170,14 @@ def settings_of(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]]) -> di
     return settings
 
 
+def scaler_settings(scaler: Any) -> str:
+    """Returns how a GradScaler changes its loss scale, as text. Gradients with different scales must not be averaged."""
+    if scaler is None or not scaler.is_enabled():
+        return "not given" if scaler is None else "disabled"
+    return (f"scale x {scaler.get_growth_factor():g} every {scaler.get_growth_interval()} steps, "
+            f"x {scaler.get_backoff_factor():g} after inf or NaN")
+
+
 def _hyperparameters(optimizer: Any, group: Mapping[str, Any]) -> set[str]:
     """Returns the keys of a parameter group that are parameters of the optimizer's constructor; all keys if none is, as in a
     wrapper.

@@ -51,6 +51,12 @@ def optimizer_on_some(rank: int) -> Any:
     return commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1) if rank else None, config=quick())
 
 
+def clipped_on_some(rank: int) -> Any:
+    model = mlp()
+    return commlayer.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), clip_grad_norm=None if rank else 0.5,
+                            config=quick())
+
+
 def other_version(rank: int) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages, "PROTOCOL", messages.PROTOCOL + (rank == 1))
@@ -84,6 +90,12 @@ ROWS: dict[str, tuple[Callable[[int], Any], str, tuple[str, ...]]] = {
     "plan": (lambda rank: attach(rank, compression=None if rank else "fp16"), "E-RANKS-DIFFER",
              ("plan: fp16 on rank 0 (", "auto on rank 1-2 (")),
     "optimizer": (optimizer_on_some, "E-RANKS-DIFFER", ("optimizer: not given on rank 0 (", "given on rank 1-2")),
+    "clip_grad_norm": (clipped_on_some, "E-RANKS-DIFFER",
+                       ("clip_grad_norm: 0.5 on rank 0 (", "not given on rank 1-2 (")),
+    "grad_scaler": (lambda rank: attach(rank, grad_scaler=torch.amp.GradScaler("cpu", enabled=rank < 2)), "E-RANKS-DIFFER",
+                    ("grad_scaler: scale x 2 every 2000 steps, x 0.5 after inf or NaN on rank 0-1 (", "disabled on rank 2 (")),
+    "loss scale": (lambda rank: attach(rank, grad_scaler=torch.amp.GradScaler("cpu", init_scale=2.0 ** rank)),
+                   "E-RANKS-DIFFER", ("loss scale of the GradScaler: 1 on rank 0 (", "4 on rank 2 (")),
     "sync": (lambda rank: attach(rank, sync="never" if rank == 2 else "step"), "E-SYNC-MODE", ("sync: got 'never'",)),
     "Python": (other_python, "E-RANKS-DIFFER", ("version of Python: 3.", "on rank 0, 2 (", "3.99 on rank 1")),
     "a layer": (lambda rank: other_model(rank, lambda model: model.append(nn.Linear(3, 3))), "E-RANKS-DIFFER",
