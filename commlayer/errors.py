@@ -99,6 +99,8 @@ CODES: dict[str, tuple[str, str]] = {
     "E-ATTACHED-TWICE": ("The model is already attached, so its gradients would be averaged twice.",
                          "Attach a model once, or close the other session first."),
     "E-MODEL-CHANGED": ("The model or its optimizer changed after attach().", "Attach again after the change."),
+    "E-PARAMETER-LOCAL": ("An optimizer updates parameters that belong to no attached model, so each rank trains its own copy.",
+                          "Attach a module that contains them, unless each rank should train its own."),
     "E-JOIN-ATTACH": ("A session attached in this way cannot join a running job.",
                       "Use attach(model, optimizer) under `commlayer join`."),
     "E-JOIN-STATE": ("The state of a running job does not fit this model or optimizer.",

@@ -6,9 +6,10 @@ parameter that is frozen or removed later counts as unused.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from commlayer.engine.gradient_mark import GradientMark
 from commlayer.engine.optimizers import HeldParameters, closure_of, watch
-from commlayer.errors import InvalidInput, InvalidState
+from commlayer.errors import InvalidInput, InvalidState, coded
 from commlayer.records import Job
 
 log = logging.getLogger("commlayer")
@@ -41,9 +42,7 @@ class AttachedModel:
         self._model, self._optimizer = model, optimizer
         self._names, self._named = {name for name, _ in named}, {id(p) for _, p in named}
         self._kept = [p for _, p in named]  # keeps their ids from being reused
-        self._stepped = [p for group in self._groups() for p in group]
-        self._known = {id(p) for p in self._stepped}
-        self._asked = False
+        self._known = {id(p) for group in self._groups() for p in group}
         self._frozen: list[torch.Tensor] = []
         self._look()
 
@@ -63,8 +62,6 @@ class AttachedModel:
         parameter of this model. None: all parameters are checked.
         """
         try:
-            if stranger is None:
-                self._tell_others_once()
             if self._changed() and (stranger is None or self._holds_others(stranger)):
                 self._check()
         except ValueError as error:
@@ -107,31 +104,6 @@ class AttachedModel:
 
     def _groups(self) -> list[list[Any]]:
         return [group["params"] for group in getattr(self._optimizer, "param_groups", ())]
-
-    def _tell_others_once(self) -> None:
-        """Logs once which parameters of the optimizer belong to no attached model. It runs at the first step, because by then
-        the optimizer's other models are attached, too."""
-        if self._asked:
-            return
-        self._asked = True
-        model = {id(p) for p in self._model.parameters()}
-        others = [p for p in self._stepped if p.requires_grad and id(p) not in model and not is_averaged(p)]
-        if others:
-            names = self._names_in_groups()
-            listed = ", ".join(names[id(p)] for p in others[:NAMED]) + (", ..." if len(others) > NAMED else "")
-            log.warning("the optimizer also updates %d parameters that belong to no attached model: "
-                        "%s. Their gradients are not averaged, so each rank trains its own copy", len(others), listed)
-
-    def _names_in_groups(self) -> dict[int, str]:
-        """Maps the id of each parameter in the optimizer to a text by which a user can find the parameter: name or position,
-        and shape."""
-        descriptions = {}
-        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
-            names = group.get("param_names", ())
-            for place, p in enumerate(group["params"]):
-                name = f"{names[place]} (" if place < len(names) else f"parameter {place} of group {number} ("
-                descriptions[id(p)] = f"{name}shape {tuple(p.shape)})"
-        return descriptions
 
 
 def _trained(p: torch.Tensor) -> bool:
@@ -244,6 +216,63 @@ def refuse_ddp_around(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(look)
 
 
+# ---- names the parameters that an optimizer updates although no session averages their gradients. A script can intend that,
+# for example with a model of each rank's own, so training continues.
+
+_looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Maps an optimizer to its number of parameters when a session last looked for parameters that are not averaged."""
+
+
+class LocalParameters:
+    """Logs which parameters of an optimizer belong to no attached model: at the optimizer's first step, because by then its
+    models are attached, and when the optimizer has received more parameters."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[object, ...]] = set()
+        """Kind and shapes of what was logged, because a script can create an equal optimizer many times."""
+
+    def look(self, optimizer: Optimizer) -> None:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if _looked_at.get(optimizer) == count:
+            return
+        _looked_at[optimizer] = count
+        others = {id(p): (p, group.get("param_names", ())[place:place + 1], number, place)
+                  for number, group in enumerate(optimizer.param_groups) for place, p in enumerate(group["params"])
+                  if p.requires_grad and not is_averaged(p)}
+        kind = (type(optimizer), *(p.shape for p, *_ in others.values()))
+        if not others or kind in self._logged:
+            return
+        self._logged.add(kind)
+        names, by_ddp = _find(others)
+        texts = [f"{(*own, names.get(key, 'a parameter'))[0]} (parameter {place} of group {number}, shape {tuple(p.shape)})"
+                 for key, (p, own, number, place) in others.items() if key not in by_ddp]
+        if texts:
+            log.warning("%s", coded(
+                "E-PARAMETER-LOCAL",
+                f"{type(optimizer).__name__} updates {len(texts)} parameters that belong to no attached model: "
+                f"{', '.join(texts[:NAMED])}{', ...' if len(texts) > NAMED else ''}. Their gradients are not averaged, so each "
+                "rank trains its own copy: attach a module that contains them, unless each rank should train its own"))
+
+
+def _find(wanted: Collection[int]) -> tuple[dict[int, str], set[int]]:
+    """Searches all modules of the process for parameters, given by id. Returns their names, which begin with the class of the
+    outermost module, and the ids of those that a DistributedDataParallel module averages. Takes about 0.1 s."""
+    # isinstance() would read the attribute __class__ of every object, which can run code.
+    modules = [thing for thing in gc.get_objects() if nn.Module in type(thing).__mro__]
+    parents = {id(child): (module, name) for module in modules for name, child in vars(module).get("_modules", {}).items()}
+    names = {}
+    for module in modules:
+        for name, p in vars(module).get("_parameters", {}).items():
+            if id(p) in wanted:
+                path, outer, passed = [name], module, {id(module)}
+                while id(outer) in parents and id(parents[id(outer)][0]) not in passed:
+                    outer, inside = parents[id(outer)]
+                    passed.add(id(outer))
+                    path.append(inside)
+                names[id(p)] = ".".join([type(outer).__name__, *reversed(path)])
+    return names, {id(p) for module in modules if isinstance(module, DistributedDataParallel) for p in module.parameters()}
+
+
 # ---- checks before every optimizer step that the gradients which it applies were averaged
 
 OUTSIDE = -1
@@ -268,7 +297,7 @@ class StepGuard:
         self._attached, self._latch = attached, latch
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._dtypes = [p.dtype for p in self._parameters]
-        self._held = HeldParameters(self._parameters)
+        self._held, self._local_parameters = HeldParameters(self._parameters), LocalParameters()
         self._checked = False
         """True: `check` was called since the last optimizer step."""
         self._exchanges = 0
@@ -310,6 +339,7 @@ class StepGuard:
                                f"rank's own gradient: {STEP_AFTER_BACKWARD}")
         if not self._checked:
             self._attached.check(self._latch, None if mine else optimizer)
+        self._local_parameters.look(optimizer)
         if not mine:
             return
         self._checked = False

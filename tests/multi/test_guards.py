@@ -408,15 +408,10 @@ def steps_before_any_gradient(t: Attached) -> None:
 
 
 def averages_weights(t: Attached) -> None:
-    """And trains a model of this rank's own, with an optimizer of its own."""
-    average, own = torch.optim.swa_utils.AveragedModel(t.model), nn.Linear(2, 1)
-    other = torch.optim.SGD(own.parameters(), lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(t.model)
     for number in range(STEPS):
         t.train(number, number + 1)
         average.update_parameters(t.model)
-        other.zero_grad()
-        own(torch.full((1, 2), float(t.rank))).sum().backward()
-        other.step()
         t.rows.append(parameters(t.model))
 
 
@@ -552,25 +547,47 @@ def test_another_attached_model_may_join_the_optimizer() -> None:
     pool(WORLD).call(shared)
 
 
-def strangers(rank: int, named: bool) -> list[str]:
-    """The log, where the optimizer steps another model, too: parameters with names and without."""
-    model, critic = mlp(), nn.Linear(2, 5)
-    groups: Any = [{"params": [*model.named_parameters()]}, {"params": [*critic.named_parameters("critic")]}]
-    if not named:
-        groups = [{"params": [*model.parameters()]}, {"params": [*critic.parameters()]}]
+def strangers(rank: int, how: str) -> list[str]:
+    """The log, where an optimizer steps parameters of another model. `how`: the first optimizer, with names or without; with
+    parameters of no module, or those that DDP averages; an optimizer of its own, twice; a group that is added later."""
+    model, critic = mlp(), nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 1))
+    loose, own = nn.Parameter(torch.ones(7)), how in ("own", "twice", "ddp")
+    wrapped = DistributedDataParallel(critic) if how == "ddp" else critic
+    other = [loose] if how == "loose" else [*critic[0].parameters()]
+    names, named = [*model.named_parameters()], [*critic[0].named_parameters("critic")]
+    groups: Any = [{"params": names}, {"params": named}] if how == "named" else [
+        {"params": [*model.parameters()]}, *([] if own or how == "added" else [{"params": other}])]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    with log_lines() as lines, commlayer.attach(model, optimizer, config=quick()):
-        model(data(rank, 0)[0]).sum().backward()
-        optimizer.step()
-    return [line for line in lines if "no attached model" in line]
+    with log_lines() as lines, commlayer.attach(model, None if how == "added" else optimizer,
+                                                config=quick(ranks_per_node=WORLD)):
+        for step in range(3):
+            (model(data(rank, step)[0]).sum() + wrapped(torch.ones(1, 2)).sum() + loose.sum()).backward()
+            optimizer.step()
+            if own and (not step or how == "twice"):
+                extra = torch.optim.Adam(other, lr=0.1)
+            if own:
+                extra.step()
+            elif how == "added" and not step:
+                optimizer.add_param_group({"params": other})
+    return lines
 
 
-@pytest.mark.parametrize(("named", "first", "second"), [
-    (True, "critic.weight", "critic.bias"), (False, "parameter 0 of group 1", "parameter 1 of group 1"),
+@pytest.mark.parametrize(("how", "what", "names"), [
+    ("named", "SGD updates 2 ", ("critic.weight (parameter 0 of group 1, shape (5, 2))", "critic.bias (parameter 1 of ")),
+    ("unnamed", "SGD updates 2 ", ("Sequential.0.weight (parameter 0 of group 1, shape (5, 2))", "Sequential.0.bias ")),
+    ("loose", "SGD updates 1 ", ("(parameter 0 of group 1, shape (7,))",)),
+    ("added", "SGD updates 2 ", ("Sequential.0.weight (parameter 0 of group 1, ",)),
+    ("own", "Adam updates 2 ", ("Sequential.0.weight (parameter 0 of group 0, ",)),
+    ("twice", "Adam updates 2 ", ("Sequential.0.weight (parameter 0 of group 0, ",)),
 ])
-def test_parameters_of_another_model_are_named(named: bool, first: str, second: str) -> None:
-    for (line,) in pool(WORLD).call(strangers, named):
-        assert f"{first} (shape (5, 2)), {second} (shape (5,))" in line
+def test_parameters_that_no_session_averages_are_named_once(how: str, what: str, names: tuple[str, ...]) -> None:
+    for lines in pool(WORLD).call(strangers, how):
+        (line,) = lines
+        assert_refused(line, "E-PARAMETER-LOCAL", what, *names)
+
+
+def test_parameters_that_ddp_averages_are_not_named() -> None:
+    assert pool(WORLD).call(strangers, "ddp") == [[], []]
 
 
 def steps_in_backward(rank: int, when: str, how: str, by: str) -> tuple[str, bool]:
