@@ -114,6 +114,8 @@ CODES: dict[str, tuple[str, str]] = {
     # ---- gradients and steps
     "E-GRADIENT-LOCAL": ("An optimizer is about to apply a gradient that was not averaged.",
                          "Average it first: backward(), or synchronize()."),
+    "E-GRADIENT-CHANGED": ("A gradient changed inside backward() after it was passed on to be averaged.",
+                           "Change it in a hook on its own parameter, or after backward()."),
     "E-GRADIENT-LAYOUT": ("A gradient has a layout that cannot be averaged.", "Use dense gradients."),
     "E-GRADIENT-PENDING": ("A gradient was read before its average arrived.",
                            "Read it after the optimizer's step, or use sync=\"step\"."),

@@ -282,6 +282,8 @@ WITNESSES = 8
 Gradient = tuple[int, int, int]
 """Identity of a gradient: its parameter's number, the id of its tensor, and the tensor's version."""
 
+REMEDY_LAST = ("make the last backward pass of each optimizer step outside no_sync(), or call session.synchronize() before the "
+               "step")
 REMEDY_LOCAL = "call backward() outside no_sync(), or session.synchronize() before the optimizer's step"
 
 
@@ -301,6 +303,8 @@ class StepGuard:
         self._checked = False
         """True: `check` was called since the last optimizer step."""
         self._exchanges = 0
+        self.own: set[int] = set()
+        """Numbers of the parameters to whose gradients a backward pass inside no_sync() has added since the last exchange."""
         self._stepped_at = [0] * len(self._parameters)
         self._applied: weakref.WeakKeyDictionary[Optimizer, list[Gradient]] = weakref.WeakKeyDictionary()
         self.local_step: Callable[[bool], bool] = _not_local
@@ -313,6 +317,7 @@ class StepGuard:
         """Counts an exchange, in which all parameters take part. Under local steps it counts a backward pass that belongs to a
         step."""
         self._exchanges += 1
+        self.own.clear()
 
     def check(self) -> None:
         """Checks parameters after a backward pass. Raises ValueError if a trained parameter is not averaged."""
@@ -366,8 +371,9 @@ class StepGuard:
 
     def _late(self, mine: Sequence[int]) -> list[int]:
         """Returns the numbers of the parameters whose gradients have not taken part in an exchange since their last optimizer
-        step."""
-        return [n for n in mine if self._stepped_at[n] >= self._exchanges and self._parameters[n].grad is not None]
+        step, or not completely."""
+        return [n for n in mine if (self._stepped_at[n] >= self._exchanges or n in self.own)
+                and self._parameters[n].grad is not None]
 
     def _judge(self, optimizer: Optimizer, mine: Sequence[int], late: Sequence[int]) -> None:
         """Raises ValueError, also passed to `latch`, if the optimizer is about to apply gradients that were not averaged since
@@ -384,6 +390,11 @@ class StepGuard:
             error = InvalidInput("E-MODEL-CHANGED",
                                  f"parameter {name} had dtype {before} when the model was attached, but has {now} now, so "
                                  "its gradient is not averaged; call session.close(), then attach again")
+        elif own[0] in self.own and self._stepped_at[own[0]] < self._exchanges:
+            more = f" and those of {len(own) - 1} others" if len(own) > 1 else ""
+            error = InvalidInput("E-GRADIENT-LOCAL",
+                                 f"a backward pass inside no_sync() added to the gradient of {name}{more} after it was "
+                                 f"averaged, so each rank would apply its own sum; {REMEDY_LAST}")
         else:
             more = f", nor those of {len(own) - 1} others" if len(own) > 1 else ""
             error = InvalidInput("E-GRADIENT-LOCAL",

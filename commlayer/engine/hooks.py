@@ -72,18 +72,23 @@ class Hooks:
     `finish` runs as an end callback of the autograd engine, so gradients are averages when backward() returns. GradScaler and
     clipping read gradients before any step hook could run.
 
+    A script's hooks on a parameter can change its gradient before it is averaged, as under DDP, even if they were registered
+    later. So the hook of this class must be the parameter's last one. If it is not, the gradient waits for `finish`, and the
+    hook becomes the last one for the next pass.
+
     Under reentrant activation checkpointing each segment is a backward pass inside the outer one. A parameter used in several
     segments gets its gradient in several parts. So `ready` is not called then, and `finish` receives all gradients.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], worker: Callable[[], Worker], ready: Callable[[int, torch.Tensor], None],
-        finish: Callable[[], None], active: Callable[[], bool], broke_off: Callable[[], None],
+        finish: Callable[[], None], active: Callable[[], bool], added: Callable[[int], None], broke_off: Callable[[], None],
     ) -> None:
-        """Registers the hooks. `active` returns True if the current backward pass should average gradients. If a backward pass
-        raised an exception, `broke_off` is called before the next pass."""
+        """Registers the hooks. `active` returns True if the current backward pass should average gradients. If not, `added`
+        receives the numbers of the parameters to whose gradients it adds. If a backward pass raised an exception, `broke_off`
+        is called before the next pass."""
         self._worker, self._ready, self._finish, self._active = worker, ready, finish, active
-        self._broke_off = broke_off
+        self._added, self._broke_off = added, broke_off
         self._graphs: set[int] = set()
         """Autograd's ids of the current backward pass and of passes nested in it. An id is added when a hook of its pass first
         runs."""
@@ -95,23 +100,35 @@ class Hooks:
         self._climbing: list[Any] = []
         self._brought: list[torch.Tensor] = []
         """Parameters that have received a gradient in the current backward pass."""
-        self._handles = [p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
-                         for number, p in enumerate(parameters) if p.requires_grad]
+        self._overtaken: list[tuple[Any, int]] = []
+        """Hooks of this class, as dict of hooks and key, after which another hook runs on the same parameter."""
+        self._handles = {number: p.register_post_accumulate_grad_hook(uncompiled(self._hook(number)))
+                         for number, p in enumerate(parameters) if p.requires_grad}
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:
         def final(parameter: torch.Tensor) -> None:
             graph = torch._C._current_graph_task_id()
             if graph not in self._graphs:  # a new pass
                 if not self._active():
+                    self._added(number)
                     return
                 self._enter(graph)
             if parameter.grad is None:
                 raise InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(parameter.shape)))
             self._brought.append(parameter)
-            if not self._holds:
+            if self._holds:
+                return
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if next(reversed(hooks), key := self._handles[number].id) == key or self._is_final(hooks, key):
                 self._ready(number, parameter.grad)
 
         return final
+
+    def _is_final(self, hooks: Any, key: int) -> bool:
+        """Returns True if all hooks that run after this class's hook, which has this key, are commlayer's own. Otherwise they
+        can still change the gradient."""
+        self._overtaken.append((hooks, key))
+        return key not in hooks or all(map(ours, [*hooks.values()][[*hooks].index(key):]))
 
     def _enter(self, graph: int) -> None:
         """Starts a backward pass at its first hook call, and registers the callback for its end. Raises the worker's error, if
@@ -161,6 +178,9 @@ class Hooks:
             return
         taken_parameter = next((p for p in self._brought if p.grad is None), None)
         self._holds = self._segmented
+        for hooks, key in self._overtaken:
+            if key in hooks:
+                hooks[key] = hooks.pop(key)  # torch calls hooks in the order of insertion; move_to_end() does not change it
         self._clear()
         if taken_parameter is not None:
             self._worker().latch(InvalidState("E-HOOKS-TAKEN", TAKEN.format(tuple(taken_parameter.shape))))
@@ -176,15 +196,15 @@ class Hooks:
     def _clear(self) -> None:
         self._graphs.clear()
         self._brought.clear()
+        self._overtaken.clear()
         self._segmented = False
         for handle in self._climbing:
             handle.remove()
         self._climbing.clear()
 
     def remove(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles.clear()
 
 
 def _nothing() -> object:
@@ -299,6 +319,11 @@ def gradient_held(p: torch.Tensor) -> bool:
 def weight_held(p: torch.Tensor) -> bool:
     """Returns True if another tensor shares the parameter's memory."""
     return _in_memory(p) > _alone()[1]
+
+
+def shares_memory(grad: torch.Tensor) -> bool:
+    """Returns True if a gradient is part of a larger buffer. All gradients in the buffer then have the same version."""
+    return not grad.is_sparse and grad.untyped_storage().nbytes() > grad.nbytes
 
 
 def hooked_behind_adding(p: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from commlayer.engine.exchange_schedule import ExchangeSchedule
 from commlayer.engine.finite_steps import FiniteSteps
 from commlayer.engine.forward_overlap import ForwardOverlap
 from commlayer.engine.guards import AttachedModel, StepGuard, refuse_ddp_around
-from commlayer.engine.hooks import ForwardOrder, Hooks
+from commlayer.engine.hooks import ForwardOrder, Hooks, shares_memory
 from commlayer.engine.observers import Observers
 from commlayer.engine.optimizers import HeldParameters, buffers_of, parameters_of
 from commlayer.engine.quiet_ddp import QuietDDP
@@ -30,8 +30,13 @@ from commlayer.engine.step_loop import StepLoop
 from commlayer.engine.sync_modes import useless_of
 from commlayer.engine.trace import trace_once
 from commlayer.engine.uneven_inputs import TWICE, UnevenInputs
-from commlayer.errors import InvalidInput, cause_of
+from commlayer.errors import InvalidInput, InvalidState, cause_of
 from commlayer.optim import OuterSGD
+
+CHANGED = (
+    "the gradient of {} changed during backward() after it was passed on to be averaged, so the change would be lost on this "
+    "rank or on all: change a gradient in a hook on its own parameter (register_post_accumulate_grad_hook), or after backward()"
+)
 
 
 class SoloDriver:
@@ -113,6 +118,8 @@ class ModuleDriver(EpochListener):
         self._sparse: dict[int, torch.Tensor] = {}
         """Maps a parameter's number to its average in the current step, if this average arrived as sparse entries."""
         self._syncing = True
+        self._passed_on: list[tuple[int, torch.Tensor, int]] = []
+        """Gradients that this backward pass has passed on to be averaged: number, tensor and version."""
         self._written: list[tuple[int, int, int] | None] = []
         """Identities of the gradients into which the last step has written averages, as `_gradients` returns them."""
         self._overlap: ForwardOverlap | None = None
@@ -144,7 +151,7 @@ class ModuleDriver(EpochListener):
         # Code that trains through several wrappers (Accelerate) sets DDP's attribute on any module.
         self._hooks = Hooks(self._parameters, lambda: connection.worker, self._ready, self._end,
                             lambda: self._syncing and plain.get("require_backward_grad_sync", True)
-                            and (ddp is None or ddp.syncing), self._broke_off)
+                            and (ddp is None or ddp.syncing), self._guard.own.add, self._broke_off)
         self._loop.join_round()
 
     @property
@@ -249,11 +256,23 @@ class ModuleDriver(EpochListener):
         if self._order is not None:
             self._places, self._order = self._order.take(), None
             self._reorder()
-        if gradient.layout is torch.sparse_coo and not self._loop.local:
-            gradient = self._rows.dense(number, gradient)
+        if not self._loop.local:
+            self._passed_on.append((number, gradient, gradient._version))
+            if gradient.layout is torch.sparse_coo:
+                gradient = self._rows.dense(number, gradient)
         self._loop.ready(number, gradient)
 
+    def _check_unchanged(self) -> None:
+        """Raises an error if a gradient has changed since it was passed on, because exchanges read gradients at any time."""
+        passed_on, self._passed_on = self._passed_on, []
+        for number, gradient, version in passed_on:
+            grad = self._parameters[number].grad
+            if grad is not gradient or (grad._version != version and not shares_memory(grad)):
+                self._loop.worker.latch(InvalidState("E-GRADIENT-CHANGED", CHANGED.format(self._names[number])))
+                self._loop.worker.check()
+
     def _broke_off(self) -> None:
+        self._passed_on.clear()
         self._rows.forget()
         self._loop.abandon()
 
@@ -263,6 +282,7 @@ class ModuleDriver(EpochListener):
         self._guard.check()
         if self._loop.count_local(adds=adds):
             return
+        self._check_unchanged()
         if self._overlap is not None:
             self._overlap.look()  # ends the previous step, if no gradient hook has done so
         make_dense(self._lazy.values())

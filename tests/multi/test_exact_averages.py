@@ -1,7 +1,10 @@
-"""Averages without rounding: double models train as under DDP, and buffers that are equal on all ranks keep their bits."""
+"""Averages without rounding: double models, and scripts with gradient hooks, train as under DDP. Buffers that are equal on all
+ranks keep their bits."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -188,3 +191,88 @@ def equal_gradients(rank: int) -> bool:
 
 def test_equal_gradients_of_equal_weights_keep_their_bits() -> None:
     assert pool(WORLD).call(equal_gradients) == [True, True]
+
+
+WIDE, MICROS = 1024, 3
+"""Each weight has 4 MiB, the size of one bucket, which lanes read while backward() runs."""
+
+
+def scales(rank: int) -> Callable[[torch.Tensor], None]:
+    def hook(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(1.5 - rank).add_(0.01)
+
+    return hook
+
+
+def replaces(rank: int) -> Callable[[torch.Tensor], None]:
+    def hook(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.grad = p.grad.sign() * (0.01 + rank)
+
+    return hook
+
+
+def hooked(rank: int, how: str, kind: str, address: str) -> list[torch.Tensor]:
+    """Weights after steps in which the script's hooks change gradients. `how`: "alone" (plain DDP), "ddp" (attached), or a sync
+    mode. `kind`: the hook; registered once after attach(), or "again" for each step."""
+    torch.manual_seed(9)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDE, WIDE), nn.Tanh())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapped: Any = DistributedDataParallel(model) if how in ("alone", "ddp") else model
+    session: Any = None
+    if how != "alone":
+        where: dict[str, Any] = {"join": address, "ranks_per_node": 1} if address else {"ranks_per_node": WORLD}
+        config = quick(fuse_nbytes=1 << 20, cut_nbytes=4 << 20) | where
+        session = commlayer.attach(wrapped, optimizer, compression=commlayer.compressors.identity(), config=config,
+                                   sync="forward" if how == "forward" else None)
+    quiet = wrapped.no_sync if session is None else session.no_sync
+    draw = torch.Generator().manual_seed(rank)
+    with session or contextlib.nullcontext():
+        handles = list[Any]()
+        for step in range(3):
+            if not step or "again" in kind:
+                for handle in handles:
+                    handle.remove()
+                hook = (replaces if "replaces" in kind else scales)(rank)
+                handles = [p.register_post_accumulate_grad_hook(hook) for p in model.parameters()]
+            optimizer.zero_grad()
+            for micro in range(MICROS if step == 1 else 1):
+                with quiet() if step == 1 and micro < MICROS - 1 else contextlib.nullcontext():
+                    wrapped(torch.randn(2, WIDE, generator=draw)).square().mean().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["scales", "replaces again"])
+def test_hooks_that_change_gradients_train_the_bits_of_ddp(kind: str) -> None:
+    ranks = pool(WORLD)
+    wanted = ranks.call(hooked, "alone", kind, "")
+    for how in ("step", "ddp", "service", "forward"):
+        with coordinators(1, WORLD, how == "service", fuse_nbytes=1 << 20, cut_nbytes=4 << 20) as jobs:
+            for result in ranks.call(hooked, how, kind, jobs[0].address if jobs else ""):
+                assert all(map(torch.equal, result, wanted[0])), how
+
+
+def hooked_locally(rank: int, hooks: bool) -> list[torch.Tensor]:
+    """Local steps, whose gradients a hook replaces, or the script after backward()."""
+    model = double_mlp().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with commlayer.attach(model, optimizer, compression=commlayer.compressors.identity(), sync=commlayer.LocalSteps(2),
+                          config=quick(ranks_per_node=WORLD)):
+        for p in model.parameters() if hooks else ():
+            p.register_post_accumulate_grad_hook(replaces(rank))
+        for step in range(4):
+            optimizer.zero_grad()
+            x, y = data(rank, step)
+            nn.functional.mse_loss(model(x), y).backward()
+            for p in () if hooks else model.parameters():
+                replaces(rank)(p)
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_hooks_change_the_gradients_of_local_steps() -> None:
+    ranks = pool(WORLD)
+    for with_hooks, without in zip(ranks.call(hooked_locally, True), ranks.call(hooked_locally, False), strict=True):
+        assert all(map(torch.equal, with_hooks, without))

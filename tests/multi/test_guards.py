@@ -209,6 +209,32 @@ def stays_in_no_sync(t: Attached) -> None:
         t.train(3, STEPS)
 
 
+def ends_in_no_sync(t: Attached) -> None:
+    """The last backward pass of an accumulated step is the one that is not averaged."""
+    t.train(0, 3)
+    for number in range(3, STEPS):
+        t.optimizer.zero_grad()
+        t.loss(2 * number).backward()
+        with t.session.no_sync():
+            t.loss(2 * number + 1).backward()
+        t.optimizer.step()
+
+
+def changes_a_gradient_of_another(t: Attached) -> None:
+    """In a hook that runs when the other gradient has been passed on."""
+    def hook(_: torch.Tensor) -> None:
+        t.model[4].weight.grad.mul_(2.0)
+
+    t.model[0].weight.register_post_accumulate_grad_hook(hook)
+    t.train(0, STEPS)
+
+
+def replaces_a_gradient_of_another(t: Attached) -> None:
+    t.model[0].weight.register_post_accumulate_grad_hook(
+        lambda _: setattr(t.model[4].weight, "grad", torch.ones(3, 40)))
+    t.train(0, STEPS)
+
+
 def converts_to_double(t: Attached) -> None:
     t.train(0, 3)
     t.wrapped.double()
@@ -264,6 +290,10 @@ WRONG = [
     Wrong(sets_own_gradients_of_a_part, "module", "E-GRADIENT-LOCAL", ("2.bias", "2 others")),
     Wrong(sets_functional_gradients, "module", *LOCAL_GRADIENT),
     Wrong(stays_in_no_sync, "module, ddp", *LOCAL_GRADIENT),
+    Wrong(ends_in_no_sync, "module, ddp", "E-GRADIENT-LOCAL", ("0.weight and those of 5 others", "synchronize()")),
+    Wrong(ends_in_no_sync, "module", *LOCAL_GRADIENT, ranks=ONE),
+    Wrong(changes_a_gradient_of_another, "module, ddp", "E-GRADIENT-CHANGED", ("4.weight",)),
+    Wrong(replaces_a_gradient_of_another, "module", "E-GRADIENT-CHANGED", ("4.weight",)),
     Wrong(compiles_autograd, "module, local module", "E-COMPILED", ()),
     Wrong(configures_compiled_autograd, "module, local module", "E-COMPILED", ()),
     Wrong(compiles_autograd, "ddp", "", ("Compiled autograd is not compatible with C++ DDP Reducer",)),
@@ -336,6 +366,42 @@ def accumulates_in_no_sync(t: Attached) -> None:
         for micro in range(3):
             with t.session.no_sync() if micro < 2 else contextlib.nullcontext():
                 t.loss(3 * number + micro).backward()
+
+    t.each_step(gradients)
+
+
+def synchronizes_after_no_sync(t: Attached) -> None:
+    def gradients(number: int) -> None:
+        t.loss(2 * number).backward()
+        with t.session.no_sync():
+            t.loss(2 * number + 1).backward()
+        t.session.synchronize()
+
+    t.each_step(gradients)
+
+
+def inspects_in_no_sync(t: Attached) -> None:
+    """Gradients that the script clears before it steps again."""
+    for number in range(STEPS):
+        t.loss(number).backward()
+        t.optimizer.step()
+        with t.session.no_sync():
+            t.loss(number + 1).backward()
+        t.optimizer.zero_grad(set_to_none=bool(number % 2))
+        t.optimizer.step()
+        t.rows.append(parameters(t.model))
+
+
+def accumulates_into_one_buffer(t: Attached) -> None:
+    """All gradients are views of it, so that they have one version."""
+    flat = torch.zeros(sum(p.numel() for p in t.model.parameters()))
+    views = flat.split([p.numel() for p in t.model.parameters()])
+
+    def gradients(number: int) -> None:
+        flat.zero_()
+        for p, view in zip(t.model.parameters(), views, strict=True):
+            p.grad = view.view_as(p)
+        t.loss(number).backward()
 
     t.each_step(gradients)
 
@@ -458,6 +524,7 @@ def replaces_the_head_by_a_frozen_one(t: Attached) -> None:
 RIGHT: list[tuple[Script, str]] = [
     (accumulates, "module, local module"), (accumulates_and_clips, "module, local module"),
     (accumulates_in_no_sync, "module, ddp, local module, local ddp"),
+    (synchronizes_after_no_sync, "module, ddp"), (inspects_in_no_sync, "module, ddp"), (accumulates_into_one_buffer, "module"),
     (replaces_gradients_by_copies, "module, local module"), (makes_a_new_optimizer, "module"),
     (steps_two_optimizers_with_each_gradient, "module, local module"),
     (steps_again, "module"), (steps_another_optimizer_inside, "module"),
@@ -488,7 +555,7 @@ def test_a_parameter_that_one_rank_freezes_counts_as_unused() -> None:
 
 @pytest.mark.commit(2)
 @pytest.mark.parametrize("how", ["local module", "local ddp"])
-@pytest.mark.parametrize("script", [sets_own_gradients, copies_own_gradients, stays_in_no_sync], ids=ids)
+@pytest.mark.parametrize("script", [sets_own_gradients, copies_own_gradients, stays_in_no_sync, ends_in_no_sync], ids=ids)
 def test_local_steps_apply_any_gradient(script: Script, how: str) -> None:
     """Nothing has to be averaged, and all ranks exchange after the same optimizer steps."""
     one, other = pool(WORLD).call(play, script, "mlp", how)
