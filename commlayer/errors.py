@@ -43,6 +43,8 @@ CODES: dict[str, tuple[str, str]] = {
                            "Correct the clock, or renew the certificate with `commlayer keys add NAME --again`."),
     "E-CERTIFICATE-CA": ("A certificate was issued by another CA than the job's.",
                          "Copy the folder of keys from the job's CA."),
+    "E-CERTIFICATE-KEY": ("The coordinator does not have the key of the certificate that it presents.",
+                          "Check the address: another machine answers there."),
     "E-CERTIFICATE-USE": ("A node whose certificate was made with --dials-only cannot be a server.",
                           "Run the server with another node's keys."),
     "E-INVITATION": ("A home's line or its invitation is not valid.",
@@ -264,6 +266,10 @@ class Unsaid(PeerLost):
 
     def __init__(self, what: str = "the connection was closed before any message was sent", *, peer: str = "") -> None:
         super().__init__(what, peer=peer)
+
+
+class Abandoned(PeerLost):
+    """Raised if the connection that a peer opened was lost during its handshake."""
 
 
 class PeerEnded(PeerLost):

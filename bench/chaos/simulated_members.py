@@ -1,7 +1,8 @@
 """Simulates membership: workers, a server and a coordinator as state machines in a simulated network.
 
 Workers join, send heartbeats, switch to new views, are killed, freeze, hang, join late and finish. By seed, calls and replies
-are late or lost. The coordinator is killed before or after journal writes and restarted with its journal.
+are late or lost; of some workers only data arrives for a while. The coordinator is killed before or after journal writes and
+restarted with its journal.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Process:
         self.active_generation = 0
         self.awake_s = 0.0
         """The process is frozen until then."""
+        self.quiet_s = 0.0
+        """Until then no heartbeat of the process arrives, only its data."""
         self.hangs_s = math.inf
         """From then on the process only sends heartbeats."""
         self.end = ""
@@ -115,6 +118,8 @@ class Members:
                 self.at(self.chance.uniform(0.0, CALM_S - 12.0), lambda p=process: self._freeze(p))  # type: ignore[misc]
             elif dice < 0.7:
                 self.at(self.chance.uniform(5.0, CALM_S - 4.0), lambda p=process: self._hang(p))  # type: ignore[misc]
+            elif dice < 0.85:
+                self.at(self.chance.uniform(3.0, CALM_S), lambda p=process: self._quieten(p))  # type: ignore[misc]
         for _ in range(self.chance.choice((0, 0, 1, 2))):
             self.at(self.chance.uniform(0.0, CALM_S), self._down)
         for process in self.processes[1:]:
@@ -129,6 +134,11 @@ class Members:
     def _freeze(self, process: Process) -> None:
         process.awake_s = self.now + self.chance.uniform(0.5, 12.0)
         self.counts["frozen"] += 1
+
+    def _quieten(self, process: Process) -> None:
+        if process.view is not None and not process.end:
+            process.quiet_s = self.now + self.chance.uniform(DEAD_AFTER_S, 1.5 * PATIENCE_S)
+            self.counts["quiet"] += 1
 
     def _hang(self, process: Process) -> None:
         if process.view is not None and not process.end:
@@ -185,7 +195,7 @@ class Members:
 
     def _beaten(self, beat: Heartbeat) -> HeartbeatReply:
         before = self.state
-        self._heard[beat.token] = self.now
+        self._heard |= {beat.token: self.now} | {p.request.token: self.now for p in self.processes if p.peer in beat.heard}
         self.state, pulse = membership.heartbeat(before, beat.token, self.now, beat)
         state, self.state = self.state, epoch_change.record_overdue(self.state, beat.token, beat.overdue, self.now, PATIENCE_S)
         for process in self.processes[1:]:
@@ -223,7 +233,7 @@ class Members:
         """Calls the coordinator. Request and reply may be lost; a frozen caller receives the reply when it wakes."""
 
         def arrives() -> None:
-            if not self.up or self._lost():
+            if not self.up or self._lost() or self.now < process.quiet_s:
                 return
             try:
                 answer = act()
@@ -277,8 +287,11 @@ class Members:
         assert process.view is not None
         gone = tuple(p.peer for p in self.processes[1:] if p.end)
         serves = process.request.kind == "server"
+        sending = tuple(p.peer for p in self.processes[1:]
+                        if p.view is not None and not p.end and p.awake_s <= self.now < p.hangs_s)
         beat = Heartbeat(process.request.token, generation=process.view.generation, active_generation=process.active_generation,
-                         missed=gone if serves else (), overdue=self._overdue() if serves else None)
+                         missed=gone if serves else (), heard=sending if serves else (),
+                         overdue=self._overdue() if serves else None)
         self._calls(process, lambda: self._beaten(beat), lambda pulse: self._pulse(process, pulse))
 
     def _overdue(self) -> Overdue | None:
@@ -367,7 +380,7 @@ class Members:
     def _settled(self) -> None:
         """Long after the last fault, all running workers have one view, and none of its members is gone; or all have ended."""
         view, present = self.state.view, [p for p in self.processes[1:] if not p.end]
-        if view is None:
+        if view is None or self.problems:
             return
         if self.state.min_workers and len(present) < self.least and present:
             self._wrong(f"{len(present)} go on, and {self.least} are the least")

@@ -56,7 +56,10 @@ import grpc.aio  # noqa: E402
 log = logging.getLogger("commlayer")
 
 CALL_S, MIN_CALL_S = 5.0, 0.05
-"""Usual and shortest timeout of a call, in seconds."""
+"""Usual timeout of a call, and the shortest one that is left at the end of a wait, in seconds."""
+MIN_BEAT_S = 2.0
+"""Shortest timeout of a heartbeat, in seconds. On a new connection a heartbeat takes five round trips: TCP, TLS, a call whose
+proof is too old, the new challenge, and the call. At a round trip of 150 ms two segments may be lost meanwhile."""
 CHECK_S = 1.0
 NAME_S = 5.0
 """Seconds for which a host name may be unresolvable before that is an error. The name of a container exists only after the
@@ -87,8 +90,12 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
     """Returns the gRPC options of a channel to that coordinator."""
     arguments: list[tuple[str, Any]] = [
         ("grpc.max_receive_message_length", MAX_REPLY_NBYTES), ("grpc.max_send_message_length", MAX_NBYTES),
-        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2000),
-        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 10_000),
+        # After an interruption the connection is used again within a second or two, however long the interruption was. A
+        # kernel that retransmits waits for half as long again: TCP_USER_TIMEOUT, which gRPC sets to the keepalive's timeout,
+        # ends that connection. Attempts to connect, which gRPC would give 20 s, end soon for the same reason.
+        ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 500),
+        ("grpc.min_reconnect_backoff_ms", int(1000 * MIN_BEAT_S)),
+        ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", int(1000 * CALL_S)),
     ]
     return [*arguments, *([("grpc.enable_http_proxy", 0)] if settings.is_loopback(host_port(address)[0]) else [])]
 
@@ -112,34 +119,16 @@ class CoordinatorChannel:
         self.peer = f"coordinator {address}"
         apart = [("grpc.use_local_subchannel_pool", 1)] if own else []
         self._channel = open_channel(address, channel_options(address) + apart, tls_credentials(keys))
-        self._asker = CallAuthenticator(secret, self._send, _unproved, fingerprint(keys))
-        self._closed = threading.Event()
-        self._certificate: PeerCertificate | None = None
-        # gRPC reconnects by itself and then checks only the CA, so the coordinator's certificate is checked again.
-        self._connected, self._connections, self._checked = False, 0, 0 if keys is None else -1
+        self._asker = CallAuthenticator(secret, self._send, _unproved, keys)
+        self._closed, self._connected = threading.Event(), False
         if keys is not None:
             self._channel.subscribe(self._on_change)
 
     def _on_change(self, state: Any) -> None:
-        ready = state is grpc.ChannelConnectivity.READY
-        self._connections += self._connected and not ready
-        self._connected = ready
-
-    def _check_certificate(self, timeout_s: float) -> None:
-        """If gRPC may have reconnected, checks the coordinator's certificate over a separate connection. Raises Refused, now
-        and on every later call, if the certificate is not of this job or was revoked."""
-        if self._checked != self._connections:
-            # Read first: if the connection is lost during the check, the next call checks again.
-            connections, self._checked = self._connections, -1
-            with contextlib.suppress(Unresolved):
-                self._certificate = None
-                self._certificate = diagnose(self.address, self.keys, time.monotonic() + timeout_s)
-            if self._certificate is None:
-                raise PeerLost("not reachable: it accepts no connection, or does not answer in time", peer=self.peer)
-            self._checked = connections
-        if self.keys is not None and self._certificate is not None and self._certificate.serial in self.keys.revoked():
-            raise Refused(f"its certificate ({self._certificate.name}) was revoked", peer=self.peer,
-                          code="E-CERTIFICATE-REVOKED")
+        """gRPC reconnects by itself and then checks only the CA, so the coordinator must prove itself before the next call."""
+        before, self._connected = self._connected, state is grpc.ChannelConnectivity.READY
+        if before and not self._connected:
+            self._asker.forget()
 
     def _send(self, method: str, data: bytes, timeout_s: float) -> bytes:
         answer: bytes = self._channel.unary_unary(f"/{SERVICE}/{method}")(data, timeout=timeout_s)
@@ -147,11 +136,12 @@ class CoordinatorChannel:
 
     def call(self, method: str, request: Record, kind: type[R], timeout_s: float) -> R:
         """Makes one call. Raises PeerLost or DeadlineExceeded if the call may succeed later, Refused if not."""
-        self._check_certificate(timeout_s)
         try:
             reply = self._asker.ask(method, messages.pack(request), timeout_s)
         except AuthenticationFailed:
             raise Refused(wrong_secret(self.secret), peer=self.peer, code="E-SECRET") from None
+        except Refused as error:
+            raise error.located(peer=self.peer) from None
         except grpc.RpcError as error:
             code, details = error.code(), error.details()
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -321,6 +311,12 @@ class HeartbeatReport:
         return bool(self.events.since(self._acknowledged, most=1).lines)
 
 
+def beat_timeout_s(config: Config) -> float:
+    """Returns the timeout of a heartbeat: another one fits into dead_after_s after one that got no answer. However long the
+    coordinator has been silent, the timeout is long enough for a new connection, or no heartbeat would ever arrive again."""
+    return max(MIN_BEAT_S, min(CALL_S, config.dead_after_s / 3))
+
+
 class Membership:
     """This process's registration in the job.
 
@@ -354,7 +350,7 @@ class Membership:
         self._failed = False
         self._keeper = child_processes.start_sidecar({
             "address": link.address, "secret": link.secret, "keys": str(link.keys.folder) if link.keys else "",
-            "token": self._token, "every_s": config.heartbeat_s, "call_s": self._call_s}) if keep else None
+            "token": self._token, "every_s": config.heartbeat_s, "call_s": beat_timeout_s(config)}) if keep else None
         self._thread = threading.Thread(target=self._beat, name="commlayer-heartbeat", daemon=True)
         self._thread.start()
 
@@ -371,7 +367,7 @@ class Membership:
         # The coordinator counts a process as dead if its orderly leave is not delivered, so the call is retried.
         patience_s = self._config.dead_after_s if reason == messages.FINISHED and self.reachable else 0.0
         pulse = self._channel.leave(self._token, reason, exchanges, deadline=time.monotonic() + patience_s,
-                                    timeout_s=self._call_s)
+                                    timeout_s=beat_timeout_s(self._config))
         if pulse is not None:
             exits = {g.peer for g in (*pulse.failed, *pulse.departed)} | {self.name}
             self.remaining = tuple(f"worker {m.rank}" for m in self.view.members if f"worker {m.rank}" not in exits)
@@ -385,15 +381,10 @@ class Membership:
             self._keeper.close()
         self._channel.close()
 
-    @property
-    def _call_s(self) -> float:
-        """Timeout of a call. The timeout is shorter than dead_after_s, so another call fits in after one that got no answer."""
-        return min(CALL_S, self._config.dead_after_s / 3)
-
     def _stop(self) -> None:
         self._closing.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2 * self._call_s)
+            self._thread.join(timeout=2 * beat_timeout_s(self._config))
 
     def _send_beat(self, timeout_s: float) -> HeartbeatReply:
         beat = Heartbeat(self._token, generation=self.newest.generation, active_generation=self.view.generation,
@@ -404,12 +395,11 @@ class Membership:
         return pulse
 
     def _beat(self) -> None:
-        known, silent_s, mark = True, 0.0, time.monotonic()
+        known, silent_s, mark, timeout_s = True, 0.0, time.monotonic(), beat_timeout_s(self._config)
         while not self._closing.is_set():
             began = time.monotonic()
-            wait_s = max(MIN_CALL_S, min(self._call_s, self._config.dead_after_s - silent_s))
             try:
-                pulse = self._send_beat(wait_s)
+                pulse = self._send_beat(timeout_s)
             except CommError as error:
                 if self.reachable and not self._failed and not self._closing.is_set():
                     log.warning("%s; training continues, but while the coordinator does not answer, a peer that dies is "
@@ -417,7 +407,7 @@ class Membership:
                 self.reachable = False
                 # A longer gap means that this process was stopped or waited for the GIL; only the usual interval counts as
                 # silence.
-                silent_s += min(time.monotonic() - mark, self._call_s + self._config.heartbeat_s)
+                silent_s += min(time.monotonic() - mark, timeout_s + self._config.heartbeat_s)
                 if silent_s >= self._config.dead_after_s and not self._closing.is_set():
                     self._events.silence(silent_s)
             else:

@@ -103,12 +103,12 @@ class Coordinator:
         self._lock = threading.Lock()
         self._clock, self._config, self._hangs = clock, config, StoreHangs()
         self._closing = threading.Event()
-        self._judge, self._plans = CallVerifier(config.token), Plans()
+        self._keys, self._refusals, self._plans = Keys(config.keys) if config.keys else None, RefusalLog(), Plans()
+        self._judge = CallVerifier(config.token, self._keys)
         self._suspects: dict[str, tuple[str, str]] = {}
         """Maps a connection to its address and the name of a call that did not prove the job's secret. An entry is removed
         after PROVE_S seconds, or when a call proves the secret."""
         check_free(config.bind, config.port)
-        self._keys, self._refusals = Keys(config.keys) if config.keys else None, RefusalLog()
         self._port = GrpcPort(self._keys, config.bind, config.port, self._refusals.refused)
         if ca and self._keys is not None:
             # Imported late: it loads cryptography's certificate requests, which few coordinators need.
@@ -217,9 +217,9 @@ class Coordinator:
                 self._set(membership.evict(self._state, tokens, why))
         return self._rendezvous.register(request)
 
-    def _challenge(self, _: bytes, peer: str) -> bytes:
-        self._port.caller(peer)  # raises if TLS is required
-        return self._judge.challenge(peer)
+    def _challenge(self, nonce: bytes, peer: str) -> bytes:
+        caller = self._port.caller(peer)  # raises if TLS is required
+        return self._judge.greeting(peer, nonce, caller.fingerprint if caller else b"")
 
     def _part(self, request: messages.PlanPart) -> Record:
         with self._lock:

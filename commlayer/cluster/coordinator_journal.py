@@ -172,7 +172,7 @@ def _replace(table: str, name: str, record: Record) -> Statement:
 
 def without_times(kept: CoordinatorRecord) -> CoordinatorRecord:
     """Returns a copy of `kept` without times, as it is written to the journal."""
-    registrations = {token: msgspec.structs.replace(place, seen_s=0.0, overdue=None, hung=())
+    registrations = {token: msgspec.structs.replace(place, seen_s=0.0, heard_s=0.0, overdue=None, hung=())
                      for token, place in kept.state.registrations.items()}
     state = msgspec.structs.replace(kept.state, registrations=registrations, ticked_s=None, held=None)
     return msgspec.structs.replace(kept, state=state)

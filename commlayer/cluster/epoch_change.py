@@ -123,21 +123,21 @@ def hung_in_store(state: State, pending: Sequence[PendingWait], limit_s: float, 
 
 
 def admission(state: State, now: float = 0.0, noticed_s: float = math.inf, patience_s: float = 0.0) -> AdmissionState:
-    """Returns whether the running job admits sites, and if not, why. A worker counts as silent if its last heartbeat is
-    `noticed_s` seconds old; a silent worker is evicted after `patience_s`."""
+    """Returns whether the running job admits sites, and if not, why. A worker counts as silent after `noticed_s`
+    seconds without a sign of life; a silent worker is evicted after `patience_s`."""
     view, workers = state.view, _workers(state)
     if view is None:
         return AdmissionState()
     seated = [workers[m.rank] for m in view.members]
-    present = sum(p.present for p in seated)
+    present, quiet = sum(p.present for p in seated), [p for p in seated if p.present and p.silent_s(now) > noticed_s]
     return msgspec.structs.replace(_closed(state, view, present), size=present, generation=view.generation,
                                    all_present=present == len(seated),
-                                   retry_reason=_wait(state, seated, now - noticed_s, patience_s))
+                                   retry_reason=_wait(state, seated, quiet, patience_s))
 
 
-def _wait(state: State, seated: Sequence[Registration], noticed: float, patience_s: float) -> str:
-    """Returns why a new site should ask again later; "" if it need not. `seated`: the epoch's workers; `noticed`: a worker
-    whose last heartbeat is earlier than this time is silent."""
+def _wait(state: State, seated: Sequence[Registration], silent: Sequence[Registration], patience_s: float) -> str:
+    """Returns why a new site should ask again later; "" if it need not. `seated`: the epoch's workers; `silent`: those present
+    that are silent."""
     if over(state):
         why = failure(state)
         return why and f"the job has ended ({without_code(why)}); the server is starting another one"
@@ -146,7 +146,6 @@ def _wait(state: State, seated: Sequence[Registration], noticed: float, patience
     goes_on = state.min_workers and not inelastic_workers(state)
     if lost is not None and not (goes_on and len(present) >= state.min_workers):
         return f"the job is ending ({lost.peer}: {without_code(lost.dead or lost.left)}); the server will start another one"
-    silent = [p for p in present if p.seen_s < noticed]
     if silent and (len(silent) == len(present) or not goes_on or len(present) >= state.limit):
         names = ", ".join(f"{p.peer} on {p.join.certificate or p.join.name}" for p in silent)
         return f"the job is running, but {names} does not respond; a worker is dropped after {patience_s:g} s of silence"

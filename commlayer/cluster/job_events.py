@@ -156,11 +156,11 @@ def waits_of(state: State, pending: Sequence[PendingWait], now: float, since: fl
         if names := missing_peers(state):
             yield WaitEvent(what="join", names=names, waited_s=now - since)
         return
-    silent = [p for p in state.registrations.values() if p.present and now - p.seen_s >= noticed_s]
+    silent = [p for p in state.registrations.values() if p.present and p.silent_s(now) >= noticed_s]
     if silent:
         limits_s = [dead_after_s if p.missed_by and not p.join.restartable else max(dead_after_s, patience_s) for p in silent]
         yield WaitEvent(what="heartbeat", names=tuple(p.peer for p in silent),
-                        waited_s=max(now - p.seen_s for p in silent), limit_s=min(limits_s))
+                        waited_s=max(p.silent_s(now) for p in silent), limit_s=min(limits_s))
     stuck = {one.rank: max(one.waited_s.values(), default=0.0) for one in pending}
     stuck = {rank: waited_s for rank, waited_s in stuck.items() if waited_s >= SHOWN_S}
     if stuck:

@@ -45,6 +45,9 @@ class Registration(Record, frozen=True):
     join: Join
     rank: int
     seen_s: float
+    heard_s: float = 0.0
+    """When the process or its machine was last noticed in another way: a server received data from the process, or its machine
+    closed a data connection. Its heartbeats may be late, because its link is full or has just come back."""
     dead: str = ""
     left: str = ""
     exchanges: int = -1
@@ -72,6 +75,10 @@ class Registration(Record, frozen=True):
     @property
     def peer(self) -> str:
         return f"{self.join.kind} {self.rank}"
+
+    def silent_s(self, now: float) -> float:
+        """Seconds without a sign of life."""
+        return now - max(self.seen_s, self.heard_s)
 
 
 class State(Record, frozen=True):
@@ -144,8 +151,9 @@ def heartbeat(state: State, token: str, now: float, report: Heartbeat | None = N
         place = msgspec.structs.replace(place, seen_s=place.seen_s if parent else now, active_generation=active_generation)
         state = _with(state, place) if parent else _lives(_with(state, place), place)
     if report is not None and not parent:
-        state = _missed(state, token, report.missed)
+        state = _missed(state, token, report.missed, now)
         if place.join.kind == "server":
+            state = _update(state, lambda p: p.join.kind == "worker" and p.peer in report.heard, heard_s=now)
             state = _parted(state, report.ended)
             state = _dropped(state, place, report.dropped) if place.present else state
     # A worker that has switched to a view without a peer needs no report about that peer. A server reports the view it knows.
@@ -191,12 +199,15 @@ def _lives(state: State, place: Registration) -> State:
     return _update(state, lambda p: p.blamed_peer == place.peer, blamed_peer="")
 
 
-def _missed(state: State, token: str, peers: tuple[str, ...]) -> State:
-    """Records which peers this process currently reports as disconnected."""
+def _missed(state: State, token: str, peers: tuple[str, ...], now: float) -> State:
+    """Records which peers this process currently reports as disconnected. Silence counts from the report: after an interruption
+    the machine of a live process also closes the connection that broke, before the first heartbeat."""
     for p in list(state.registrations.values()):
         if (p.peer in peers) != (token in p.missed_by):
             others = tuple(t for t in p.missed_by if t != token)
-            state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if p.peer in peers else others))
+            is_new = p.peer in peers
+            state = _with(state, msgspec.structs.replace(p, missed_by=(*others, token) if is_new else others,
+                                                         heard_s=now if is_new else p.heard_s))
     return state
 
 
@@ -218,14 +229,17 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
 
     If a peer reports that a process's machine closed a connection, that process counts as dead after `dead_after_s` of silence.
     Without such a report, a silent process may return (after a broken link, or a laptop's sleep). Such a process counts as dead
-    after `patience_s`, if that is longer. If servers report that all remaining workers closed in order, those workers count as
-    finished after `ended_after_s` of silence. They left while no coordinator was running.
+    after `patience_s`, if that is longer. Data that a server receives breaks the silence, too.
+
+    If servers report that all remaining workers closed in order, those workers count as finished after `ended_after_s` of
+    silence. They left while no coordinator was running.
     """
     paused_s, places = own_pause_s(state, now), state.registrations
     if paused_s:
-        places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s)) for t, p in places.items()}
+        places = {t: msgspec.structs.replace(p, seen_s=min(now, p.seen_s + paused_s), heard_s=min(now, p.heard_s + paused_s))
+                  for t, p in places.items()}
     state = msgspec.structs.replace(state, registrations=places, ticked_s=now)
-    silent = {t: p for t, p in places.items() if p.present and now - p.seen_s >= dead_after_s}
+    silent = {t: p for t, p in places.items() if p.present and p.silent_s(now) >= dead_after_s}
     if state.view is None:
         return _without(state, silent) if silent else state
     workers = {t: p for t, p in places.items() if p.present and p.join.kind == "worker"}
@@ -233,7 +247,7 @@ def tick(state: State, now: float, dead_after_s: float, patience_s: float = 0.0,
         state = _update(state, lambda p: p.join.token in workers, left=FINISHED)
         silent = {t: p for t, p in silent.items() if t not in workers}
     for p in silent.values():
-        if (p.missed_by and not p.join.restartable) or now - p.seen_s >= patience_s:
+        if (p.missed_by and not p.join.restartable) or p.silent_s(now) >= patience_s:
             state = _with(state, msgspec.structs.replace(p, dead=_silent(state, p, now)))
     return state
 

@@ -17,7 +17,7 @@ from commlayer.errors import CorruptFrame, coded, short_line
 from commlayer.observe.events import MAX_LINE_NBYTES
 from commlayer.records import MALFORMED, Record, ServerInfo, View
 
-PROTOCOL = 4
+PROTOCOL = 5
 FINISHED = "finished"
 SERVICE = "commlayer.Control"
 MAX_PLAN_NBYTES = 64 << 20
@@ -178,6 +178,8 @@ class Heartbeat(Record, frozen=True):
     """Generation of the newest epoch that the sender knows; 0: the sender needs no epochs in the reply."""
     ended: tuple[str, ...] = ()
     """For a server: workers that have closed their data connections in order."""
+    heard: tuple[str, ...] = ()
+    """For a server: workers from which data has arrived since its last heartbeat."""
     dropped: tuple[PeerExit, ...] = ()
     """For a server: workers that it disconnected because they broke the protocol."""
     active_generation: int = 0

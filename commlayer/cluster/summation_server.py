@@ -407,7 +407,7 @@ class DataServer:
         self._server: SumServer | None = None
         self.journal = ServerJournal(config.journal, required=config.journal_required) if config.journal else None
         """Journal with the state that a crashed server left, and that this server records; None without a journal folder."""
-        self._token = ""
+        self._token, self._reported_s = "", 0.0
         self._ops: dict[int, CodecOps] = {}
         self._view: View | None = None
         self._plan: Plan | None = None
@@ -525,7 +525,8 @@ class DataServer:
 
     def report(self) -> dict[str, Any]:
         """Returns the fields of a heartbeat that a summation server fills in."""
-        fields: dict[str, Any] = {"missed": self._transport.missed()}
+        since_s, self._reported_s = self._reported_s, time.monotonic()
+        fields: dict[str, Any] = {"missed": self._transport.missed(), "heard": self._transport.heard(since_s)}
         if self._server is not None:
             dropped = list(self._server.dropped().items())[:MAX_REPORTED]
             fields |= {"dropped": tuple(messages.PeerExit(peer_name(member), why) for member, why in dropped),

@@ -176,8 +176,10 @@ class Uplink:
 
     def _on_silence(self, silent_s: float) -> None:
         """Called while the coordinator does not answer. Training can continue without the coordinator, but not without a server
-        in the coordinator's process, whose death no other process would report."""
-        near = [] if self._membership is None else [s for s in self._membership.view.servers if s.colocated]
+        in the coordinator's process, whose death no other process would report. Data from that server shows that it lives."""
+        alive = self._carrier.heard(time.monotonic() - self._config.dead_after_s) if self._membership is not None else ()
+        near = [] if self._membership is None else \
+            [s for s in self._membership.view.servers if s.colocated and f"server {s.id}" not in alive]
         over = [s for s in near if f"server {s.id}" in self._carrier.missed() and not s.restartable]
         if near and (self.embedded or over or silent_s >= reconnect_window_s(self._config)):
             self._on_death(PeerLost(f"no heartbeat for {silent_s:.1f} s from its process, which "

@@ -157,6 +157,8 @@ class Connection:
         self.by_peer = False
         """True: the peer's machine closed the connection, so the peer's process may have died. Always False for a gRPC
         stream."""
+        self.heard_s = time.monotonic()
+        """When bytes last arrived from the peer, by time.monotonic()."""
         self._resumes = resumes
         self.certified = peer_certificate(sock)
         self._control = SendControl(sock, None if _on_one_machine(sock) else pacer)
@@ -281,6 +283,7 @@ class Connection:
                     self.by_peer = reports_peer_close(self._sock)
                     self.end(PeerLost(how + self._name, peer=peer_name(self.peer)), broken=True)
                     return
+                self.heard_s = time.monotonic()
                 self._reader.filled(n)
         except CommError as error:
             named = error.located(what=error.what + self._name, peer=peer_name(self.peer))

@@ -319,6 +319,11 @@ class StreamTransport:
         with self._lock:
             return tuple(peer_name(peer) for peer in sorted(self._missed))
 
+    def heard(self, since_s: float) -> tuple[str, ...]:
+        """Returns the names of connected peers from which bytes have arrived since that time.monotonic()."""
+        with self._lock:
+            return tuple(peer_name(peer) for peer, one in sorted(self._connections.items()) if one.heard_s >= since_s)
+
     def limit_kept(self, nbytes: int) -> None:
         """Sets Settings.max_kept_nbytes, after the largest legitimate amount is known."""
         self._mailbox.max_kept_nbytes = nbytes

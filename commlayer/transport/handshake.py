@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from commlayer.errors import CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, coded, one_line
+from commlayer.errors import Abandoned, CorruptFrame, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid, coded, one_line
 from commlayer.records import MALFORMED, Record
 from commlayer.transport import framing
 from commlayer.transport.crc import crc32c
@@ -214,9 +214,15 @@ class SilentConnection(str):
     """The reason for a dropped connection that sent nothing and used no certificate, as a port scan or health check does."""
 
 
+class LostHandshake(str):
+    """The reason for a dropped connection that was lost during its handshake."""
+
+
 MAX_REFUSED = 600
 """Maximum number of refused connections that are logged per minute, and likewise of probes (connections that sent nothing).
 Further ones are only counted, because a flood must not fill the disk."""
+MAX_LOST = 1
+"""The same for handshakes that were lost: when a network fails, all members lose theirs, again and again."""
 
 
 class RefusalLog:
@@ -225,12 +231,13 @@ class RefusalLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, tuple[int, int]] = {}
-        """Maps "refused" and "probed" to the minute of the last such event and the number of such events in that minute."""
+        """Maps "refused", "probed" and "lost" to the minute of the last such event and the number of such events in that
+        minute."""
 
     def refused(self, where: str, why: str) -> None:
         """Logs a refused connection. The log line says "probed" if the connection was closed without sending anything, as
-        `commlayer doctor` and port monitors do."""
-        event = "probed" if isinstance(why, SilentConnection) else "refused"
+        `commlayer doctor` and port monitors do, and "lost" if it was lost during its handshake."""
+        event = "probed" if isinstance(why, SilentConnection) else "lost" if isinstance(why, LostHandshake) else "refused"
         self._log(event, "connection from %s %s: %s", where, event, why)
 
     def denied(self, why: str) -> None:
@@ -238,16 +245,16 @@ class RefusalLog:
         self._log("refused", "refused: %s", why)
 
     def _log(self, event: str, line: str, *values: str) -> None:
-        level = logging.INFO if event == "probed" else logging.WARNING
+        level, most = logging.WARNING if event == "refused" else logging.INFO, MAX_LOST if event == "lost" else MAX_REFUSED
         with self._lock:
             minute, more = int(time.monotonic() // 60), 0
             last, count = self._counts.get(event, (minute, 0))
             if minute != last:
-                more, count = count - MAX_REFUSED, 0
+                more, count = count - most, 0
             self._counts[event] = minute, count + 1
         if more > 0:
             log.log(level, "%d more were %s within a minute", more, event)
-        if count < MAX_REFUSED:
+        if count < most:
             log.log(level, line, *values)
 
 
@@ -304,9 +311,12 @@ class PendingHandshakes:
 
     def drop_reason(self, sock: ByteChannel, error: Exception) -> str:
         """Returns the reason for a failed handshake. The reason is a SilentConnection if the peer closed its connection without
-        sending anything, but not if this end evicted it."""
+        sending anything, and a LostHandshake if the connection was lost later, but not if this end evicted it."""
         with self._work:
-            return SilentConnection(error.what) if isinstance(error, Unsaid) and sock in self._pending else str(error)
+            if sock not in self._pending:
+                return str(error)
+            return SilentConnection(error.what) if isinstance(error, Unsaid) else \
+                LostHandshake(error) if isinstance(error, Abandoned) else str(error)
 
     def close(self) -> None:
         """Ends all pending handshakes; later ones are not accepted."""

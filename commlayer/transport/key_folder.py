@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import logging
 import os
@@ -66,6 +67,8 @@ class Keys:
         self.ca, self.certificate, self.key = (self._read(name) for name in (CA, CERTIFICATE, KEY))
         self.dials_only = False
         """True: this node's certificate is valid only for dialers, so this process cannot be a server."""
+        self.der = b""
+        """This node's certificate in DER."""
         self.own = self._read_own()
         self._stamp = _stamp(self.folder / REVOKED)
         try:
@@ -108,7 +111,8 @@ class Keys:
                                                     f"{_day(mine.not_valid_before_utc)} to {_day(mine.not_valid_after_utc)}, "
                                                     f"but this machine's clock shows {_day(now)}: correct the clock, or create "
                                                     f"a new certificate with `commlayer keys add {name} --again`")
-        own = certificate_of(mine.public_bytes(Encoding.DER), name, mine.serial_number)
+        self.der = mine.public_bytes(Encoding.DER)
+        own = certificate_of(self.der, name, mine.serial_number)
         self.dials_only = own.dials_only
         return own
 
@@ -136,6 +140,18 @@ class Keys:
         """Sequence number of the revocation list in use: see RevocationList."""
         with self._lock:
             return self._revocations.number
+
+    def sign(self, message: bytes) -> bytes:
+        """Signs a message with this node's private key. Costs some 50 us."""
+        key = self._private_key
+        signature: bytes = key.sign(message, *signature_arguments(key.public_key()))
+        return signature
+
+    @functools.cached_property
+    def _private_key(self) -> Any:
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        return load_pem_private_key(self.key, None)
 
     def context(self, protocol: str, *, server: bool) -> ssl.SSLContext:
         """Returns a TLS 1.3 context that requires a certificate of the job's CA, not revoked, at both ends. `protocol`: one of
@@ -226,6 +242,17 @@ def certificate_of(der: bytes, name: str, serial: int) -> PeerCertificate:
         purposes = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
         dials_only = x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in purposes
     return PeerCertificate(name, serial, hashlib.sha256(der).digest(), dials_only)
+
+
+def signature_arguments(public: Any) -> tuple[Any, ...]:
+    """Returns what `sign` and `verify` of keys of this kind take after the message. commlayer makes elliptic curve keys; other
+    tools also make RSA and Ed25519 keys."""
+    from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    if isinstance(public, ec.EllipticCurvePublicKey):
+        return (ec.ECDSA(SHA256()),)
+    return (padding.PKCS1v15(), SHA256()) if isinstance(public, rsa.RSAPublicKey) else ()
 
 
 def of_peer(tls: ssl.SSLObject) -> PeerCertificate:

@@ -13,10 +13,10 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from commlayer.errors import CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
-from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, of_peer
+from commlayer.errors import Abandoned, CommError, Damaged, DeadlineExceeded, NotYet, PeerLost, Refused, Unsaid
+from commlayer.transport.key_folder import PROTOCOLS, Keys, PeerCertificate, certificate_of, of_peer, signature_arguments
 
 DATA, CONTROL = PROTOCOLS
 CHUNK_NBYTES = 128 << 10
@@ -59,9 +59,54 @@ _ALERTS = {
 
 def bad_certificate(error: ssl.SSLCertVerificationError) -> Refused:
     """Returns the error for the other end's certificate, which OpenSSL did not accept."""
-    code, text = _VERIFIED.get(error.verify_code, _VERIFIED[_LIST])
-    more = "" if error.verify_code in _VERIFIED else f" ({error.verify_message})"
+    return _refused(error.verify_code, "" if error.verify_code in _VERIFIED else f" ({error.verify_message})")
+
+
+def _refused(verify_code: int, more: str = "") -> Refused:
+    code, text = _VERIFIED.get(verify_code, _VERIFIED[_LIST])
     return Refused(text.format(now=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC") + more, code=code)
+
+
+class SigningCertificate(NamedTuple):
+    """A server's certificate and its public key, which verifies what the server signs."""
+
+    certificate: PeerCertificate
+    public: Any
+
+    def has_signed(self, signature: bytes, message: bytes) -> bool:
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self.public.verify(signature, message, *signature_arguments(self.public))
+        except InvalidSignature:
+            return False
+        return True
+
+    def check_revoked(self, keys: Keys) -> None:
+        if self.certificate.serial in keys.revoked():
+            raise Refused(f"its certificate ({self.certificate.name}) was revoked", code="E-CERTIFICATE-REVOKED")
+
+
+def signing_certificate(der: bytes, keys: Keys) -> SigningCertificate:
+    """Reads a server's certificate, in DER. Raises Refused if it is not of the job's CA, not valid now, not valid for servers,
+    or revoked."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        theirs = x509.load_der_x509_certificate(der)
+        theirs.verify_directly_issued_by(x509.load_pem_x509_certificate(keys.ca))
+        name = str(theirs.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value)
+        result = SigningCertificate(certificate_of(der, name, theirs.serial_number), theirs.public_key())
+    except (ValueError, TypeError, IndexError, InvalidSignature):
+        raise _refused(_LIST) from None
+    now = datetime.datetime.now(datetime.UTC)
+    failure = _LATE if now > theirs.not_valid_after_utc else _EARLY if now < theirs.not_valid_before_utc else \
+        _PURPOSE if result.certificate.dials_only else 0
+    if failure:
+        raise _refused(failure)
+    result.check_revoked(keys)
+    return result
 
 
 class TlsSocket(socket.socket):
@@ -81,6 +126,8 @@ class TlsSocket(socket.socket):
         self._cipher = memoryview(b"")  # encrypted bytes that are not sent yet
         self._plain = 0  # number of plain bytes in them
         self._failed: CommError | None = None
+        self._answered = False
+        """True: this end has sent a message of the handshake."""
         self._received = not server
         """True: at least one byte has arrived from the dialer. Always True at the dialer's end."""
 
@@ -99,15 +146,15 @@ class TlsSocket(socket.socket):
                     self._receive(deadline)
             self._flush(deadline)
         except ssl.SSLError as error:
+            reason = self._reason(error)
             self._send_alert(deadline)
-            raise self._reason(error) from None
+            raise reason from None
         except TimeoutError:
             raise DeadlineExceeded("the TLS handshake did not finish before the deadline") from None
         except OSError as error:
             if not self._received:
                 raise Unsaid() from None
-            raise PeerLost(f"connection lost during the TLS handshake ({error.strerror or error}): check that keys "
-                           "(COMMLAYER_KEYS) are set on both machines") from None
+            raise self._lost(f"connection lost during the TLS handshake ({error.strerror or error})") from None
         self.peer = of_peer(self._tls)
         if self._tls.selected_alpn_protocol() != self._protocol:
             self._send_alert(deadline)
@@ -116,8 +163,7 @@ class TlsSocket(socket.socket):
                           "(`commlayer serve` prints both; the data port is the coordinator's port plus 1)", code="E-ADDRESS")
         if self.peer.serial in self._keys.revoked():
             self._send_alert(deadline)
-            code, text = _VERIFIED[_REVOKED]
-            raise Refused(text, code=code)
+            raise _refused(_REVOKED)
         return self.peer
 
     @property
@@ -131,6 +177,7 @@ class TlsSocket(socket.socket):
         if data := self._out.read():
             self._wait_until(deadline)
             super().sendall(data)  # the timeout covers the whole call
+            self._answered = True
 
     def _receive(self, deadline: float) -> None:
         self._wait_until(deadline)
@@ -172,8 +219,7 @@ class TlsSocket(socket.socket):
         if isinstance(error, ssl.SSLEOFError):
             if not self._received:
                 return Unsaid()
-            return PeerLost("connection closed during the TLS handshake: check that keys (COMMLAYER_KEYS) are set on both "
-                            "machines")
+            return self._lost("connection closed during the TLS handshake")
         if isinstance(error, ssl.SSLCertVerificationError):
             return bad_certificate(error)
         if line := _REASONS.get(error.reason or ""):
@@ -181,6 +227,12 @@ class TlsSocket(socket.socket):
             return (NotYet if error.reason in _NO_TLS else Refused)(line, code="E-TLS")
         return self._alert_reason(error) or Damaged("received bytes that violate TLS in its handshake "
                                                     f"({error.reason or error})")
+
+    def _lost(self, what: str) -> PeerLost:
+        """A dialer whose first message this end has answered uses TLS, so it has keys."""
+        if self._server and self._answered:
+            return Abandoned(f"{what}: the dialer's network failed, or the dialer stopped waiting")
+        return PeerLost(f"{what}: check that keys (COMMLAYER_KEYS) are set on both machines")
 
     def _alert_reason(self, error: ssl.SSLError) -> CommError | None:
         """Returns the reason in the other end's TLS alert; None if there is no known alert."""

@@ -298,6 +298,29 @@ def test_training_goes_on_without_its_coordinator_and_says_so_once(opened: list[
     assert failures.errors == []
 
 
+@pytest.mark.parametrize(("dead_after_s", "timeout_s"), [(0.2, 2.0), (6.0, 2.0), (12.0, 4.0), (60.0, 5.0)])
+def test_a_heartbeat_has_time_for_a_new_connection_and_leaves_time_for_another(dead_after_s: float, timeout_s: float) -> None:
+    assert client.beat_timeout_s(quick(dead_after_s=dead_after_s)) == timeout_s
+
+
+def test_the_timeout_of_a_heartbeat_does_not_shrink_while_the_coordinator_is_silent(
+        opened: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 50 ms, as it once was, no heartbeat would ever arrive again over a link of 40 ms."""
+    timeouts_s, silences_s = list[float](), queue.SimpleQueue[float]()
+
+    def lost(member: client.Membership, timeout_s: float) -> messages.HeartbeatReply:
+        timeouts_s.append(timeout_s)
+        raise PeerLost("not reachable", peer="coordinator")
+
+    monkeypatch.setattr(client.Membership, "_send_beat", lost)
+    opened.append(coordinator := Coordinator(quick(dead_after_s=0.2), workers=1))
+    request = messages.worker_request("job", 0, 1, plan=PLAN)
+    opened.append(client.join(coordinator.address, request, quick(dead_after_s=0.2), Failures(), on_silence=silences_s.put))
+    while silences_s.get(timeout=WAIT_S) < 1.0:
+        pass
+    assert set(timeouts_s) == {client.MIN_BEAT_S}
+
+
 def test_a_port_in_use_is_one_line(opened: list[Any]) -> None:
     coordinator = Coordinator(quick())
     opened.append(coordinator)

@@ -94,7 +94,7 @@ def test_a_proof_is_good_for_one_connection_one_method_and_one_body() -> None:
 class Spoiled(CallAuthenticator):
     """Another thread, whose proof for an older connection is refused, resets what this one keeps."""
 
-    _challenge = property(lambda self: b"", lambda self, value: None)  # type: ignore[assignment]
+    _known = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
 
 
 def test_other_threads_and_connections_that_are_made_anew_under_way_make_no_proof_wrong() -> None:

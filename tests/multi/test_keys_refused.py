@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 from support.attached import assert_refused, outcome
-from support.coordinators import WAIT_S, Failures, quick
+from support.coordinators import WAIT_S, Failures, quick, until
 from support.keys import (
     Bare,
     Folders,
@@ -33,11 +33,12 @@ from commlayer.cluster.coordinator_journal import NAME, CoordinatorJournal, jour
 from commlayer.cluster.grpc_server import GrpcPort
 from commlayer.errors import CommError, Damaged, DeadlineExceeded, PeerLost, Refused
 from commlayer.transport import handshake, tls
-from commlayer.transport.endpoint import Settings, StreamTransport
+from commlayer.transport.endpoint import Settings, StreamTransport, shut_down
 from commlayer.transport.framing import Reader
 from commlayer.transport.handshake import Hello
-from commlayer.transport.key_folder import Keys, PeerCertificate
+from commlayer.transport.key_folder import CERTIFICATE, Keys, PeerCertificate
 from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.secret import CallAuthenticator, CallVerifier
 
 SECRET = "correct-horse-battery"
 
@@ -473,6 +474,83 @@ def test_a_connection_made_anew_is_looked_at_as_the_first_one_is(folders: Folder
         assert_refused(outcome(lambda: until_answered(link)), "E-CERTIFICATE-REVOKED")
     assert received == [], "and hears nothing"
     member.close()
+    coordinator.close()
+
+
+class Impostor:
+    """Another machine at the coordinator's address. It knows the job's secret. `presents`: the certificate in its greeting;
+    `signs`: the key of its greeting; `answers`: the key of its replies; `greets`: the node for whose certificate the greeting
+    was signed."""
+
+    def __init__(self, presents: Path, signs: Path, answers: Path, greets: Path) -> None:
+        keys = Keys(signs)
+        keys.der = ssl.PEM_cert_to_DER_cert((presents / CERTIFICATE).read_text())
+        self._first, self._answers, self._greets = CallVerifier(SECRET, keys), CallVerifier(SECRET, Keys(answers)), Keys(greets)
+        self.received: list[str] = []
+
+    def call(self, method: str, data: bytes, _: float) -> bytes:
+        if method == "Challenge":
+            return self._first.greeting("here", data, self._greets.own.fingerprint)
+        self.received.append(method)
+        return self._answers.sealed(data, b"answer")
+
+
+@pytest.mark.parametrize(("nodes", "code"), [
+    ("revoked revoked revoked worker", "E-CERTIFICATE-REVOKED"),
+    ("foreign foreign foreign worker", "E-CERTIFICATE-CA"),
+    ("dials dials dials worker", "E-CERTIFICATE-USE"),
+    ("expired server server worker", "E-CERTIFICATE-DATE"),
+    ("server revoked revoked worker", "E-CERTIFICATE-KEY"),
+    ("server server server second", "E-CERTIFICATE-KEY"),
+    ("server server revoked worker", "E-CERTIFICATE-KEY"),
+])
+def test_only_a_node_of_the_job_that_was_not_revoked_passes_for_the_coordinator(
+        nodes: str, code: str, folders: Folders) -> None:
+    """gRPC would accept most of them: it knows no list."""
+    impostor = Impostor(*(getattr(folders, name) for name in nodes.split()))
+    asker = CallAuthenticator(SECRET, impostor.call, lambda _: False, Keys(folders.worker))
+    with pytest.raises(Refused) as caught:
+        asker.ask("Join", b"body", WAIT_S)
+    assert caught.value.code == code
+    assert impostor.received == ["Join"] * (nodes == "server server revoked worker"), "a call before a proof says too much"
+
+
+def test_the_coordinator_of_the_job_is_believed(folders: Folders) -> None:
+    coordinator = Impostor(folders.server, folders.server, folders.server, folders.worker)
+    assert CallAuthenticator(SECRET, coordinator.call, lambda _: False, Keys(folders.worker)).ask("Join", b"", 1.0) == b"answer"
+
+
+@pytest.mark.parametrize("kind", ["elliptic curve", "RSA", "Ed25519"])
+def test_keys_of_every_kind_sign(kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tools may have made the keys."""
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+
+    make: dict[str, Callable[[], Any]] = {
+        "elliptic curve": lambda: ec.generate_private_key(ec.SECP256R1()), "RSA": lambda: rsa.generate_private_key(65537, 2048),
+        "Ed25519": ed25519.Ed25519PrivateKey.generate}
+    private = make[kind]()
+    keys = Keys(folders.worker)
+    monkeypatch.setattr(keys, "_private_key", private)
+    signer = tls.SigningCertificate(keys.own, private.public_key())
+    assert signer.has_signed(keys.sign(b"message"), b"message")
+    assert not signer.has_signed(keys.sign(b"message"), b"another")
+
+
+def test_a_connection_made_anew_costs_no_second_one(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow link a connection that only looks at a certificate would take the time of the heartbeat."""
+    coordinator = Coordinator(quick(token=SECRET, keys=str(folders.server)), workers=1)
+    link = CoordinatorChannel(coordinator.address, SECRET, Keys(folders.worker))
+    monkeypatch.setattr(client, "diagnose", None)
+    accepted: list[str] = []
+    serve = coordinator._port._forward
+    monkeypatch.setattr(coordinator._port, "_forward", lambda known: (accepted.append(known.where), serve(known)))
+    assert until_answered(link).unknown_token
+    for connection in list(coordinator._port._known.values()):
+        shut_down(connection.sock)
+    until(lambda: not coordinator._port._known, "the end of the connection")
+    assert until_answered(link).unknown_token
+    assert len(accepted) == 2
+    link.close()
     coordinator.close()
 
 

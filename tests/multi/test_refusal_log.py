@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from commlayer.transport.endpoint import Settings, StreamTransport, shut_down
 from commlayer.transport.handshake import MAX_REFUSED, Hello, PendingHandshakes, RefusalLog, SilentConnection
 from commlayer.transport.key_folder import Keys
 from commlayer.transport.protocol import SERVER_BASE
+from commlayer.transport.secret import Known
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -45,7 +47,7 @@ def test_a_member_that_reconnects_is_not_logged_as_one_without_the_secret(
     channels = [CoordinatorChannel(coordinator.address, "the-jobs-secret" if knows else "another-secret") for _ in range(3)]
     with caplog.at_level(logging.INFO, "commlayer"):
         for channel in channels:
-            channel._asker._challenge = bytes(16)  # of a connection that is gone
+            channel._asker._known = Known(bytes(16), None)  # of a connection that is gone
             with contextlib.suppress(Refused):
                 channel.call("Heartbeat", messages.Heartbeat("unknown"), messages.HeartbeatReply, 10.0)
         time.sleep(0.6)
@@ -219,7 +221,7 @@ class Job:
         self.mine = quick(token=SECRET, join=self.coordinator.address, **({"keys": str(folders.worker)} if folders else {}))
 
     def lines(self) -> list[dict[str, str]]:
-        found = (re.fullmatch(r"connection from (?P<where>.*) (?P<event>probed|refused): (?P<why>.*)", r.getMessage())
+        found = (re.fullmatch(r"connection from (?P<where>.*) (?P<event>probed|refused|lost): (?P<why>.*)", r.getMessage())
                  for r in self._caplog.records)
         return [line.groupdict() for line in found if line]
 
@@ -275,6 +277,24 @@ def test_who_closes_behind_a_single_byte_is_refused(job: Job, messages: bytes) -
             sock.sendall(messages)
         until(lambda count=count: len(job.lines()) > count, "it is noted")  # type: ignore[misc]
     assert {line["event"] for line in job.lines()} == {"refused"}
+
+
+@pytest.mark.parametrize("job", ["keys"], indirect=True)
+def test_of_members_whose_handshakes_are_lost_there_is_one_line_and_it_says_nothing_of_keys(job: Job, folders: Folders) -> None:
+    """A network that fails loses the handshakes of all members, again and again."""
+    address = host_port(job.mine.join)
+    for _ in range(5):
+        with socket.create_connection(address, WAIT_S) as sock, \
+                tls.TlsSocket(sock, Keys(folders.worker), tls.CONTROL, server=False) as dialer:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                dialer._tls.do_handshake()
+            dialer._flush(time.monotonic() + WAIT_S)
+            assert dialer.recv(1), "the server's part of the handshake"
+    with socket.create_connection(address, WAIT_S) as sock:
+        sock.sendall(b"C")
+    until(lambda: len(job.lines()) > 1, "the stranger is noted after the members")
+    assert [line["event"] for line in job.lines()] == ["lost", "refused"]
+    assert "KEYS" not in job.lines()[0]["why"]
 
 
 def test_who_says_nothing_until_the_deadline_is_refused() -> None:

@@ -24,8 +24,8 @@ def test_all_hear_of_one_view_whatever_becomes_of_processes_and_calls() -> None:
         world = Members(seed)
         assert world.run() == [], f"python -m bench chaos --members --schedules 1 --seed {seed}"
         counts += world.counts
-    least = {"begun": 0.9, "views": 1.2, "grown": 0.5, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "coordinators killed": 0.4,
-             "lost": 5.0}
+    least = {"begun": 0.9, "views": 1.2, "grown": 0.5, "killed": 0.4, "frozen": 0.4, "hung": 0.1, "quiet": 0.1,
+             "coordinators killed": 0.4, "lost": 5.0}
     assert {what: counts[what] for what, part in least.items() if counts[what] < LEAST * part} == {}
 
 
@@ -61,6 +61,10 @@ def mute(state: State, *arguments: Any) -> Any:
     return after, msgspec.structs.replace(pulse, view=None)
 
 
+def deaf(state: State, token: str, now: float, report: Any = None) -> Any:
+    return BEAT(state, token, now, report and msgspec.structs.replace(report, heard=()))
+
+
 def too_few(state: State) -> State:
     result = REGROUPED(msgspec.structs.replace(state, min_workers=min(1, state.min_workers)))
     return msgspec.structs.replace(result, min_workers=state.min_workers)
@@ -78,6 +82,7 @@ def boundless(state: State, *now: float) -> AdmissionState:
     (membership, "tick", impatient, "and is dead"),
     (epoch_change, "record_overdue", hasty, "has not hung, and is dead"),
     (membership, "heartbeat", mute, "has not heard of view"),
+    (membership, "heartbeat", deaf, "and is dead"),
     (coordinator_journal, "journaled_part", lambda _: (), "does not know"),
     (membership, "over", lambda _: False, "has not heard that the job is over"),
 ])

@@ -146,6 +146,35 @@ def test_silence_after_the_view_is_death_and_the_others_are_told_once_and_for_al
     assert "no longer in this job" in after(state, worker(2, world=3))[1].error
 
 
+def test_data_that_arrives_is_a_sign_of_life() -> None:
+    """The heartbeats of worker 2 do not get through a link that its gradients fill."""
+    state = running(3)
+    for now in range(1, 101):
+        state = beat(state, "w0", "w1", now=float(now))
+        state, _ = membership.heartbeat(state, "s0", float(now), Heartbeat("s0", heard=("worker 2",)))
+        state = membership.tick(state, float(now), DEAD_AFTER_S)
+    assert not any(place.dead for place in state.registrations.values())
+    for now in range(101, 110):
+        state = membership.tick(beat(state, "w0", "w1", "s0", now=float(now)), float(now), DEAD_AFTER_S)
+    assert state.registrations["w2"].present
+    assert membership.tick(state, 110.0, DEAD_AFTER_S).registrations["w2"].dead
+    state, _ = membership.heartbeat(running(3), "w0", 9.0, Heartbeat("w0", heard=("worker 2",)))
+    assert membership.tick(state, 10.0, DEAD_AFTER_S).registrations["w2"].dead, "only a server sees data"
+
+
+def test_a_member_whose_machine_closes_its_broken_connection_after_an_interruption_has_time_to_send_a_heartbeat() -> None:
+    state = patient(running(3), 23.0)
+    state, _ = membership.heartbeat(state, "s0", 23.5, Heartbeat("s0", missed=("worker 2",)))
+    state = membership.tick(state, 24.0, DEAD_AFTER_S, 60.0)
+    assert state.registrations["w2"].present
+    back = membership.tick(beat(state, "w2", now=25.0), 26.0, DEAD_AFTER_S, 60.0)
+    assert back.registrations["w2"].present
+    for now in range(24, 35):
+        state, _ = membership.heartbeat(state, "s0", float(now), Heartbeat("s0", missed=("worker 2",)))
+        state = membership.tick(state, float(now), DEAD_AFTER_S, 60.0)
+    assert state.registrations["w2"].dead, "if not, its process has ended"
+
+
 def patient(state: State, stop: float) -> State:
     for now in range(1, int(stop) + 1):
         state = beat(state, "w0", "w1", "s0", now=float(now))
