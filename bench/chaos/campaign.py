@@ -19,6 +19,8 @@ from commlayer.errors import CommError
 
 LIMIT_S = 30.0
 """Time limit of a run; a run that takes longer hangs."""
+LINE_LIMIT_S = 120.0
+"""The same over a wide-area line, where pauses and timeouts are longer."""
 TAIL_LINES = 12
 RESTARTED = ("kill-server", "kill-coordinator", "restart-storm", "kill-home-server", "storm-home-server",
              "kill-home-coordinator")
@@ -61,10 +63,10 @@ class Campaign:
     """Use it as a context: it owns the processes that all runs share."""
 
     def __init__(self, cluster: Callable[[Trial, tuple[str, int]], Cluster] = Cluster, address: str = HERE,
-                 inside: str = "") -> None:
+                 inside: str = "", line: str = "") -> None:
         """`cluster` builds the cluster of a run from a trial and the address of the store where ranks meet. The store is at
-        `address`, in the network namespace `inside`."""
-        self._cluster, self._address, self._inside = cluster, address, inside
+        `address`, in the network namespace `inside`. `line`: see Trial.line."""
+        self._cluster, self._address, self._inside, self._line = cluster, address, inside, line
 
     def __enter__(self) -> Campaign:
         self._plain: dict[Setting, Evidence] = {}
@@ -77,7 +79,7 @@ class Campaign:
 
     def run(self, seeds: Sequence[int], faults: Sequence[str] = ()) -> Iterator[Row]:
         for seed in seeds:
-            yield self.one(trial(seed, faults or dealt()))
+            yield self.one(trial(seed, faults or dealt(), self._line))
 
     def one(self, wanted: Trial) -> Row:
         evidence = self._ran(wanted)
@@ -87,7 +89,7 @@ class Campaign:
 
     def _plain_of(self, setting: Setting) -> Evidence:
         if setting not in self._plain:
-            evidence = self._ran(undisturbed(setting))
+            evidence = self._ran(undisturbed(setting, self._line))
             if not verdict.whole(evidence):
                 problems = [*(fault.line for fault in evidence.faults), *evidence.ended]
                 raise CommError(f"the undisturbed run of {setting} is not whole: {problems}\n{evidence.lines}", peer="chaos")
@@ -96,7 +98,7 @@ class Campaign:
 
     def _ran(self, wanted: Trial) -> Evidence:
         with self._cluster(wanted, self._at) as cluster:
-            return cluster.run(LIMIT_S, STRIKES[wanted.fault])
+            return cluster.run(LINE_LIMIT_S if self._line else LIMIT_S, STRIKES[wanted.fault])
 
 
 def summary(rows: Sequence[Row], requested: int) -> dict[str, Any]:

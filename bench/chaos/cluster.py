@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -41,17 +41,19 @@ BEHIND = 80
 """Number of steps that follow the step in which a home joins. A new home has its part of the samples after 64 steps."""
 AHEAD = 10
 """Workers wait this many steps after the step at which a fault is to strike, so that the fault does not come too late."""
-MEET_S = 20.0
+MEET_S, SLOW_MEET_S = 20.0, 60.0
+"""Seconds until all processes of a job have met, on one machine and over slow links."""
 FROM_LAUNCHER = "COMMLAYER_HOME", "COMMLAYER_JOIN", "COMMLAYER_MIN_WORKERS"
 """The COMMLAYER_ variables that a worker takes from its launcher. The launcher's other COMMLAYER_ variables come from this
 process and do not apply to the run."""
 LINGER_S = 4.0
 """Time for servers to end after the job."""
-PATIENT = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
+Waits = dict[str, float]
+PATIENT: Waits = {"heartbeat_s": 0.2, "dead_after_s": 8.0, "reconnect_s": 15.0, "deadline_s": 20.0}
 """Timeouts for faults that heal: longer than any recovery takes, even on a busy machine."""
-BRIEF = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
+BRIEF: Waits = {"heartbeat_s": 0.1, "dead_after_s": 0.8, "reconnect_s": 0.8, "deadline_s": 1.5}
 """Timeouts if a process is lost for good: the others must notice within the run's time limit."""
-UNTOLD = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
+UNTOLD: Waits = PATIENT | {"heartbeat_s": 0.1, "dead_after_s": 1.5, "reconnect_s": 3.0}
 """Timeouts if the coordinator is struck. Servers of a job that ends without it notice its silence within the run."""
 
 
@@ -89,12 +91,13 @@ class Cluster:
     insecure = False
     """Whether plain text is sent to addresses other than loopback."""
     interface = "lo"
+    patient, brief, untold, meet_s = PATIENT, BRIEF, UNTOLD, MEET_S
 
     def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
         self.trial, self._steps, self._store, self._told_every = trial, steps, store, told_every
         self.setting, self._fault = trial.setting, FAULTS[trial.fault]
         self._chance = random.Random(f"{trial.fault} {trial.seed} strikes")
-        self.waits = BRIEF if self._fault.ends else UNTOLD if self._fault.strikes == "coordinator" else PATIENT
+        self.waits = self.brief if self._fault.ends else self.untold if self._fault.strikes == "coordinator" else self.patient
         self.seen = Seen(self.setting.workers)
         self.links: list[Link] = []
         self.controls: list[Link] = []
@@ -109,7 +112,7 @@ class Cluster:
         """By server: length of its log when it was last restarted."""
         self._open = ExitStack()
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.folder = stack.enter_context(processes.scratch())
             if self.setting.keys:
@@ -186,14 +189,14 @@ class Cluster:
         return {f"COMMLAYER_{key.upper()}": str(value) for key, value in settings.items()}
 
     def _home(self, rank: int) -> Started:
-        join = {"COMMLAYER_JOIN": f"{self._join(rank)}:{self._ports[0]}", "COMMLAYER_JOIN_DEADLINE_S": "20"}
+        join = {"COMMLAYER_JOIN": f"{self._join(rank)}:{self._ports[0]}", "COMMLAYER_JOIN_DEADLINE_S": str(self.meet_s)}
         return Started(processes.attend, rank, environ=self._environ(f"worker-{rank}") | join,
                        lines=self.folder / f"home-{rank}.lines", inside=self._inside(1 + rank))
 
     def _seat(self, home: Started) -> Any:
         """Waits until all homes have met and returns the launcher's seat. Raises EOFError if the home is refused."""
-        if not home.pipe.poll(MEET_S):
-            raise CommError(f"the homes have not met within {MEET_S:g} s:\n{self._lines()}", peer="chaos")
+        if not home.pipe.poll(self.meet_s):
+            raise CommError(f"the homes have not met within {self.meet_s:g} s:\n{self._lines()}", peer="chaos")
         return home.pipe.recv()
 
     def _in_home(self, rank: int, seat: Any) -> dict[str, str]:
@@ -208,12 +211,13 @@ class Cluster:
         settings: dict[str, Any] = self.waits | {
             "join": f"{self._join(rank)}:{self._ports[0]}", "insecure": self.insecure, "token": TOKEN,
             "keys": self._keys_of(f"worker-{rank}"),
-            "join_deadline_s": 20.0, "ranks_per_node": 1, "fuse_nbytes": 2048, "cut_nbytes": 4096,
+            "join_deadline_s": self.meet_s, "ranks_per_node": 1,
+            "fuse_nbytes": self._bucket_nbytes, "cut_nbytes": 2 * self._bucket_nbytes,
             "carrier": self.setting.carrier, "drift_steps": 10, "servers": "one" if self.setting.servers == 1 else "each"}
         number = rank if again is None else len(self.workers)
         task = Task(number, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
                     str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at and again is None else 0,
-                    self.setting.least, BEHIND if self._fault.joins else 0)
+                    self.setting.least, self.setting.width, BEHIND if self._fault.joins else 0)
         environ = self._in_home(rank, again or self._seat(self._homes[rank])) if self.setting.least else {}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
         return Started(processes.train, task, environ=environ,
@@ -235,11 +239,20 @@ class Cluster:
         return ""
 
     @property
+    def _bucket_nbytes(self) -> int:
+        """Several buckets, whatever the size of the model."""
+        return max(2048, self.setting.width**2)
+
+    @property
     def watched(self) -> bool:
         """Whether a proxy reads the frames. It cannot with gRPC or TLS; if homes may leave, weights count no contributions."""
         return self.setting.carrier == "tcp" and not self.setting.keys and not self.setting.least
 
     # ---- for strikes
+
+    def pause(self, chance: random.Random, least_s: float, most_s: float) -> None:
+        """Waits until what was struck comes back."""
+        time.sleep(chance.uniform(least_s, most_s))
 
     @property
     def coordinator(self) -> Started:
@@ -262,7 +275,7 @@ class Cluster:
     def start_home_again(self, rank: int) -> None:
         """Replaces an ended worker on the same links. Retries until the coordinator knows that the old one is gone."""
         self.end_home(max(number for number, place in enumerate(self._places) if place == rank))
-        until = time.monotonic() + MEET_S
+        until = time.monotonic() + self.meet_s
         while True:
             home = self._home(rank)
             try:
@@ -271,7 +284,7 @@ class Cluster:
             except EOFError:
                 home.end()
                 if time.monotonic() > until:
-                    raise CommError(f"a home that came again was not let in within {MEET_S:g} s", peer="chaos") from None
+                    raise CommError(f"a home that came again was not let in within {self.meet_s:g} s", peer="chaos") from None
         self._homes.append(home)
         self._places.append(rank)
         self.workers.append(self._worker(rank, seat))
@@ -348,7 +361,7 @@ class Cluster:
             return []
         used = [{start.step: start.samples for start in row} for row in began]
         steps = [[used[rank][step.step] for rank in step.members] for step in longest]
-        process = Started(processes.replay, self.setting.workers, steps,
+        process = Started(processes.replay, self.setting.workers, self.setting.width, steps,
                           environ={"OMP_NUM_THREADS": "1"}, lines=self.folder / "replay.lines")
         try:
             return list(process.pipe.recv()) if process.pipe.poll(MEET_S) else []

@@ -2,8 +2,8 @@
 
 Without options it makes real runs, then simulated schedules. `--runs`, `--faults` or `--resume` make real runs alone.
 `--schedules` makes schedules alone: of sums, of membership (`--members`), or of how the remaining members continue
-(`--agreement`). `--soak` is one long run, with `--homes` of homes that leave and join. `--fuzz` damages frames and control
-messages.
+(`--agreement`). `--soak` is one long run, with `--homes` of homes that leave and join. `--outages` cuts homes' lines, restarts
+their servers, and measures heartbeats. `--fuzz` damages frames and control messages.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bench import Unmeasurable
-from bench.chaos import fuzzed, hosts, schedules, soak, soak_homes
-from bench.chaos.campaign import Campaign, Row, summary
+from bench.chaos import fuzzed, hosts, outages, schedules, soak, soak_homes
+from bench.chaos.campaign import Campaign, summary
 from bench.chaos.dealing import dealt
 from bench.chaos.faults import FAULTS
 from bench.chaos.kept import Kept
@@ -34,7 +33,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=0, help=f"real runs, and nothing else; without it {RUNS}")
     parser.add_argument("--faults", default="", metavar="NAMES",
                         help="only these, with commas between, and nothing else; `list` prints which there are")
-    parser.add_argument("--hosts", action="store_true", help="on hosts of the lab, with root; and nothing else")
+    parser.add_argument("--hosts", nargs="?", const="lan", default="", choices=["", *hosts.LINES], metavar="LINE",
+                        help=f"on hosts of the lab, with root, and nothing else; with links {', '.join(hosts.LINES)}")
+    parser.add_argument("--outages", type=int, default=0, metavar="N",
+                        help="cuts and server restarts of 5 to 50 s, of jobs of homes, and nothing else; needs root")
     parser.add_argument("--schedules", type=int, default=0, help="simulated schedules, and nothing else")
     parser.add_argument("--members", action="store_true", help="these are of who takes part in a job, not of what is exchanged")
     parser.add_argument("--agreement", action="store_true", help="these are of how those who are left go on when some die")
@@ -54,6 +56,8 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     if args.soak:
         long = soak_homes.run if args.homes else soak.run
         return long(args.soak, args.seed, args.seconds)
+    if args.outages:
+        return outages.run(args.outages, args.seed)
     if args.fuzz:
         return fuzzed.run(args.fuzz, args.seed)
     if args.schedules:
@@ -67,7 +71,7 @@ def run(quick: bool, args: argparse.Namespace) -> Result:
     if unknown := [name for name in names if name not in allowed]:
         raise Unmeasurable(f"--faults: got {unknown[0]!r}, allowed: {', '.join(allowed)}")
     seeds = range(args.seed, args.seed + (args.runs or (QUICK_RUNS if quick else RUNS)))
-    result = _real(seeds, names, args.resume, args.seconds or math.inf, on_hosts=args.hosts)
+    result = _real(seeds, names, args.resume, args.seconds or math.inf, args.hosts)
     if args.hosts or args.runs or args.faults or args.resume is not None or result.get("code", 0) > 1:
         return result
     simulated = schedules.run(request)
@@ -84,7 +88,7 @@ def _check(args: argparse.Namespace) -> None:
             raise Unmeasurable(f"--{flag}: says what --schedules are of; name how many")
     if args.members and args.agreement:
         raise Unmeasurable("--members and --agreement: schedules are of one or the other; name one")
-    for name in ("runs", "schedules", "soak", "fuzz", "seed", "seconds"):
+    for name in ("runs", "schedules", "soak", "outages", "fuzz", "seed", "seconds"):
         if not 0 <= (value := getattr(args, name)) < math.inf:
             raise Unmeasurable(f"--{name}: got {value:g}, allowed: 0 and more")
     if (path := args.resume) is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
@@ -92,16 +96,16 @@ def _check(args: argparse.Namespace) -> None:
         raise Unmeasurable(f"--resume {path}: {what}; name a file in a folder that exists")
 
 
-def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: float, *, on_hosts: bool) -> Result:
+def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: float, line: str) -> Result:
     """Makes the runs. If an error ends the campaign, earlier runs are kept; raises Unmeasurable if there are none."""
     try:
-        kept = Kept(resume, seeds, names, hosts=on_hosts)
+        kept = Kept(resume, seeds, names, line)
     except ValueError as reason:
         raise Unmeasurable(str(reason)) from None
     rows, until = kept.rows, time.monotonic() + limit_s
     code, note = 0, {}
     try:
-        with hosts.campaign() if on_hosts else Campaign() as campaign:
+        with hosts.campaign(line) if line else Campaign() as campaign:
             for row in campaign.run(kept.left, names):
                 kept.add(row)
                 if time.monotonic() > until:
@@ -121,11 +125,4 @@ def _real(seeds: range, names: Sequence[str], resume: Path | None, limit_s: floa
         console.print(wrong)
     console.print(table(rows))
     console.print(closing(total))
-    return {"rows": [_told(row, on_hosts=on_hosts) for row in rows], "summary": total | note, "code": code}
-
-
-def _told(row: Row, *, on_hosts: bool) -> dict[str, Any]:
-    record = row.told()
-    if on_hosts and not row.right:
-        record["again"] = f"python -m bench chaos --hosts --faults {row.trial.fault} --seed {row.trial.seed} --runs 1"
-    return record
+    return {"rows": [row.told() for row in rows], "summary": total | note, "code": code}

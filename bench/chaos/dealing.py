@@ -21,17 +21,18 @@ def dealt() -> tuple[str, ...]:
     return tuple(name for name in FAULTS if name != "none")
 
 
-def trial(seed: int, faults: Sequence[str]) -> Trial:
-    """The run of that seed. A fault has the same run for a seed whether it is selected alone or with others."""
+def trial(seed: int, faults: Sequence[str], line: str = "") -> Trial:
+    """The run of that seed, on that line. A fault has the same run for a seed whether it is selected alone or with others."""
     name = faults[seed % len(faults)]
     fault, chance = FAULTS[name], random.Random(f"{name} {seed}")
     setting = chance.choice([s for s in SETTINGS if fault.fits(s)])
     if random.Random(f"{name} {seed} keys").random() < KEYED and fault.fits(setting._replace(keys=True)):
         setting = setting._replace(keys=True)
     number = chance.randrange({"worker": setting.workers, "server": setting.servers, "coordinator": 1}[fault.strikes])
-    return Trial(seed, name, setting, fault.strikes, number, chance.randint(FIRST, LAST), chance.uniform(0.0, JITTER_S))
+    return Trial(seed, name, setting, fault.strikes, number, chance.randint(FIRST, LAST), chance.uniform(0.0, JITTER_S),
+                 line)
 
 
-def undisturbed(setting: Setting) -> Trial:
+def undisturbed(setting: Setting, line: str = "") -> Trial:
     """The run with which others are compared."""
-    return Trial(0, "none", setting)
+    return Trial(0, "none", setting, line=line)

@@ -15,9 +15,9 @@ from commlayer.records import MALFORMED
 
 
 class _File(msgspec.Struct):
-    """`hosts`: the runs were made on hosts of the lab."""
+    """`line`: the hosts' links, "" without hosts."""
 
-    hosts: bool
+    line: str
     rows: list[Row]
 
 
@@ -27,12 +27,12 @@ class Kept:
     Raises ValueError if the file holds anything else than runs of these seeds and faults.
     """
 
-    def __init__(self, path: Path | None, seeds: Sequence[int], faults: Sequence[str], *, hosts: bool = False) -> None:
-        self._path, self._hosts = path, hosts
+    def __init__(self, path: Path | None, seeds: Sequence[int], faults: Sequence[str], line: str = "") -> None:
+        self._path, self._line = path, line
         self.rows: list[Row] = []
         if path is not None and path.exists():
-            self.rows = _read(path, hosts=hosts)
-        trials = {seed: trial(seed, faults) for seed in seeds}
+            self.rows = _read(path, line)
+        trials = {seed: trial(seed, faults, line) for seed in seeds}
         for row in self.rows:
             if trials.get(row.trial.seed) != row.trial:
                 raise InvalidInput("E-CLI-OPTION",
@@ -48,15 +48,15 @@ class Kept:
         small = row.evidence._replace(stepped=[], began=(), replayed=(), lines="\n".join(row.tail))
         self.rows.append(row._replace(evidence=small))
         if self._path is not None:
-            write_whole({self._path: msgspec.msgpack.encode(_File(self._hosts, self.rows))})
+            write_whole({self._path: msgspec.msgpack.encode(_File(self._line, self.rows))})
 
 
-def _read(path: Path, *, hosts: bool) -> list[Row]:
+def _read(path: Path, line: str) -> list[Row]:
     try:
         file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
     except MALFORMED as error:
         raise InvalidInput("E-CLI-OPTION", f"--resume {path}: it is not what an earlier piece has written ({error})") from None
-    if file.hosts != hosts:
-        where = "on hosts of the lab" if file.hosts else "without hosts of the lab"
+    if file.line != line:
+        where = f"on hosts of the lab, line {file.line}," if file.line else "without hosts of the lab"
         raise InvalidInput("E-CLI-OPTION", f"--resume {path}: its runs were made {where}: name another file")
     return file.rows

@@ -111,11 +111,11 @@ def train(pipe: Any, task: Task) -> None:
     training.train(pipe, task)
 
 
-def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
     """See training.replay."""
     from bench.chaos import training
 
-    training.replay(pipe, workers, steps)
+    training.replay(pipe, workers, width, steps)
 
 
 def attend(pipe: Any, place: int) -> None:

@@ -26,6 +26,8 @@ class Task(NamedTuple):
     """After this step it waits for a message, unless one has come before."""
     least: int = 0
     """See Setting.least."""
+    width: int = 40
+    """See Setting.width."""
     behind: int = 0
     """If not 0, training ends this many steps after a home has joined, instead of after `steps`."""
 

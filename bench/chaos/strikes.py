@@ -45,7 +45,7 @@ def rejoin_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
 
 
 def stop_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    return _paused(cluster.workers[trial.number], chance)
+    return _paused(cluster, cluster.workers[trial.number], chance)
 
 
 def freeze_worker(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
@@ -74,14 +74,14 @@ def _told(cluster: Cluster, words: str) -> int:
 
 def kill_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     struck = cluster.servers[trial.number].signal(signal.SIGKILL)
-    time.sleep(chance.uniform(0.0, 0.2))
+    cluster.pause(chance, 0.0, 0.2)
     cluster.restart_server(trial.number)
     return struck
 
 
 def kill_coordinator(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     struck = cluster.coordinator.signal(signal.SIGKILL)
-    time.sleep(chance.uniform(0.0, 0.2))
+    cluster.pause(chance, 0.0, 0.2)
     cluster.restart_coordinator()
     return struck
 
@@ -95,7 +95,7 @@ def lose_coordinator(cluster: Cluster, trial: Trial, chance: random.Random) -> i
 
 
 def stop_server(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    return _paused(cluster.servers[trial.number], chance)
+    return _paused(cluster, cluster.servers[trial.number], chance)
 
 
 def restart_storm(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
@@ -125,9 +125,9 @@ def jump_clock(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
     return 1
 
 
-def _paused(struck: Started, chance: random.Random) -> int:
+def _paused(cluster: Cluster, struck: Started, chance: random.Random) -> int:
     count = struck.signal(signal.SIGSTOP)
-    time.sleep(chance.uniform(0.2, 0.6))
+    cluster.pause(chance, 0.2, 0.6)
     struck.signal(signal.SIGCONT)
     return count
 
@@ -161,18 +161,18 @@ def leave_half_open(cluster: Cluster, trial: Trial, chance: random.Random) -> in
 
 
 def partition(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    return _blocked(_one_way(cluster, trial, chance), chance)
+    return _blocked(cluster, _one_way(cluster, trial, chance), chance)
 
 
 def partition_home(cluster: Cluster, trial: Trial, chance: random.Random) -> int:
-    return _blocked(_both_ways(cluster, trial), chance)
+    return _blocked(cluster, _both_ways(cluster, trial), chance)
 
 
-def _blocked(ways: Sequence[Way], chance: random.Random) -> int:
+def _blocked(cluster: Cluster, ways: Sequence[Way], chance: random.Random) -> int:
     """Blocks the directions for a moment."""
     for way in ways:
         way.hold()
-    time.sleep(chance.uniform(0.3, 0.8))
+    cluster.pause(chance, 0.3, 0.8)
     for way in ways:
         way.release()
     return 0

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from bench.chaos.reports import SETTLING, STEPS_PER_EPOCH, Began, Ended, Stepped, Task
 from bench.chaos.wire import weights
 from commlayer.balance import Sampler
+from commlayer.cluster.client import Membership
 from commlayer.config import read_launch
 from commlayer.engine.start import begin_world
 from commlayer.errors import CommError
@@ -32,7 +33,7 @@ from commlayer.session import Session, attach
 
 PAYS = "error_feedback(fp16())"
 """A codec that sends everything in each step. It has residuals at both ends, so those of an earlier codec are kept."""
-INPUTS, WIDTH, OUTPUTS = 12, 40, 3
+INPUTS, OUTPUTS = 12, 3
 PAUSE_S = 0.02
 """Pause between steps while the run waits for a home that joins again."""
 
@@ -56,6 +57,7 @@ def train(pipe: Any, task: Task) -> None:
     """The work of a process. Faults strike it from outside."""
     logging.basicConfig(level=logging.WARNING, format=f"worker {task.rank}: %(message)s")
     torch.set_num_threads(1)
+    record_heartbeats(Path(task.folder) / f"heartbeats-{task.rank}")
     done = [0]
     try:
         _train(pipe, task, done)
@@ -74,7 +76,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
     else:
         known = PrefixStore(task.meeting, TCPStore(*task.store, is_master=False, wait_for_workers=False))
         dist.init_process_group("gloo", store=known, rank=task.rank, world_size=task.workers)
-    model, optimizer = _made()
+    model, optimizer = _made(task.width)
     shares = weights(task.workers)
     data = Samples(STEPS_PER_EPOCH * sum(shares))
     sampler = Sampler(data, batch=sum(shares), shares=shares, rank=task.rank % task.workers, world=task.workers, seed=3)
@@ -110,17 +112,17 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
         account.write(Path(task.folder), task.rank)
 
 
-def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def _made(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(INPUTS, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, OUTPUTS))
+    model = nn.Sequential(nn.Linear(INPUTS, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, OUTPUTS))
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
+def replay(pipe: Any, workers: int, width: int, steps: Sequence[Sequence[Sequence[int]]]) -> None:
     """Repeats a training without commlayer from the samples of each member in each step: plain means over samples, added in the
     order of the members. Sends the digests."""
     torch.set_num_threads(1)
-    (model, optimizer), data, digests = _made(), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
+    (model, optimizer), data, digests = _made(width), Samples(STEPS_PER_EPOCH * sum(weights(workers))), []
     for step in steps:
         sums: list[torch.Tensor] = []
         for used in filter(None, step):
@@ -133,6 +135,23 @@ def replay(pipe: Any, workers: int, steps: Sequence[Sequence[Sequence[int]]]) ->
         optimizer.step()
         digests.append(digest(model))
     pipe.send(digests)
+
+
+def record_heartbeats(path: Path) -> None:
+    """Writes a line for each heartbeat of this process: when it began (time.monotonic()), how long it took, and whether it was
+    answered."""
+    file, send = path.open("w", buffering=1), Membership._send_beat
+
+    def timed(membership: Membership, timeout_s: float) -> Any:
+        begin, answered = time.monotonic(), False
+        try:
+            reply = send(membership, timeout_s)
+            answered = True
+            return reply
+        finally:
+            file.write(f"{begin} {time.monotonic() - begin} {int(answered)}\n")
+
+    Membership._send_beat = timed  # type: ignore[method-assign,assignment]
 
 
 def digest(model: nn.Module) -> str:

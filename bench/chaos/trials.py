@@ -20,6 +20,8 @@ class Setting(NamedTuple):
     """Whether all nodes have keys and use TLS. Results are the same."""
     least: int = 0
     """Minimum number of workers (min_workers), each of which is a home; 0: all must stay."""
+    width: int = 40
+    """Width of the model. One of 512 has 1.1 MB of gradients, which fill a slow line."""
 
     def __str__(self) -> str:
         """
@@ -54,6 +56,8 @@ class Trial(NamedTuple):
     number: int = 0
     at: int = 0
     after_s: float = 0.0
+    line: str = ""
+    """The hosts' links, by a name in hosts.LINES; "": no hosts, but processes and proxies on loopback."""
 
     @property
     def victim(self) -> str:
@@ -68,4 +72,5 @@ class Trial(NamedTuple):
     @property
     def again(self) -> str:
         """The command that repeats the run."""
-        return f"python -m bench chaos --faults {self.fault} --seed {self.seed} --runs 1"
+        where = f" --hosts {self.line}" if self.line else ""
+        return f"python -m bench chaos{where} --faults {self.fault} --seed {self.seed} --runs 1"

@@ -405,7 +405,7 @@ def test_a_campaign_in_pieces_makes_each_run_once_and_shows_all(monkeypatch: pyt
     with pytest.raises(ValueError, match=r"cut of seed 4\b.*E-CLI-OPTION"):
         Kept(file, range(4, 9), ("slow-link", "cut"))
     with pytest.raises(ValueError, match="without hosts.*E-CLI-OPTION"):
-        Kept(file, range(4, 9), ("cut", "slow-link"), hosts=True)
+        Kept(file, range(4, 9), ("cut", "slow-link"), "40ms")
     file.write_bytes(b"{}")
     with pytest.raises(ValueError, match="runs: .*Expected .*E-CLI-OPTION"):
         Kept(file, range(4, 9), ("cut", "slow-link"))
