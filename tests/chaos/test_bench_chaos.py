@@ -101,6 +101,7 @@ def test_in_a_short_soak_of_homes_one_is_killed_and_leaves_and_comes_again_each_
     (["--schedules", "1", "--resume", "{}"], "it is a folder"),
     (["--homes"], "--homes: says what --soak is of; name how many steps"),
     (["--members"], "--members: says what --schedules are of; name how many"),
+    (["--outages", "-1"], "--outages: got -1, allowed: 0 and more"),
     (["--json", "{}"], "it is a folder"),
 ])
 def test_what_it_refuses_is_a_line_before_any_work(options: list[str], line: str, tmp_path: Path,
@@ -129,11 +130,17 @@ def test_what_is_wrong_is_its_exit_code_and_a_piece_that_is_broken_off_is_kept(
     assert main(["chaos", "--schedules", "1", "--seed", "41"]) == 1
 
 
+HOMES = Setting("identity()", workers=3, least=2, keys=True)
+
+
 @needs_lab
-def test_on_hosts_a_link_that_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes() -> None:
-    with hosts.campaign() as campaign:
-        row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5))
-        cut_off = campaign.one(Trial(0, "isolate-home", Setting("identity()", workers=3, least=2), "worker", 1, 5))
-    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ())
+@pytest.mark.parametrize("line", hosts.LINES)
+def test_over_every_line_what_was_away_costs_no_bit_and_homes_go_on_without_one_to_which_nothing_passes(line: str) -> None:
+    with hosts.campaign(line) as campaign:
+        row = campaign.one(Trial(0, "partition", Setting("identity()"), "worker", 1, 5, line=line))
+        again = campaign.one(Trial(0, "kill-home-server", HOMES, "server", 0, 5, line=line))
+        cut_off = campaign.one(Trial(0, "isolate-home", HOMES, "worker", 1, 5, line=line))
+    assert (row.verdict.outcome, row.verdict.wrong) == ("goes on", ()), row.evidence.lines
     assert row.evidence.shots > 0
+    assert (again.verdict.outcome, again.verdict.wrong) == ("goes on", ()), again.evidence.lines
     assert (cut_off.verdict.outcome, cut_off.verdict.wrong) == ("goes on without worker 1", ()), cut_off.evidence.lines

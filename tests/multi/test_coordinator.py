@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -39,6 +40,7 @@ from commlayer.cluster.coordinator import Coordinator
 from commlayer.cluster.coordinator_journal import CoordinatorJournal
 from commlayer.cluster.site_client import SiteLease
 from commlayer.errors import CommError, DeadlineExceeded, PeerLost, Refused, cause_of
+from commlayer.records import ServerInfo, View
 from commlayer.transport.endpoint import Settings, StreamTransport
 from commlayer.transport.handshake import Hello
 from commlayer.transport.protocol import SERVER_BASE
@@ -478,6 +480,17 @@ def test_a_stopped_coordinator_is_noticed_by_its_silence_and_told_once(
         os.kill(child.pid, signal.SIGCONT)
         link.close()
         child.close()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_server_whose_data_arrives_is_not_lost_with_the_coordinators_answers(alive: bool) -> None:
+    view = View(1, (), (ServerInfo(0, "127.0.0.1:7001", 0, colocated=True),), "")
+    carrier = SimpleNamespace(heard=lambda since_s: ("server 0",) if alive else (), missed=tuple)
+    failures = Failures()
+    link: Any = SimpleNamespace(_membership=SimpleNamespace(view=view), _carrier=carrier, _config=quick(), embedded=True,
+                                _on_death=failures)
+    uplink.Uplink._on_silence(link, 60.0)
+    assert [error.peer for error in failures.errors] == ["server 0"] * (not alive)
 
 
 def test_a_worker_whose_keeper_ended_goes_on_and_says_so(coordinator: Coordinator, caplog: pytest.LogCaptureFixture) -> None:
