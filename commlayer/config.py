@@ -104,8 +104,8 @@ class Config(Record, frozen=True):
     heartbeat_s: Seconds = 1.0
     """Seconds between two heartbeats that a process sends to the coordinator."""
     dead_after_s: Seconds = 10.0
-    """Seconds without a heartbeat after which a process counts as dead, unless its connection can still be restored
-    (`reconnect_s`). At least two heartbeat intervals."""
+    """Seconds without a heartbeat, and without data at a server, after which a process counts as dead, unless its connection
+    can still be restored (`reconnect_s`). At least two heartbeat intervals."""
     reconnect_s: Window = 60.0
     """Seconds for which a worker tries to restore a broken connection before its peer counts as lost; at most deadline_s."""
     min_workers: Count = 0

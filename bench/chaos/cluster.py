@@ -91,7 +91,7 @@ class Cluster:
     insecure = False
     """Whether plain text is sent to addresses other than loopback."""
     interface = "lo"
-    patient, brief, untold, meet_s = PATIENT, BRIEF, UNTOLD, MEET_S
+    patient, brief, untold, meet_s, pace_s = PATIENT, BRIEF, UNTOLD, MEET_S, 0.0
 
     def __init__(self, trial: Trial, store: tuple[str, int], steps: int = STEPS, told_every: int = 1) -> None:
         self.trial, self._steps, self._store, self._told_every = trial, steps, store, told_every
@@ -217,7 +217,7 @@ class Cluster:
         number = rank if again is None else len(self.workers)
         task = Task(number, self.setting.workers, self._steps, self.setting.codec, self._store, self.folder.name, settings,
                     str(self.folder), self._told_every, self.trial.at + AHEAD if self.trial.at and again is None else 0,
-                    self.setting.least, self.setting.width, BEHIND if self._fault.joins else 0)
+                    self.setting.least, self.setting.width, self.pace_s, BEHIND if self._fault.joins else 0)
         environ = self._in_home(rank, again or self._seat(self._homes[rank])) if self.setting.least else {}
         environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": self.interface}
         return Started(processes.train, task, environ=environ,

@@ -46,6 +46,7 @@ class Line(NamedTuple):
 SLOW_PATIENT: Waits = {"heartbeat_s": 0.5, "dead_after_s": 4.0, "reconnect_s": 40.0, "deadline_s": 60.0}
 SLOW_BRIEF: Waits = {"heartbeat_s": 0.5, "dead_after_s": 4.0, "reconnect_s": 4.0, "deadline_s": 8.0}
 SLOW_UNTOLD = SLOW_PATIENT | {"reconnect_s": 20.0}
+PACE_S = 0.5
 AWAY = 1.5, 2.5
 """Shortest and longest pause over a slow line, in dead_after_s."""
 
@@ -117,6 +118,8 @@ class HostCluster(Cluster):
         self._line = LINES[trial.line]
         self.patient, self.brief, self.untold = self._line.patient, self._line.brief, self._line.untold
         self.meet_s = SLOW_MEET_S if self._line.pauses else MEET_S
+        if self._line.pauses and trial.strikes == "coordinator":  # training does not wait for it
+            self.pace_s = PACE_S
         super().__init__(trial, store, steps)
         self.here = self.there = lab.addresses[first]
         self.interface = lab.interface

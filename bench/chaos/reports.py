@@ -28,6 +28,8 @@ class Task(NamedTuple):
     """See Setting.least."""
     width: int = 40
     """See Setting.width."""
+    pace_s: float = 0.0
+    """Pause after each step, so that training outlasts what is struck."""
     behind: int = 0
     """If not 0, training ends this many steps after a home has joined, instead of after `steps`."""
 

@@ -103,6 +103,7 @@ def _train(pipe: Any, task: Task, done: list[int]) -> None:
                 while pipe.poll() or done[0] == waits_at:
                     pipe.recv()  # every message means only that the fault has struck
                     waits_at = 0
+                time.sleep(task.pace_s)
                 if last == sys.maxsize:
                     time.sleep(PAUSE_S)
                     last = done[0] + task.behind if max(session.inspect.members) >= task.workers else last
