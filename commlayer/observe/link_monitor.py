@@ -171,6 +171,10 @@ class LinkWatch(Record, frozen=True):
     def _lower(self, rows: Sequence[SeenStep], node: int, way: int) -> float:
         planned_bps = self.planned[node][way]
         bps, usual_bps = _carried(rows, node, way), _carried(self.seen, node, way)
+        # Results arrive no faster than the slowest node sends, and busy machines send slowly. A download that is not clearly
+        # slower than that shows nothing about its link.
+        if way == DOWN and FACTOR * bps >= min(_carried(rows, each, UP) for each in range(len(self.planned))):
+            return planned_bps
         if not (0 < FACTOR * PAYLOAD * bps < planned_bps and FACTOR * bps < usual_bps):
             return planned_bps
         busy_s = _median(rows, lambda row: row.nodes[node][way].share * row.step_s)
@@ -336,6 +340,12 @@ class ReprobeSchedule(Record, frozen=True):
 PERIOD_S = 0.05
 """Seconds between two readings: about the length of a step's burst on a fast link. A reading takes about 30 us, or 0.1 % of a
 core."""
+LATE_S = 0.01
+"""A reading that took this many seconds is dropped: this thread was interrupted, so it is not known when the counts were valid.
+"""
+FASTEST_S = 0.15
+"""Seconds over which the highest rate is computed, so that packets which the network has held back and then delivers together
+do not count as the link's rate."""
 KEPT = 1200
 """Number of readings kept: a minute of readings, longer than the time between two calls of `look`."""
 COUNTERS = Path("/proc/net/dev")
@@ -368,9 +378,22 @@ class InterfaceCounters:
             readings.append(self._readings.popleft())
         return throughput([*readings, *list(self._readings)[:1]])
 
+    def fastest_down_bps(self) -> float:
+        """Returns the highest rate at which the interface has received for at least FASTEST_S since the last `look`. The link
+        carries that, however long this machine's threads or the sender took. Sent bytes may only have entered a queue."""
+        readings, fastest_bps, first = list(self._readings), 0.0, 0
+        for last in readings:
+            while last.at_s - readings[first].at_s >= FASTEST_S:
+                begin = readings[first]
+                fastest_bps = max(fastest_bps, 8 * (last.down_nbytes - begin.down_nbytes) / (last.at_s - begin.at_s))
+                first += 1
+        return fastest_bps
+
     def _read(self) -> None:
         try:
-            self._readings.append(Reading(time.monotonic(), *self._counters()))
+            begin_s, counts = time.monotonic(), self._counters()
+            if time.monotonic() - begin_s < LATE_S or not self._readings:
+                self._readings.append(Reading(begin_s, *counts))
         except (OSError, ValueError):
             pass  # the interface has disappeared; a missing reading has no effect
 

@@ -275,6 +275,22 @@ def test_a_meter_tells_what_came_between_two_looks() -> None:
         meter.close()
 
 
+def test_the_fastest_download_counts_however_long_it_was_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, nbytes = [0.0], [0, 0]
+    monkeypatch.setattr(link_monitor.time, "monotonic", lambda: clock[0])
+    meter = InterfaceCounters(lambda: (nbytes[0], nbytes[1]), period_s=60.0)
+    try:
+        for bps in (0.0, 1e6, 9.6e7, 9.6e7, 9.6e7, 0.0, 4e8, 0.0, 0.0):  # 400 Mb/s for 50 ms: packets that were held back
+            clock[0] += BIN_S
+            nbytes[1] += int(bps * BIN_S / 8)
+            meter._read()
+        assert 9.6e7 <= meter.fastest_down_bps() <= 4e8 / 2
+        meter.look()
+        assert meter.fastest_down_bps() == 0.0
+    finally:
+        meter.close()
+
+
 # ---- When links count as changed: what slower links make of steps, what scripts and machines make of them, and noise
 
 PLANNED = (Rates(95e6, 95e6),) * 3
@@ -282,7 +298,8 @@ COMPUTE_S = 0.3
 """Of each step; the rest all wait."""
 QUICK = Throughput(Direction(6e7, 0.1), Direction(7e7, 0.1))
 FULL = Throughput(Direction(5e6, 0.9), Direction(5e6, 0.9))
-NARROW = Rates(PAYLOAD * 5e6, PAYLOAD * 5e6)
+NARROW = Rates(PAYLOAD * 5e6, 95e6)
+"""What a link shows that carries FULL: data arrive as fast as they are sent, so only the upload is known to be slower."""
 
 
 def seen(step_s: float, nodes: list[Throughput], waited_s: float | None = None) -> SeenStep:
@@ -335,6 +352,15 @@ def test_ranks_await_reports_only_of_steps_that_can_show_slower_links() -> None:
     for slow in range(IN_A_ROW):
         assert links.decisive_s == (links.slow_s if slow == IN_A_ROW - 1 else math.inf)
         links, _ = links.observe(seen(2.0, [FULL] * 3))
+
+
+@pytest.mark.parametrize(("sent_bps", "slower"), [(19e6, True), (7.6e6, True), (7.4e6, False), (5e6, False)])
+def test_a_download_counts_as_slower_only_if_data_are_sent_clearly_faster(sent_bps: float, slower: bool) -> None:
+    """Busy machines send slowly, so all receive slowly over links that are as they were."""
+    links = settled((Rates(19e6, 95e6),) * 3)
+    slow = Throughput(Direction(sent_bps, 0.1), Direction(5e6, 0.9))
+    result = reported(links, seen(2.0, [slow] * 3))[1]
+    assert result == ((Rates(19e6, PAYLOAD * 5e6),) * 3 if slower else None)
 
 
 def test_one_link_becomes_slower_and_no_other_is_blamed() -> None:
