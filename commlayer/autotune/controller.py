@@ -7,6 +7,11 @@ requests in its report; all ranks decide on codec quality (autotune/quality.py) 
     warming ---> measuring ---> watching
        ^                            |
        '---- rank 0 requests it ----'      because steps differ from the prediction, or work has moved between ranks
+
+After each step a rank first does what all ranks do together, then decides by itself, then sends its report. Collective actions
+follow from numbers of steps and from reports. So a rank whose decisions fail still does with the others what they do, until
+they have read in its report that it has failed; then all ranks pause automatic changes after the same step. What all ranks
+decide to do together they do when the next reports show that no rank has failed.
 """
 
 from __future__ import annotations
@@ -18,8 +23,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from msgspec import structs
 
@@ -36,12 +42,13 @@ from commlayer.autotune.plan_policy import (
     TuningRequest,
     rates_of,
 )
-from commlayer.autotune.quality import CodecChange
-from commlayer.autotune.report import Report, Reports
+from commlayer.autotune.quality import CodecChange, GradientError
+from commlayer.autotune.report import NO_TRAFFIC, NOT_KNOWN, Report, Reports
 from commlayer.autotune.shares.policy import WorkerTime
+from commlayer.engine.step import EpochChanged
 from commlayer.errors import CommError
-from commlayer.observe.events import QualityEvent
-from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, differ, slower, spelled
+from commlayer.observe.events import AloneEvent, QualityEvent
+from commlayer.observe.link_monitor import LinkWatch, Rates, SeenStep, Throughput, differ, slower, spelled
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.planner.model import Link
 from commlayer.planner.plan_rules import summary_of
@@ -53,6 +60,8 @@ if TYPE_CHECKING:
     from commlayer.autotune.guard import QualityGuard
     from commlayer.autotune.job_actions import JobActions, Measured
     from commlayer.engine.connection import DistributedJob
+
+T = TypeVar("T")
 
 WARM_STEPS = 2
 """Number of warm-up steps. They determine thresholds, buckets and the forward order, and their times do not represent later
@@ -89,6 +98,9 @@ class StepEnd(NamedTuple):
     exposed_s: float = 0.0
 
 
+OwnReport = tuple[TuningRequest, float, GradientError | None, WorkerTime, Throughput, tuple[float, float, float]]
+
+
 class ShareMover(NamedTuple):
     """Functions by which load balancing takes part in the ranks' reports: see shares/driver.py."""
 
@@ -96,6 +108,10 @@ class ShareMover(NamedTuple):
     """Returns this rank's measured times for its next report."""
     receive: Callable[[list[WorkerTime], float], None]
     """Receives the measured times of all ranks, and the longest step time of any rank."""
+
+
+_NOTHING: OwnReport = (TuningRequest.NOTHING, math.inf, None, WorkerTime(), NO_TRAFFIC, NOT_KNOWN)
+"""The report of a rank whose decisions have failed."""
 
 
 class TuningController:
@@ -121,6 +137,15 @@ class TuningController:
         self.shares: ShareMover | None = None
         """Load balancing's part in the reports; None if the script does not balance the load."""
         self._thread: threading.Thread | None = None
+        self._recorded_s: list[float] = []
+        """Step times since recording began."""
+        self._agreed: Callable[[], bool] | None = None
+        """What all ranks have decided to do together. It returns whether the plan has changed."""
+        self._failure: Exception | None = None
+        """The error that ended this rank's decisions."""
+        self._raised = False
+        self.paused = False
+        """True: decisions have failed on some rank, so no rank changes anything or sends reports."""
         self._results: deque[tuple[SearchRequest, Candidate | None, str]] = deque()
         """Results of searches from the planner thread: request, plan found and error. They are processed at the end of the
         next step."""
@@ -148,9 +173,13 @@ class TuningController:
     def start(self) -> None:
         """Starts recording steps. Called before the first step, because the second step is sufficient if steps are slow."""
         if self._plans:
-            self._do.record(on=True)
+            self._record()
             if self._lead is not None:
                 self._do.prepare_search()
+
+    def _record(self) -> None:
+        self._do.record(on=True)
+        self._recorded_s = []
 
     def report(self, loss: float | torch.Tensor) -> None:
         """See Session.report."""
@@ -161,16 +190,21 @@ class TuningController:
 
     def has_work(self) -> bool:
         """Returns whether `compare` reads the sums of the present step."""
-        return self.guard is not None and self.guard.has_work()
+        return self.guard is not None and not self.paused and self.guard.has_work()
 
     def compare(self) -> None:
         """Compares compressed with exact gradients in this step, if the quality guard wants to. If a rank is lost meanwhile,
         the worker stores the CommError."""
-        if self.guard is not None:
+        if self.guard is not None and not self.paused:
             try:
-                self.guard.compare(self._steps)
+                self.guard.compare(self._steps, self._failure)
             except CommError as error:
                 self._connection.broke(error)
+            except EpochChanged:
+                raise
+            except Exception as error:  # the next reports say so
+                self._failure = self._failure or error
+            self._raise_failure()
 
     def after_step(self) -> None:
         """Handles the end of a step on averaged gradients. The step ends with its backward pass, also if this call comes in
@@ -198,12 +232,13 @@ class TuningController:
         waited_s = (worker.counters.exposed_s - self._last.exposed_s) / steps
         self._busy = True  # a switch first flushes the exchanges in progress
         try:
-            self.step_over(step_s, waited_s)
+            if not self.paused:
+                self.step_over(step_s, waited_s)
         except CommError as error:
             self._connection.broke(error)
         finally:
             self._busy = False
-        self._begin(ended)
+            self._begin(ended)
 
     def _begin(self, ended: float) -> None:
         """Marks the end of the last step as the beginning of the next one."""
@@ -212,20 +247,41 @@ class TuningController:
 
     def step_over(self, step_s: float, waited_s: float) -> None:
         """Handles one step of `step_s` seconds (0: unknown), of which the rank waited `waited_s` for communication."""
+        try:
+            self._step_over(step_s, waited_s)
+        except (CommError, EpochChanged):
+            raise
+        except Exception:  # raised on all ranks, for what they do together fails on all of them or on none
+            self._pause()
+            raise
+        self._raise_failure()
+
+    def _step_over(self, step_s: float, waited_s: float) -> None:
         self._steps += 1
         rows: list[Report] = []
         if self._reports is not None:
             rows = self._reports.read()
             self._reports.step(step_s, waited_s)
-        if self._connection.plan is not self._plan:  # the script has set a plan
+        if self._pauses(rows):
+            return
+        before = self._plan
+        if self._connection.plan is not before:  # the script has set a plan
             self._entered()
-        if planning := self._planning:
-            self._plan_step(step_s, waited_s)
+        changed = bool(rows) and self._do_agreed()
+        if self._planning:
+            self._count(step_s, waited_s)
+        changed = (bool(rows) and not changed and self._do_requested(rows)) or changed
+        if self.guard is not None and self._plan is before:
+            self.guard.schedule(self._steps)
+        due = self._due(rows, entered=self._plan is not before)
+        if self._planning and self._plan is before:
+            self._attempt(partial(self._decide_plan, step_s), None)
         if rows:
-            self._act_on(rows)
-        self._send(watching=planning and self._phase is Phase.WATCHING)
+            self._attempt(partial(self._decide, rows, changed=changed or self._plan is not before), None)
+        if due:
+            self._send()
         if self.guard is not None:
-            self.guard.prepare(self._steps)
+            self._attempt(self.guard.prepare, None)
 
     @property
     def _planning(self) -> bool:
@@ -236,63 +292,146 @@ class TuningController:
             return False
         return connection.worker.step >= connection.worker.plan.warmup
 
-    def _plan_step(self, step_s: float, waited_s: float) -> None:
+    @property
+    def _watched(self) -> LinkState | None:
+        """The links, while ranks watch them; None before they are measured, and while they are measured again."""
+        return self._links if self._planning and self._phase is Phase.WATCHING else None
+
+    # ---- errors
+
+    def _attempt(self, act: Callable[[], T], otherwise: T) -> T:
+        """Runs `act`, which decides by itself or acts on this rank only. After an error this rank decides nothing more."""
+        if self._failure is None:
+            try:
+                return act()
+            except (CommError, EpochChanged):
+                raise
+            except Exception as error:
+                self._failure = error
+        return otherwise
+
+    def _raise_failure(self) -> None:
+        """Raises this rank's error, once, when the rank has done what all ranks do together."""
+        if self._failure is not None and not self._raised:
+            self._raised = True
+            raise self._failure
+
+    def _pauses(self, rows: Sequence[Report]) -> bool:
+        """Pauses automatic changes on all ranks, if decisions have failed on one of them. Returns whether they have."""
+        if failed := [self._connection.called(rank) for rank, row in enumerate(rows) if row.failed]:
+            self._pause()
+            self._say(f"automatic changes pause after an error on {', '.join(failed)}: the current plan stays", logging.WARNING)
+        return bool(failed)
+
+    def _pause(self) -> None:
+        self.paused = True
+        self.end()
+
+    # ---- what all ranks do together: it depends only on numbers of steps, on reports, and on decisions before these reports
+
+    def _do_agreed(self) -> bool:
+        agreed, self._agreed = self._agreed, None
+        return agreed is not None and agreed()
+
+    def _count(self, step_s: float, waited_s: float) -> None:
+        """Counts a step, and measures after enough steps."""
         self._planned_steps += 1
-        self._take_results()
-        if self._lead is not None and step_s:
-            self._set(*plan_policy.step_over(self._lead, step_s, self._connection.exchanges, self._active))
-        if self._phase is Phase.WATCHING:
-            if self._lead is not None and self._links is not None and not self._keep:
-                self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
-        elif self._planned_steps >= self._until and self._phase is Phase.MEASURING:
+        if step_s:
+            self._recorded_s.append(step_s)
+        if self._phase is Phase.WATCHING or self._planned_steps < self._until:
+            return
+        if self._phase is Phase.MEASURING or (
+            self._links is None and _links_hold(*self._do.share_times(step_s, waited_s))  # the first steps were recorded
+        ):
             self._measure()
-        elif self._planned_steps >= self._until:
-            # The job's first steps were recorded.
-            if self._links is None and _links_hold(*self._do.share_times(step_s, waited_s)):
-                self._measure()
-            else:
-                self._phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
-                self.start()
+        else:
+            self._phase, self._until = Phase.MEASURING, self._planned_steps + MEASURED_STEPS + 1
+            self._record()
 
-    # ---- rows of all ranks
-
-    def _send(self, *, watching: bool) -> None:
-        """Sends this rank's report if it is due: after a comparison with exact gradients, and every few steps while links are
-        watched or load is balanced."""
-        error = None if self.guard is None else self.guard.take_error()
-        links = self._links if watching and self._phase is Phase.WATCHING else None
-        wanted = links is not None or self.shares is not None
-        if self._reports is None or not (error is not None or (wanted and self._reports.due)):
-            return
-        request, decisive_s = TuningRequest.NOTHING, math.inf
-        if links is not None:
-            decisive_s = links.watch.decisive_s
-            if self._lead is not None:
-                self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
-        own_time = WorkerTime() if self.shares is None else self.shares.row()
-        if rows := self._reports.send(request, decisive_s, error, own_time):
-            self._act_on(rows)
-
-    def _act_on(self, rows: Sequence[Report]) -> None:
-        """Acts on reports that all ranks have received, so all ranks act alike."""
-        step_s = median(row.step_s for row in rows)
-        if self.shares is not None:
-            self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
-        if rows[0].compared and self.guard is not None:
-            change = self.guard.decide([row.error for row in rows], step_s)
-            if change is not None and self._change_codecs(self.guard, change):
-                return  # rank 0's request, and what the reports say about links, were about the previous plan
-        if self._links is None or self._phase is not Phase.WATCHING or not self._planning:
-            return
+    def _do_requested(self, rows: Sequence[Report]) -> bool:
+        """Does what rank 0 requests. Returns whether what the reports say no longer applies."""
+        if (links := self._watched) is None:
+            return False
         match rows[0].request:
             case TuningRequest.SWITCH:
                 self._switch()
             case TuningRequest.MEASURE:
                 self._phase, self._until = Phase.WARMING, self._planned_steps + 1
             case TuningRequest.PROBE:
-                self._probe(self._links, step_s)
+                self._probe(links, median(row.step_s for row in rows))
             case _:
-                self._watch(self._links, rows, step_s)
+                return False
+        return True
+
+    def _due(self, rows: Sequence[Report], *, entered: bool) -> bool:
+        """Returns whether all ranks send reports after this step: every few steps while links are watched or load is balanced,
+        after a comparison with exact gradients and after its reports, and after a change of plans."""
+        if self._reports is None:
+            return False
+        compared = (self.guard is not None and self.guard.has_error) or any(row.compared for row in rows)
+        wanted = self._watched is not None or self.shares is not None
+        return entered or compared or (wanted and self._reports.due)
+
+    def _send(self) -> None:
+        """Sends this rank's report. Acts on the reports of all ranks at once if all ranks have waited for them."""
+        assert self._reports is not None
+        rows = self._reports.send(*self._attempt(self._own, _NOTHING), failed=self._failure is not None)
+        if not rows:
+            return
+        changed = self._do_requested(rows)
+        self._attempt(partial(self._decide, rows, changed=changed), None)
+        if self._reports.confirm(failed=self._failure is not None):
+            self._do_agreed()
+
+    # ---- what a rank decides by itself
+
+    def _own(self) -> OwnReport:
+        """Returns what this rank reports: rank 0's request, the step time from which on a step is decisive, the comparison
+        with exact gradients, times, traffic, and the speed over one machine alone."""
+        request, decisive_s, links = TuningRequest.NOTHING, math.inf, self._watched
+        if links is not None:
+            decisive_s = links.watch.decisive_s
+            if self._lead is not None:
+                self._lead, request = plan_policy.next_request(self._lead, links, time.monotonic())
+        alone = NOT_KNOWN if self._lead is None else plan_policy.over_alone(self._lead, self._active)
+        assert self._reports is not None
+        return (request, decisive_s, None if self.guard is None else self.guard.take_error(),
+                WorkerTime() if self.shares is None else self.shares.row(), self._reports.traffic(), alone)
+
+    def _decide_plan(self, step_s: float) -> None:
+        """Decides on plans, on rank 0."""
+        self._take_results()
+        if self._lead is not None and step_s:
+            self._set(*plan_policy.step_over(self._lead, step_s, self._connection.exchanges, self._active))
+        if self._lead is not None and self._links is not None and self._phase is Phase.WATCHING and not self._keep:
+            self._set(plan_policy.on_faster_links(self._lead, self._links, self._active))
+
+    def _decide(self, rows: Sequence[Report], *, changed: bool) -> None:
+        """Decides from reports that all ranks have received, so all ranks decide alike. `changed`: True: the plan or the links
+        that the reports are about have changed."""
+        step_s = median(row.step_s for row in rows)
+        if self.shares is not None:
+            self.shares.receive([row.time for row in rows], max(row.step_s for row in rows))
+        if rows[0].over_alone:
+            self._compare_alone(rows[0])
+        if changed:
+            return
+        if rows[0].compared and self.guard is not None:
+            change = self.guard.decide([row.error for row in rows], step_s)
+            if change is not None:
+                self._agreed = partial(self._change_codecs, self.guard, change)
+                return  # what the reports say about links was about the plan that ends
+        if (links := self._watched) is not None and all(row.step_s for row in rows):
+            self._watch(links, rows, step_s)
+
+    def _compare_alone(self, lead: Report) -> None:
+        """Says once on each node that one machine alone would be faster. `lead`: the report of rank 0, which knows."""
+        connection, alone = self._connection, (lead.over_alone, lead.forecast, lead.auto_times)
+        if connection.rank == 0:
+            connection.stream.over_alone(AloneEvent(over_alone=alone[0], forecast=alone[1], auto_times=alone[2]))
+        if max(lead.over_alone, lead.forecast) < 1 and not connection.terms.said_slower:
+            connection.terms.said_slower = True
+            self._say(plan_policy.slower_line(*alone), logging.WARNING)
 
     # ---- links
 
@@ -322,9 +461,12 @@ class TuningController:
     def _probe(self, state: LinkState, step_s: float) -> None:
         """Probes the links, and searches for a plan if they have become faster. Under a plan for slow links, steps send too
         little to show that."""
-        begin, planned = time.monotonic(), state.watch.planned
-        links = self._do.probe(planned)
-        took_s = time.monotonic() - begin
+        begin = time.monotonic()
+        links = self._do.probe(state.watch.planned)
+        self._attempt(partial(self._probed, state, links, step_s, time.monotonic() - begin), None)
+
+    def _probed(self, state: LinkState, links: Sequence[Link], step_s: float, took_s: float) -> None:
+        planned = state.watch.planned
         # A short probe may measure too low a rate. Steps show whether a link has become slower.
         rates = [Rates(*map(max, zip(new, old, strict=True))) for new, old in zip(rates_of(links), planned, strict=True)]
         faster = differ(rates, planned)
@@ -343,7 +485,7 @@ class TuningController:
         self._set_links(state.measured(links, time.monotonic()))
         self._search(step_s, pace_s)
         if _links_hold(step_s, waited_s):
-            self._await(WAITED_STEPS * step_s)
+            self._agreed = partial(self._await, WAITED_STEPS * step_s)
 
     def _spelled(self, rates: Sequence[Rates]) -> str:
         return spelled(rates, self._do.node_names())
@@ -363,7 +505,13 @@ class TuningController:
     def _measure(self) -> None:
         """Measures steps and links, which is collective; then rank 0 starts a search."""
         soon, self._phase = self._phase is Phase.WARMING, Phase.WATCHING
-        measured, now = self._do.measure(), time.monotonic()
+        measured = self._do.measure(self._recorded_s)
+        self._attempt(partial(self._measured, measured), None)
+        if soon and not self._keep:  # a slow step during the search would cost more than waiting for the search
+            self._await(WAITED_STEPS * measured.step_s)
+
+    def _measured(self, measured: Measured) -> None:
+        now = time.monotonic()
         links = LinkState.of(measured.links, now) if self._links is None else self._links.measured(measured.links, now)
         self._set_links(links)
         self._say(f"links carry {self._spelled(rates_of(measured.links))}")
@@ -371,8 +519,6 @@ class TuningController:
             self._say(line)
         recent = () if self._lead is None else self._lead.recent
         self._search(measured.step_s, median(recent) if recent else 0.0, checks=True)
-        if soon and not self._keep:  # a slow step during the search would cost more than waiting for the search
-            self._await(WAITED_STEPS * measured.step_s)
 
     def _search(self, step_s: float, pace_s: float, *, checks: bool = False) -> None:
         if self._lead is not None and self._links is not None:
@@ -425,14 +571,23 @@ class TuningController:
             order, candidate, why = self._results.popleft()
             self._set(*plan_policy.end_search(self._lead, order, candidate, why, self._active, keep=self._keep))
 
-    def _await(self, most_s: float) -> None:
+    def _await(self, most_s: float) -> bool:
         """Waits until rank 0's search has ended; collective. A search that takes longer than `most_s` continues while training
-        goes on."""
+        goes on. Returns whether the plan has changed."""
+        if self._do.agree(partial(self._searched, most_s)):
+            self._switch()
+            return True
+        return False
+
+    def _searched(self, most_s: float) -> bool:
+        """Waits for this rank's search, if it runs one. Returns whether it has found a plan. Raises the error that ended this
+        rank's decisions."""
+        if self._failure is not None:
+            raise self._failure
         if self._thread is not None:
             self._thread.join(min(most_s, SEARCH_S))
             self._take_results()
-        if self._do.any_on_rank_0(self._lead is not None and self._lead.proposal is not None):
-            self._switch()
+        return self._lead is not None and self._lead.proposal is not None
 
     # ---- switching
 
@@ -446,8 +601,8 @@ class TuningController:
                 self._lead = plan_policy.refused(self._lead)
             self._say(f"kept the current plan: {error}")
             return
-        if self._lead is not None and proposal is not None:
-            self._set(*plan_policy.switched(self._lead, proposal, self._active, left))
+        if (lead := self._lead) is not None and proposal is not None:
+            self._attempt(lambda: self._set(*plan_policy.switched(lead, proposal, self._active, left)), None)
         back = proposal is not None and proposal.back
         self._connection.note_plan("rollback" if back else "automatic")
         self._say(f"switched {'back ' if back else ''}to plan {digest(self._active)}: {summary_of(self._active)}")
@@ -473,7 +628,13 @@ class TuningController:
     def _entered(self, *, own: bool = False, by_guard: bool = False) -> None:
         """Adapts to another active plan, whose steps and traffic differ. `own`: True: rank 0 proposed that plan. `by_guard`:
         True: the quality guard made its codecs finer or coarser."""
-        self._plan = self._connection.plan
+        self._plan, self._agreed = self._connection.plan, None
+        if self._phase is not Phase.WATCHING and self._plans:  # the recorded steps ran under another plan
+            self._phase, self._until = Phase.WARMING, self._planned_steps + WARM_STEPS
+            self._record()
+        self._attempt(partial(self._adapt, own=own, by_guard=by_guard), None)
+
+    def _adapt(self, *, own: bool, by_guard: bool) -> None:
         if self._links is not None:
             self._links = structs.replace(self._links, watch=LinkWatch(rates_of(self._links.links)))
         self._reset()
@@ -482,7 +643,7 @@ class TuningController:
         if self.guard is not None:
             change = self.guard.entered(self._steps, by_guard=by_guard)
             if change is not None:
-                self._change_codecs(self.guard, change)
+                self._agreed = partial(self._change_codecs, self.guard, change)
 
     # ---- the end
 

@@ -15,6 +15,7 @@ import torch
 
 from commlayer.autotune import quality
 from commlayer.autotune.quality import Bounds, CodecChange, GradientError, LossTrend, PlanLevels, least_usual
+from commlayer.cluster.collectives import all_or_none
 from commlayer.config import Config
 from commlayer.engine import gradient_comparison, plan_choice
 from commlayer.engine.connection import DistributedJob
@@ -79,15 +80,20 @@ class QualityGuard:
         compared piece is of a bucket that is no longer sent."""
         return self._compares and self._connection.plan is self._plan
 
-    def compare(self, step: int) -> None:
-        """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient; collective."""
+    def compare(self, step: int, failure: Exception | None = None) -> None:
+        """Compares the averaged gradient with the exact one, and this rank's payload with its own gradient; collective.
+        `failure`: an earlier error on this rank; then no rank compares."""
         if not self.has_work():
             return
+        self._state, self._error = quality.compared(self._state, step), GradientError()  # all ranks send their errors now
         worker, begin_s, summed = self._connection.worker, time.perf_counter(), Dots()
         # With overlapped results the comparison makes the step wait for them: that wait is part of its cost.
         held_s = worker.counters.exposed_s - self._exposed_s if self._state.plan.overlapped else 0.0
-        if self._piece is not None:
-            exact = gradient_comparison.exact(worker, self._piece)
+        with all_or_none(self._groups, "comparing gradients"):
+            if failure is not None:
+                raise failure
+            exact = None if self._piece is None else gradient_comparison.exact(worker, self._piece)
+        if self._piece is not None and exact is not None:
             sent = gradient_comparison.here(worker, self._piece, exact, self._groups, self._deadline_s)
             if all(map(math.isfinite, sent)):
                 self._sent = self._sent.plus(sent, self._state.fade)
@@ -97,20 +103,27 @@ class QualityGuard:
         took_s = time.perf_counter() - begin_s
         self._error = GradientError(self._sent, summed, self._trend.seen(), held_s + self._prepared_s + took_s,
                                     time.perf_counter() - self._begin_s)
-        self._state = quality.compared(self._state, step)
         worker.counters.guard_s += took_s
 
-    def prepare(self, step: int) -> None:
-        """Prepares the comparison in the next step, number `step`, if that step has one."""
-        begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
-        self._exposed_s = worker.counters.exposed_s
+    def schedule(self, step: int) -> None:
+        """Determines whether all ranks compare in the next step, number `step`."""
         # A user's plan without a budget is not checked.
         idle = self._mode == "auto" and not self._by_budget and not self._connection.terms.auto
         self._compares = not idle and quality.due(self._state, step)
+
+    def prepare(self) -> None:
+        """Prepares the comparison in the next step, if that step has one."""
+        begin_s, self._piece, worker = time.perf_counter(), None, self._connection.worker
+        self._exposed_s = worker.counters.exposed_s
         if self._compares and self._state.plan.compared:
             self._piece = gradient_comparison.piece(self._watched, self._state.samples, self._state.elements)
             self._prepared_s = time.perf_counter() - begin_s
             worker.counters.guard_s += self._prepared_s  # counters pass to the worker of the next plan
+
+    @property
+    def has_error(self) -> bool:
+        """True: the last step had a comparison, whose results all ranks send."""
+        return self._error is not None
 
     def take_error(self) -> GradientError | None:
         """Returns this rank's comparison of the last step, once; None if that step had none."""

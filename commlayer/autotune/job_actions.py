@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from commlayer.autotune.plan_limits import PlanLimits, bounded, codecs, limits_o
 from commlayer.autotune.plan_policy import Candidate, SearchRequest
 from commlayer.autotune.planning_process import PlanningProcess
 from commlayer.autotune.search import SearchOrder
-from commlayer.cluster.collectives import gather
+from commlayer.cluster.collectives import all_or_none
 from commlayer.compressors import build
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.switch import switch
@@ -86,6 +86,8 @@ class JobActions:
         codecs, and are then incomplete."""
         self._contention = 0.0
         """Slowdown of work on the CPU relative to work measured alone; 0 before it is known."""
+        self._elsewhere_bps = 0.0
+        """Upload rate of servers on other machines; 0 before a search has found it from the measured step time."""
         self._process = PlanningProcess()
 
     def count_traffic(self) -> InterfaceCounters | None:
@@ -120,34 +122,34 @@ class JobActions:
         rows = groups.gather_all(torch.tensor([step_s, waited_s], dtype=torch.float64, device=groups.device))
         return float(rows[:, 0].median()), float(rows[:, 1].min())
 
-    def measure(self) -> Measured:
+    def measure(self, steps_s: Sequence[float]) -> Measured:
         """Measures the job from the steps recorded so far, which ends recording, and from probes. Returns the result, equal on
-        all ranks."""
+        all ranks. `steps_s`: the times of these steps; under local steps, of steps between two exchanges."""
         connection, worker = self._connection, self._connection.worker
-        groups, seen = connection.groups, None if self._meter is None else seen_by(self._meter)
-        steps, local = worker.recorder.steps, connection.local
-        self.record(on=False)
-        timing = timing_of(steps if local is None else local.recorder.steps, len(self._job.tensors), worker.places)
-        step_s = median(s.marks["end"] for s in steps)
-        steps_s = (len(steps) + 1) * step_s  # includes the step in which recording began
-        busy_seen = seen if held_up(steps) else None
-        if local is not None:
-            busy_seen, step_s = None, step_s / worker.plan.local_steps  # records of local steps span from exchange to exchange
+        groups, local = connection.groups, connection.local
+        with all_or_none(groups, "measuring steps"):
+            seen = None if self._meter is None else seen_by(self._meter)
+            recorded = (worker if local is None else local).recorder.steps
+            self.record(on=False)
+            timing = timing_of(recorded, len(self._job.tensors), worker.places)
+            timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale,
+                                     filled=filled_of(worker, groups.world) if groups.ranks_per_node == 1 else timing.filled)
+            step_s = median(steps_s)
+            # Records of local steps do not show what limited their exchanges.
+            limited = seen if local is None and held_up(recorded) else None
+            if local is None:  # an update of local steps is not a gradient
+                self._energy = self._energy or energy_of(worker)
         carried = None if seen is None else seen.carried
         expected = Rates(carried.up.bps, carried.down.bps) if carried else Rates(0.0, 0.0)
-        ways = at_least(probed(connection, (1 - GROUPS_SHARE) * self._probe_s, busy_seen, steps_s, expected=expected), carried)
+        ways = at_least(probed(connection, (1 - GROUPS_SHARE) * self._probe_s, limited, (len(steps_s) + 1) * step_s,
+                               expected=expected), carried, self._fastest_down_bps())
         row = RankMeasurement(timing.forward_s + timing.backward_s, step_s, *ways, connection.terms.balanced)
         rows = gathered(connection, row)
         collectives = CollectiveCosts(calibration.NO_COLLECTIVES, calibration.NO_COLLECTIVES)
         if groups.ranks_per_node > 1 or not any(0.0 < row.up_bps < SLOW_BPS for row in rows):
             collectives = calibration.measure_collectives(groups, GROUPS_SHARE * self._probe_s)
-        timing = structs.replace(timing, noise_scale=(self._job.batch or 1) * worker.counters.noise_scale)
-        if groups.ranks_per_node == 1:
-            timing = structs.replace(timing, filled=filled_of(worker, groups.world))
-        if local is None:  # an update of local steps is not a gradient
-            self._energy = self._energy or energy_of(worker)
-        self._measured, self._profile, self._contention = Measurements(
-            structs.replace(self._job, timing=timing), rows, collectives), None, 0.0
+        self._measured = Measurements(structs.replace(self._job, timing=timing), rows, collectives)
+        self._profile, self._contention, self._elsewhere_bps = None, 0.0, 0.0
         return Measured(
             tuple(links_of(connection, rows)), median(row.step_s for row in rows),
             () if any(row.balanced for row in rows) else tuple(row.compute_s for row in rows),
@@ -156,12 +158,19 @@ class JobActions:
     def probe(self, planned: Sequence[Rates]) -> tuple[Link, ...]:
         """Measures only the links. `planned`: known rates, which set the initial TCP windows."""
         connection = self._connection
-        up_bps, down_bps, _ = probed(connection, PROBE_AGAIN_S, expected=planned[connection.groups.node])
+        ways = probed(connection, PROBE_AGAIN_S, expected=planned[connection.groups.node])
+        up_bps, down_bps, _ = at_least(ways, None, self._fastest_down_bps())
         row = self._measurements.rows[connection.rank]._replace(up_bps=up_bps, down_bps=down_bps)
         return tuple(links_of(connection, gathered(connection, row)))
 
-    def any_on_rank_0(self, flag: bool) -> bool:
-        return bool(gather(self._connection.groups, [flag])[0][0])
+    def _fastest_down_bps(self) -> float:
+        return 0.0 if self._meter is None else self._meter.fastest_down_bps()
+
+    def agree(self, act: Callable[[], bool]) -> bool:
+        """Runs `act` on all ranks, and returns the result of rank 0. If it fails on one rank, raises on all."""
+        with all_or_none(self._connection.groups, "planning", 1) as exchange:
+            exchange.mine = [act()]
+        return bool(exchange.rows[0][0])
 
     def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
         switch(self._connection, plan, by_itself=by_itself)
@@ -185,13 +194,13 @@ class JobActions:
         server_nodes, worker = tuple(server_nodes_of(connection)), connection.worker
         cuda = worker.device.type == "cuda"
         cluster = cluster_of(request.links, measurements.rows, measurements.collectives, server_nodes, cuda=cuda,
-                             reachable=connection.groups.members.reachable)
+                             reachable=connection.groups.members.reachable, elsewhere_bps=self._elsewhere_bps)
         profile = structs.replace(self._profile, learning=learning_rows(connection.terms.learning))
         profile, policy = bounded(connection, profile, allowed.policy)
         order = SearchOrder(current, request.known, server_nodes, PlanInputs(measurements.job, cluster, profile, policy),
                             measurements.step_s, self._contention, current.steps_locally and remembers(connection),
                             allowed.suggests, allowed.young)
-        candidate, self._contention = self._process.search(order)
+        candidate, self._contention, self._elsewhere_bps = self._process.search(order)
         return candidate
 
     def _measured_here(self, current: Plan, codecs: Sequence[str]) -> Profile:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
 
 import torch
 
 from commlayer.autotune.measure import link_rates
 from commlayer.autotune.measure.calibration import CollectiveCosts
-from commlayer.cluster.collectives import Groups
+from commlayer.cluster.collectives import Groups, all_or_none
 from commlayer.config import host_port
 from commlayer.engine.connection import DistributedJob
 from commlayer.engine.worker import Worker
@@ -186,25 +186,27 @@ def probed(
     asks = bool(away) and groups.local == 0
     network, patience_s = link_rates.RequestNetwork(connection.uplink.probe), min(10 * budget_s + 10, groups.timeout_s)
     mine = _Known()
-    if asks:
-        round_trip_s = link_rates.round_trip(network, away[0], patience_s)
-        mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
+    with all_or_none(groups, "probing links"):
+        if asks:
+            round_trip_s = link_rates.round_trip(network, away[0], patience_s)
+            mine = _Known(*sustained(seen, steps_s, round_trip_s), round_trip_s, 1.0)
     nodes = _shared(groups, mine)
-    # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
-    if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
-        longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
-        asking = [number for number, node in enumerate(nodes) if node.asks]
-        everywhere = len({server.node for server in connection.uplink.view.servers}) >= len(asking)
-        turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
-        mine_at = asking.index(groups.node) % turns
-        begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
-        rates = [mine.up_bps, mine.down_bps]
-        for way in (link_rates.UP, link_rates.DOWN):
-            time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
-            expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
-            rates[way] = max(rates[way], link_rates.rate(
-                network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
-        mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
+    with all_or_none(groups, "probing links"):
+        # If a node's download was not busy, a slow receiving node may have limited the uploads of others.
+        if asks and any(node.asks and not (node.up_bps and node.down_bps) for node in nodes):
+            longest_s = min(LONGEST_S, max(link_rates.LEAST_ROUND_TRIP_S, *(node.round_trip_s for node in nodes)))
+            asking = [number for number, node in enumerate(nodes) if node.asks]
+            everywhere = len({server.node for server in connection.uplink.view.servers}) >= len(asking)
+            turns, turn_s = turns_of(len(asking), budget_s, longest_s, everywhere=everywhere)
+            mine_at = asking.index(groups.node) % turns
+            begin = time.monotonic()  # all ranks have just exchanged values, so turns need no further synchronization
+            rates = [mine.up_bps, mine.down_bps]
+            for way in (link_rates.UP, link_rates.DOWN):
+                time.sleep(max(0.0, begin + (way * turns + mine_at) * turn_s - time.monotonic()))
+                expected_bps = max(expected[way], rates[link_rates.UP] if way == link_rates.DOWN else 0.0)
+                rates[way] = max(rates[way], link_rates.rate(
+                    network, way, away, mine.round_trip_s, turn_s - DRAINED * longest_s, patience_s, expected_bps=expected_bps))
+            mine = mine._replace(up_bps=rates[link_rates.UP], down_bps=rates[link_rates.DOWN])
     # The round trip crosses four links of similar latency: from each machine to the core and back.
     return mine.up_bps, mine.down_bps, mine.round_trip_s / 4
 
@@ -233,12 +235,14 @@ def _shared(groups: Groups, mine: _Known) -> list[_Known]:
     return [_Known(*row) for row in rows[:: groups.ranks_per_node]]
 
 
-def at_least(ways: Ways, carried: Throughput | None) -> Ways:
-    """Returns `ways` with rates raised to those in steps, because short probes measure too low rates."""
+def at_least(ways: Ways, carried: Throughput | None = None, fastest_down_bps: float = 0.0) -> Ways:
+    """Returns `ways` with rates raised to those in steps, because short probes measure too low rates, and to the fastest
+    download that the interface has counted meanwhile, because probes on a busy machine wait for its threads."""
     up_bps, down_bps, alpha_s = ways
-    if carried is None or not up_bps:  # there is no server on another node
+    if not up_bps:  # there is no server on another node
         return ways
-    return max(up_bps, PAYLOAD * carried.up.bps), max(down_bps, PAYLOAD * carried.down.bps), alpha_s
+    carried_up_bps, carried_down_bps = (0.0, 0.0) if carried is None else (way.bps for way in carried)
+    return max(up_bps, PAYLOAD * carried_up_bps), max(down_bps, PAYLOAD * max(carried_down_bps, fastest_down_bps)), alpha_s
 
 
 def gathered(connection: DistributedJob, row: RankMeasurement) -> list[RankMeasurement]:
@@ -261,9 +265,12 @@ def links_of(connection: DistributedJob, rows: Sequence[RankMeasurement]) -> lis
 def cluster_of(
     links: Sequence[Link], rows: Sequence[RankMeasurement], inside: CollectiveCosts, server_nodes: Sequence[int], *,
     cuda: bool = False,
-    reachable: bool = True,
+    reachable: bool = True, elsewhere_bps: float = 0.0,
 ) -> Cluster:
-    """Returns the measured cluster: one link per node, one measurement per rank. Servers on other machines get the best link.
+    """Returns the measured cluster: one link per node, one measurement per rank. `elsewhere_bps`: upload rate of servers on
+    other machines, if step times have shown it. Else they upload as fast as the median node receives from them: a node that
+    shares its machine with a server measures no link. They receive as fast as all nodes send, since most links receive faster
+    than they send.
 
     Speeds are relative to rank 0, which plans with its own step timing and codec costs.
     """
@@ -276,8 +283,9 @@ def cluster_of(
             f"node{number}", per_node, "gpu" if cuda else "cpu", link, 8 / line.slope_s if line.slope_s else 0.0, line.floor_s,
             speed=rows[0].compute_s / max(row.compute_s for row in mine), server=number in server_nodes,
         ))
-    best = max(links, key=lambda link: link.up_bps + link.down_bps)
-    nodes += [Node(f"node{number}", 0, "cpu", best) for number in range(len(links), max(server_nodes, default=0) + 1)]
+    elsewhere = Link(elsewhere_bps or median_low(link.down_bps for link in links), sum(link.up_bps for link in links),
+                     min(link.alpha_s for link in links))
+    nodes += [Node(f"node{number}", 0, "cpu", elsewhere) for number in range(len(links), max(server_nodes, default=0) + 1)]
     return Cluster(tuple(nodes), reachable)
 
 

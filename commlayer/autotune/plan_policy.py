@@ -81,6 +81,8 @@ class Candidate(NamedTuple):
     """Seconds that one machine alone needs for the progress of one dense training step; 0 if unknown."""
     hint: str = ""
     """Text about the benefit of local steps that the script has not allowed; "" if it is small."""
+    auto_times: float = 0.0
+    """By how many times local steps that the script has not allowed would be faster; 0: unknown, or it has allowed them."""
     alternatives: tuple[Candidate, ...] = ()
     """Other candidates, with predictions from the same costs. They are tried in this order if this plan's step time permits."""
 
@@ -251,6 +253,9 @@ class Lead(Record, frozen=True):
     alternatives: tuple[Candidate, ...] = ()
     """Other candidates of the last search, to be tried after the step time of the best one is known."""
     verdicts: tuple[ReplanVerdict, ...] = ()
+    alone_s: float = 0.0
+    auto_times: float = 0.0
+    """`alone_s`, `auto_times`: of the last search, as in Candidate."""
 
     @property
     def idle(self) -> bool:
@@ -302,7 +307,8 @@ def end_search(
         return structs.replace(kept, stale=again, discarded=True), [LogLine(line)]
     verdict = ReplanVerdict(order.step_s, best.uncontended_s, best.plan.step_s, best.current_steps, best.steps)
     kept = structs.replace(kept, steps=best.current_steps, alternatives=() if keep else best.alternatives, discarded=False,
-                           price=best.current_price, verdicts=(*lead.verdicts, verdict))
+                           price=best.current_price, verdicts=(*lead.verdicts, verdict), alone_s=best.alone_s,
+                           auto_times=best.auto_times or lead.auto_times)
     line = (f"a plan of {len(best.plan.buckets)} buckets for steps of {_ms(best.plan.step_s)}{_needs(best.steps)}; the "
             f"current plan takes {_ms(order.step_s)}, predicted {_ms(best.current_s)}{_needs(best.current_steps)}")
     hint: list[Notice] = [Suggestion(best.hint)] if best.hint else []
@@ -326,6 +332,26 @@ def _versus_alone(found: Candidate, to_loss_s: float) -> str:
     if not found.alone_s or not to_loss_s:
         return ""
     return f", expected to reach a loss {found.alone_s / to_loss_s:.2f} times as fast as one machine alone"
+
+
+def over_alone(lead: Lead, active: Plan) -> tuple[float, float, float]:
+    """Returns the job's speed to a loss relative to the fastest machine alone, by measured and by predicted step times, and by
+    how many times sync="auto" would be faster. Zeros before a search, and while another plan may follow."""
+    if not lead.idle or lead.stale or not lead.alone_s or lead.count <= TRIED:
+        return 0.0, 0.0, 0.0
+    to_loss_s, predicted_s = median(lead.recent) * lead.steps, active.step_s * lead.steps
+    return lead.alone_s / to_loss_s, lead.alone_s / predicted_s if predicted_s else 0.0, lead.auto_times
+
+
+def slower_line(over_alone: float, forecast: float, auto_times: float) -> str:
+    """Returns a log line about a job that reaches a loss later than its fastest machine alone."""
+    predicted = f", forecast {forecast:.2f}x" if forecast else ""
+    if auto_times > 1:
+        remedy = f"sync='auto' would be {auto_times:.1f}x as fast; other remedies"
+    else:
+        remedy = "no plan that the script allows is faster; remedies"
+    return (f"slower than one machine alone: {over_alone:.2f}x{predicted}; {remedy}: a larger batch per worker, a faster link, "
+            "no much slower machine in the job, or to train alone")
 
 
 def _ms(seconds: float) -> str:

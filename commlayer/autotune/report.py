@@ -42,6 +42,12 @@ class Report(Record, frozen=True):
     down_share: float = 0.0
     compared: float = 0.0
     """1: `error` is a new comparison with the exact gradients; otherwise 0."""
+    failed: float = 0.0
+    """1: an error has ended the rank's decisions, so no rank changes anything from now on; otherwise 0."""
+    over_alone: float = 0.0
+    forecast: float = 0.0
+    auto_times: float = 0.0
+    """`over_alone`, `forecast`, `auto_times`: rank 0's knowledge, as in observe/events.AloneEvent; 0: unknown."""
     error: GradientError = GradientError()
     time: WorkerTime = WorkerTime()
 
@@ -58,6 +64,11 @@ class Report(Record, frozen=True):
         first, second = (own := len(cls.__struct_fields__) - 2), own + len(WorkerTime._fields)
         fields: Any = (*numbers[:first], GradientError.of(numbers[second:]), WorkerTime(*numbers[first:second]))
         return cls(*fields)
+
+
+NOT_KNOWN = (0.0, 0.0, 0.0)
+NO_TRAFFIC = Throughput(Direction(), Direction())
+"""On ranks that do not report their node's traffic."""
 
 
 class Reports:
@@ -82,8 +93,7 @@ class Reports:
     def reset(self) -> None:
         """Drops the observations so far, which do not apply to the next steps."""
         self._steps.clear()
-        if self.meter is not None:
-            self.meter.look()
+        self.traffic()
 
     @property
     def due(self) -> bool:
@@ -101,18 +111,19 @@ class Reports:
 
     def send(
         self, request: int = 0, decisive_s: float = float("inf"), error: GradientError | None = None,
-        own_time: WorkerTime = WorkerTime(),
+        own_time: WorkerTime = WorkerTime(), traffic: Throughput = NO_TRAFFIC,
+        alone: tuple[float, float, float] = NOT_KNOWN, *, failed: bool = False,
     ) -> list[Report]:
         """Sends this rank's report. Returns the reports of all ranks if all ranks wait for them, as after steps longer than
-        `decisive_s`; otherwise an empty list."""
+        `decisive_s`; otherwise an empty list. `traffic`: of the node's link since the previous report. `alone`: see
+        Report.over_alone."""
         begin = time.perf_counter()
         self._costs_s.append(self._cost_s)
         step_s, waited_s = map(fmean, zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
         self._steps = []
-        up, down = (Direction(), Direction()) if self.meter is None else self.meter.look()
         cost_s = min(self._costs_s)  # other load on the machine can only increase the cost
-        row = Report(step_s, waited_s, request, step_s > decisive_s, cost_s, *up, *down, error is not None,
-                     error or GradientError(), own_time)
+        row = Report(step_s, waited_s, request, step_s > decisive_s, cost_s, *traffic.up, *traffic.down,
+                     error is not None, failed, *alone, error or GradientError(), own_time)
         self._rows.start(*row.numbers())
         self._cost_s = time.perf_counter() - begin
         self._left = self._every
@@ -123,6 +134,15 @@ class Reports:
             self._held = rows  # returned by `read` after the next step, as on the other ranks
             return []
         return rows
+
+    def confirm(self, *, failed: bool) -> bool:
+        """Returns whether no rank has failed, after reports for which all ranks have waited. All ranks wait for each other."""
+        self._rows.start(float(failed))
+        return not any(row[0] for row in self._rows.read())
+
+    def traffic(self) -> Throughput:
+        """Returns the traffic of the node's link since the previous call."""
+        return NO_TRAFFIC if self.meter is None else self.meter.look()
 
     def _read(self) -> list[Report]:
         rows = [Report.of(row) for row in self._rows.read()]

@@ -6,6 +6,7 @@ Pure and without torch; planning_process.py runs it in a child process.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from commlayer.codec_spec import parse_spec
 from commlayer.planner.baselines import one_machine
 from commlayer.planner.buckets import COLLECTIVE_NBYTES
 from commlayer.planner.convergence import Recipe, excess
-from commlayer.planner.model import DENSE, Basis, Cluster, PlanInputs, Profile
+from commlayer.planner.model import DENSE, Basis, Cluster, Node, PlanInputs, Profile
 from commlayer.planner.scenario import PricedPlan
 from commlayer.planner.search import PlanSearch
 from commlayer.records import Plan, with_updates
@@ -61,6 +62,8 @@ class SearchOrder(NamedTuple):
 class SearchResult(NamedTuple):
     candidate: Candidate
     contention: float
+    elsewhere_bps: float = 0.0
+    """Upload rate of servers on machines without ranks that explains the measured step time; 0: there are none."""
 
 
 def search(order: SearchOrder) -> SearchResult:
@@ -89,30 +92,40 @@ def search(order: SearchOrder) -> SearchResult:
             price_of(plan, inputs), current_price, steps_of(plan, inputs),
             steps_of(as_planned, inputs), leaves)
 
-    machines = one_machine(job, cluster, profile, policy) if policy is not None else []
+    alone_s = _alone_s(inputs)
     result = candidate(best.plan, best.leaves)._replace(
-        alone_s=min((machine.to_loss_s for machine in machines), default=0.0), hint=best.hint)
+        alone_s=alone_s if alone_s < math.inf else 0.0, hint=best.hint, auto_times=best.auto_times)
     local = candidate(best.local, best.for_local) if best.local else None
     alternatives = tuple(each for each in (local, uncompressed(result, apart=order.apart)) if each is not None)
-    return SearchResult(result._replace(alternatives=alternatives), contention)
+    elsewhere_bps = max((node.link.up_bps for node in cluster.nodes if not node.ranks), default=0.0)
+    return SearchResult(result._replace(alternatives=alternatives), contention, elsewhere_bps)
 
 
 def sped_up(cluster: Cluster, step_s: Callable[[Cluster], float], measured_s: float) -> Cluster:
-    """Returns the cluster with links raised to the lowest common rate that explains the measured step time, because short
-    probes measure too low rates. Returns it unchanged if the rates already explain that time, or if no rate does."""
+    """Returns the cluster with links raised to the lowest common rate that explains the measured step time: first those of
+    servers on machines without ranks, which no probe measures, then all, because short probes measure too low rates. Returns
+    it unchanged if the rates already explain that time, or if no rate does."""
+    for faster, which in ((float(cluster.ranks), [node for node in cluster.nodes if not node.ranks]),
+                          (FASTER, [node for node in cluster.nodes if node.ranks])):
+        if not which or step_s(cluster) <= measured_s * (1 + NEARLY):
+            continue
 
-    def sending(least_bps: float) -> Cluster:
-        return structs.replace(cluster, nodes=tuple(
-            structs.replace(node, link=structs.replace(node.link, up_bps=max(least_bps, node.link.up_bps)))
-            for node in cluster.nodes))
+        def sending(least_bps: float, before: Cluster = cluster, which: Sequence[Node] = which) -> Cluster:
+            return structs.replace(before, nodes=tuple(
+                structs.replace(node, link=structs.replace(node.link, up_bps=max(least_bps, node.link.up_bps)))
+                if node in which else node for node in before.nodes))
 
-    low, high = min(node.link.up_bps for node in cluster.nodes), FASTER * max(node.link.up_bps for node in cluster.nodes)
-    if step_s(cluster) <= measured_s * (1 + NEARLY) or step_s(sending(high)) > measured_s:
-        return cluster
-    for _ in range(ROUNDS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if step_s(sending(middle)) > measured_s else (low, middle)
-    return sending(high)
+        low, high = min(node.link.up_bps for node in which), faster * max(node.link.up_bps for node in which)
+        if step_s(sending(high)) > measured_s:
+            if which[0].ranks:  # what remains is not explained by links
+                return cluster
+            cluster = sending(high)
+            continue
+        for _ in range(ROUNDS):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if step_s(sending(middle)) > measured_s else (low, middle)
+        return sending(high)
+    return cluster
 
 
 def on_hosts(plan: Plan, server_nodes: Sequence[int]) -> Plan:
@@ -149,7 +162,8 @@ class Best(NamedTuple):
     the reason to log then."""
     for_local: str = ""
     hint: str = ""
-    """Text about the benefit of local steps that the script has not allowed: see Candidate.hint."""
+    auto_times: float = 0.0
+    """`hint`, `auto_times`: about local steps that the script has not allowed: see Candidate."""
 
 
 def best_plan(
@@ -183,6 +197,12 @@ def _narrowed(made_from: PlanInputs, keeps: Callable[[str], bool]) -> PlanInputs
     return structs.replace(made_from, policy=structs.replace(policy, codecs=fit)) if 0 < len(fit) < len(codecs) else made_from
 
 
+def _alone_s(made_from: PlanInputs) -> float:
+    """Returns the seconds that the fastest machine alone needs for the progress of one dense step; infinite if unknown."""
+    machines = one_machine(made_from.job, made_from.cluster, *made_from.complete)
+    return min((machine.to_loss_s for machine in machines), default=math.inf)
+
+
 def _computing_s(made_from: PlanInputs) -> float:
     """Returns the computing seconds of a step on the slowest node."""
     timing = made_from.job.timed
@@ -191,7 +211,7 @@ def _computing_s(made_from: PlanInputs) -> float:
 
 def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: bool) -> Best:
     """Chooses between averaged gradients and local steps. Local steps must be clearly faster, because they change the
-    optimizer states.
+    optimizer states, unless one machine alone is faster than averaged gradients.
 
     `apart`: True: states have diverged, so there is no return to averaged gradients, and plans with averaged gradients are
     predicted as they would run. `suggests`: True: if the policy requires averaged gradients, reports how much faster local
@@ -219,9 +239,10 @@ def _of_ways(made_from: PlanInputs, current: Plan, *, apart: bool, suggests: boo
     if not other.steps_locally or other_s > plain_s or steps_of(other, made_from) >= MOST_STEPS:
         return Best(_in_updates(explained(averaged), made_from) if apart else explained(averaged))
     if policy.exact:
-        return Best(explained(averaged), hint=_hint(plain, other, made_from) if other_s <= SOONER * plain_s else "")
+        hint = _hint(plain, other, made_from) if other_s <= SOONER * plain_s else ""
+        return Best(explained(averaged), hint=hint, auto_times=plain_s / other_s)
     leaves = "" if apart or not exact(current) else _leaves(plain, other, made_from)
-    if apart or other_s <= LEAVES * plain_s:
+    if apart or other_s <= LEAVES * plain_s or plain_s > _alone_s(made_from):
         return Best(explained(free), leaves)
     return Best(explained(averaged), local=explained(free), for_local=leaves)
 

@@ -32,7 +32,7 @@ def screen(view: JobView, now: float, *, width: int = 80, height: int = 24, note
     """The job at the time `now`, in the clock of the events. `note`: a line about the screen itself, shown last."""
     head = [_title(view, now), *_plan(view), *_numbers(view, width)]
     waits = [Text(line, style="bold red") for line in view.failures[:3]]
-    waits += [Text(line, style="bold yellow") for line in view.waiting(now)[:3]]
+    waits += [Text(line, style="bold yellow") for line in view.notices(now)[:3]]
     latest = list(view.recent_words())[-min(RECENT_ROWS if len(view.workers) <= FEW else FEWEST_ROWS, height // 4):]
     recent = [Text.assemble((f"{clock(at)} ", "dim"), text) for at, text in latest]
     left = height - len(head) - len(waits) - len(recent) - 6 - bool(note)
@@ -82,8 +82,8 @@ def numbers(view: JobView) -> Iterator[str]:
         yield f"step {view.step:,}" + (f" of {view.total_steps:,}, {span(view.left_s)} left" if view.left_s else "")
     if view.step_s:
         yield f"{duration(view.step_s)} a step" + (f" ({duration(view.plan.step_s)} planned)" if view.plan.step_s else "")
-    if view.gain:
-        yield f"{view.gain:.3g} x one machine alone"
+    if view.alone.over_alone:
+        yield f"{view.alone.over_alone:.3g} x one machine alone"
     if view.loss is not None:
         yield f"loss {view.loss:.4g}"
     if view.samples_per_s:

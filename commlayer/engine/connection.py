@@ -32,7 +32,7 @@ from commlayer.engine.plan_handover import hand_over
 from commlayer.engine.run_events import NO_UNITS, RunEvents
 from commlayer.engine.step import Counters, EpochChanged, RootCause, Units, Waiting, WaitNotices, WorkerListener
 from commlayer.engine.worker import Worker
-from commlayer.errors import CommError, InvalidState, cause_of
+from commlayer.errors import CommError, InvalidInput, InvalidState, cause_of
 from commlayer.observe.events import PlanReason
 from commlayer.observe.prediction_check import StalePlan
 from commlayer.records import Job, Plan
@@ -284,6 +284,15 @@ class JobContext:
             self.stream.text(line, level if event_level is None else event_level)
         if self.logs:
             log.log(level, "%s", line)
+
+    def report_failure(self, what: str, error: Exception) -> None:
+        """Logs an error in a part of commlayer that training does not need. The rank on which it arose logs the traceback."""
+        text = f"step {self.passes}: an error in {what}, so training continues without it: {type(error).__name__}: {error}"
+        if isinstance(error, InvalidInput) and error.code == "E-OTHER-RANK":
+            self.log(text, logging.WARNING)
+        else:
+            log.error("%s [E-OBSERVER]", text, exc_info=error)
+            self.stream.failure(text, "E-OBSERVER", error)
 
     # ---- the end
 

@@ -44,7 +44,7 @@ class SoloDriver:
 
     def __init__(self, model: nn.Module, connection: JobContext, optimizer: Any, config: Config) -> None:
         """Counts the optimizer's steps; backward passes if there is no optimizer, or it has no step hooks."""
-        self.connection, self.observers = connection, Observers()
+        self.connection, self.observers = connection, Observers(connection)
         trace_once(connection, self.observers, config.trace, planning=False)
         self.in_join = False
         self._syncing = True
@@ -108,7 +108,7 @@ class ModuleDriver(EpochListener):
     ) -> None:
         """Registers the hooks. `ddp`: object that stops a DistributedDataParallel module around this module from averaging.
         `clips`: True if the optimizer's step begins with clipping by the norm of all gradients."""
-        self.connection, self.observers, self._ddp = connection, Observers(), ddp
+        self.connection, self.observers, self._ddp = connection, Observers(connection), ddp
         self._model = model
         named = parameters_of(model)
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]

@@ -2,6 +2,9 @@
 
 Observers communicate with those of other ranks, so all ranks must call them in the same order. The order depends only on
 ObserverOrder, not on the time at which an observer was added.
+
+An error in an observer never ends training: `Observers` reports it once and calls the observer again after the next step,
+because other ranks may wait for that observer's messages. Only errors of communication pass on.
 """
 
 from __future__ import annotations
@@ -10,14 +13,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from msgspec import structs
 
-from commlayer.engine.connection import DistributedJob
+from commlayer.engine.connection import DistributedJob, JobContext
+from commlayer.engine.step import EpochChanged
+from commlayer.errors import CommError
 from commlayer.observe.prediction_check import PredictionCheck, StalePlan
 from commlayer.records import Plan, Record
+
+T = TypeVar("T")
 
 
 class ObserverOrder(IntEnum):
@@ -46,7 +54,7 @@ def _never() -> bool:
 
 class Observer(NamedTuple):
     """One observer and its callbacks. If a callback raises a CommError, the worker stores the error, and later steps fail with
-    it."""
+    it. See `Observers.run` for other errors."""
 
     place: ObserverOrder
     who: Any
@@ -68,11 +76,33 @@ class Observers:
     """The observers of one session, in the order of ObserverOrder; observers of equal order are called in the order in which
     they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: JobContext) -> None:
+        self._connection = connection
         self._all: list[Observer] = []
+        self._failed: set[int] = set()
+        """Numbers (`id`) of the observers whose errors are reported already."""
 
     def add(self, observer: Observer) -> None:
+        def guarded(call: Callable[[], None]) -> Callable[[], None]:
+            return partial(self.run, observer.who, call, otherwise=None)
+
+        observer = observer._replace(
+            after_step=guarded(observer.after_step), before_commit=guarded(observer.before_commit),
+            looks=partial(self.run, observer.who, observer.looks, otherwise=False),
+            after_exchange=guarded(observer.after_exchange), after_drain=guarded(observer.after_drain))
         self._all = sorted([*self._all, observer], key=lambda each: each.place)
+
+    def run(self, who: Any, act: Callable[[], T], *, otherwise: T) -> T:
+        """Calls `act` of the observer `who`. Its first error is reported with its traceback; later ones are ignored."""
+        try:
+            return act()
+        except (CommError, EpochChanged):
+            raise
+        except Exception as error:
+            if id(who) not in self._failed:
+                self._failed.add(id(who))
+                self._connection.report_failure(type(who).__name__, error)
+            return otherwise
 
     def remove(self, who: Any) -> None:
         self._all = [each for each in self._all if each.who is not who]

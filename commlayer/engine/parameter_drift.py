@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 import zlib
 from collections import deque
@@ -127,6 +128,8 @@ class ParameterDrift:
         self._round = _Round(time.perf_counter())
         self._costs_s: deque[float] = deque(maxlen=5)
         self._said: list[int] = []
+        self._failed = self._ended = False
+        """`_failed`: this rank's part of the check has failed. `_ended`: all ranks know that it has failed on one of them."""
         self._apart = self._unlike = False
         """Two flags about the last round. `_apart`: optimizer steps differed between ranks. `_unlike`: optimizer settings
         differed."""
@@ -160,14 +163,21 @@ class ParameterDrift:
         begin = time.perf_counter()
         if self._rows.under_way:
             self._hear()
+        if self._ended:
+            return
         done = self._round.training_steps
-        low, high = (len(self._pieces) * at // self._span for at in (done, done + 1))
-        for piece in self._pieces[low:high]:
-            self._digests.add(piece)
         self._round.training_steps += 1
-        if self._round.training_steps == self._span:
-            self._tell()
-        self._round.cost_s += time.perf_counter() - begin
+        try:
+            low, high = (len(self._pieces) * at // self._span for at in (done, done + 1))
+            for piece in self._pieces[low:high] if not self._failed else ():
+                self._digests.add(piece)
+        except Exception:
+            self._failed = True
+            raise
+        finally:
+            if self._round.training_steps == self._span:
+                self._tell()
+            self._round.cost_s += time.perf_counter() - begin
 
     def _stepped(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # Under local steps, a scaler may skip a step on one rank only.
@@ -181,17 +191,37 @@ class ParameterDrift:
         now, ended = time.perf_counter(), self._round
         self._costs_s.append(ended.cost_s)
         cost_s, step_s = min(self._costs_s), (now - ended.began) / self._span  # other load on the machine only adds time
-        row = (float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
-               float(digest(self._settings())), *map(float, self._digests.take()))
         self._round = _Round(now)
+        row = self._own_row(HEAD + len(self._tensors), lambda: (
+            float(self._digests.by_sums), cost_s, step_s, float(ended.optimizer_steps), float(ended.positions_digest),
+            float(digest(self._settings())), *map(float, self._digests.take())))
         try:
             self._rows.start(*row)
         except CommError as error:
             self._connection.broke(error)
 
+    def _own_row(self, numbers: int, of: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        """Returns this rank's row. If computing it has failed, the row has only NaN, so that all ranks end the check."""
+        if not self._failed:
+            try:
+                return of()
+            except Exception as error:
+                self._failed = True
+                self._connection.report_failure("the comparison of weights", error)
+        return (math.nan,) * numbers
+
+    def _read(self) -> list[list[float]]:
+        """Returns the rows of all ranks; an empty list if the check has failed on one of them and therefore ends."""
+        rows = self._rows.read()
+        if failed := [self._connection.called(rank) for rank, row in enumerate(rows) if math.isnan(row[0])]:
+            self._ended = True
+            self._connection.say(f"the check for replica divergence ends, because it has failed on {', '.join(failed)}")
+        return [] if failed else rows
+
     def _hear(self) -> None:
         try:
-            rows = self._rows.read()
+            if not (rows := self._read()):
+                return
             if not self._fixed:
                 self._span = spacing(max(row[1] for row in rows), min(row[2] for row in rows))
             self._compare_steps(rows)
@@ -226,16 +256,21 @@ class ParameterDrift:
     def _compare_all(self) -> None:
         """Compares settings, weights and optimizer states of all ranks. Under local steps, values of states differ by design,
         but all ranks must have the same entries."""
-        connection, settings = self._connection, self._settings()
+        connection = self._connection
         local = connection.local is not None
         parameters = [tensor for _, tensor in self._named]
-        digests = Digests(parameters)
-        for piece in () if local else pieces(parameters):
-            digests.add(piece)
-        mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
-            state_digests(parameters, self._optimizer, moments=not local)
-        self._rows.start(float(digests.by_sums), float(digest(settings)), *map(float, digests.take()), *map(float, mine))
-        rows = self._rows.read()
+
+        def own() -> tuple[float, ...]:
+            digests = Digests(parameters)
+            for piece in () if local else pieces(parameters):
+                digests.add(piece)
+            mine = [0] * len(parameters) if hasattr(self._optimizer, SHARDED) else \
+                state_digests(parameters, self._optimizer, moments=not local)
+            return float(digests.by_sums), float(digest(self._settings())), *map(float, digests.take()), *map(float, mine)
+
+        self._rows.start(*self._own_row(2 + 2 * len(parameters), own))
+        if not (rows := self._read()):
+            return
         kinds, digested, count = {row[0] for row in rows}, {row[1] for row in rows}, len(parameters)
         # Digests from CPUs and from GPUs cannot be compared.
         weights, states = ({}, {}) if len(kinds) > 1 else (_unlike([row[at : at + count] for row in rows])

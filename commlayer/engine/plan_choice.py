@@ -249,6 +249,8 @@ class PlanTerms:
     """Allowed increase of the loss by compression, relative to uncompressed training; 0: no limit."""
     suggested: bool = False
     """True: the log has already suggested local steps. Used only on rank 0."""
+    said_slower: bool = False
+    """True: the log has already said that one machine alone would be faster."""
     balanced: bool = False
     """True: the balancer changes the ranks' shares of the batch, based on measurements of steps with averaged gradients."""
     floor: float = 0.0

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from commlayer.config import Config
 from commlayer.engine.step import Counters, Units
 from commlayer.errors import InvalidInput, code_of, short_line, without_code
 from commlayer.observe.events import (
+    AloneEvent,
     EventFile,
     EventLog,
     JobEvent,
@@ -36,6 +38,8 @@ from commlayer.records import Plan, digest
 
 log = logging.getLogger("commlayer")
 
+CHANGED = 0.05
+"""Relative change of the speed over one machine alone that has an event."""
 STEP_S, LINK_S = 1.0, 5.0
 """Shortest time in seconds between two events about steps, and between two about the link."""
 NO_UNITS = Units(1, shared=False)
@@ -71,7 +75,7 @@ class RunEvents:
         self._loss: float | torch.Tensor | None = None
         self._finite = True
         self._totals, self._counters, self._units = Totals(), Counters(), NO_UNITS
-        self._link = LinkEvent()
+        self._link, self._alone = LinkEvent(), AloneEvent()
 
     def open(self, config: Config, *, rank: int, world: int, run: str, host: str) -> None:
         """Begins the run: writes to the folder of the setting `events` from now on, if it is set."""
@@ -152,9 +156,22 @@ class RunEvents:
                                   local_steps=plan.local_steps, step_s=plan.step_s, convergence_factor=plan.steps,
                                   reason=reason))
 
+    def over_alone(self, event: AloneEvent) -> None:
+        """Appends the speed compared with the fastest machine alone, if it has changed by more than noise."""
+        before = self._alone
+        if abs(event.over_alone - before.over_alone) > CHANGED * before.over_alone or event.auto_times != before.auto_times:
+            self._alone = event
+            self.log.append(event)
+
     def text(self, text: str, level: int = logging.INFO) -> None:
         name: LogLevel = "error" if level >= logging.ERROR else "warning" if level >= logging.WARNING else "info"
         self.log.append(LogEvent(level=name, code=code_of(text), text=without_code(text)))
+
+    def failure(self, text: str, code: str, error: BaseException) -> None:
+        """Appends an error with the places in the code that led to it, innermost first, as the innermost matter most."""
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames)]
+        self.log.append(LogEvent(level="error", code=code, text=without_code(text), traceback=" < ".join(places)))
 
     def left(self, reason: str) -> None:
         """Appends this rank's end. The coordinator has this event from the rank's leave, so it is only for the rank's file."""

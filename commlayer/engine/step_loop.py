@@ -124,7 +124,7 @@ class StepLoop(EpochListener):
         self._finite.counted()
         with contextlib.suppress(EpochChanged):
             for drift in self.observers.at(ObserverOrder.PARAMETER_DRIFT):
-                drift.start()
+                self.observers.run(drift, drift.start, otherwise=None)
         return True
 
     def join_round(self) -> None:

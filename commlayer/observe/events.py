@@ -151,8 +151,6 @@ class PlanEvent(Event, tag="plan", frozen=True, kw_only=True):
     """Predicted seconds per step; 0: no prediction."""
     convergence_factor: float = 0.0
     """Predicted number of steps to a loss, relative to uncompressed synchronous training; 0: no prediction."""
-    over_alone: float = 0.0
-    """How many times as fast as its fastest machine alone the job reaches a loss, by forecast; 0: no forecast."""
     reason: PlanReason = "start"
     """Why: the job starts, the controller found it, it takes back a slower plan, the quality guard changed codecs, the script
     requested it, or members have changed."""
@@ -193,6 +191,18 @@ class NoiseScaleEvent(Event, tag="noise_scale", frozen=True, kw_only=True):
     """The noise scale in batches of one worker. If it is far above the number of workers, more workers save steps."""
 
 
+class AloneEvent(Event, tag="alone", frozen=True, kw_only=True):
+    """How fast the job reaches a loss, compared with its fastest machine alone: when it is first known, and when it changes."""
+
+    over_alone: float = 0.0
+    """Seconds to a loss of the fastest machine alone, over those of this job: with measured step times and the cautious
+    convergence factor. Below 1: one machine alone is faster."""
+    forecast: float = 0.0
+    """The same with the plan's predicted step time; 0: no prediction."""
+    auto_times: float = 0.0
+    """By how many times `sync="auto"` would be faster, as predicted; 0: unknown, or the script allows all sync modes."""
+
+
 class CheckpointEvent(Event, tag="checkpoint", frozen=True, kw_only=True):
     """All ranks have written or read a checkpoint."""
 
@@ -213,12 +223,14 @@ class LogEvent(Event, tag="log", frozen=True, kw_only=True):
     """Error code, such as `E-DEADLINE`; empty for messages without a code."""
     text: str = ""
     """The message."""
+    traceback: str = ""
+    """Where an error in commlayer arose: the places in the code, innermost first; empty for other messages."""
 
 
 AnyEvent = (JobEvent | StepEvent | WaitEvent | LinkEvent | PlanEvent | MemberEvent | QualityEvent | NoiseScaleEvent
-            | CheckpointEvent | LogEvent)
+            | AloneEvent | CheckpointEvent | LogEvent)
 KINDS: tuple[type[Event], ...] = (JobEvent, StepEvent, WaitEvent, LinkEvent, PlanEvent, MemberEvent, QualityEvent,
-                                  NoiseScaleEvent, CheckpointEvent, LogEvent)
+                                  NoiseScaleEvent, AloneEvent, CheckpointEvent, LogEvent)
 TAGS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 
 E = TypeVar("E", bound=Event)

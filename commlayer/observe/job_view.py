@@ -14,6 +14,7 @@ from msgspec import structs
 
 from commlayer.observe.events import (
     COORDINATOR,
+    AloneEvent,
     CheckpointEvent,
     Event,
     JobEvent,
@@ -131,6 +132,8 @@ class JobView:
         """The current plan; without a digest before the first one."""
         self.waits: dict[tuple[int, WaitKind], WaitEvent] = {}
         self.quality, self.noise_scale, self.checkpoint = QualityEvent(), NoiseScaleEvent(), CheckpointEvent()
+        self.alone = AloneEvent()
+        """The speed compared with the fastest machine alone; zeros before it is known."""
         self.plan_changes: Counter[str] = Counter()
         """Number of plan changes after the start, by reason."""
 
@@ -165,6 +168,8 @@ class JobView:
                     self.recent.append(event)
             case NoiseScaleEvent():
                 self.noise_scale = event
+            case AloneEvent():
+                self.alone = event
             case CheckpointEvent():
                 self.checkpoint = event
                 self.recent.append(event)
@@ -261,11 +266,6 @@ class JobView:
         return 0.0 if self.over else max(0, self.total_steps - self.step) * self.step_s
 
     @property
-    def gain(self) -> float:
-        """How many times as fast as its fastest machine alone the job reaches a loss, by forecast; 0: unknown."""
-        return self.plan.over_alone
-
-    @property
     def sent_bytes(self) -> int:
         """Payload bytes that all workers have sent, with those that have left."""
         return sum(worker.totals.sent_bytes for worker in self.workers.values())
@@ -324,6 +324,14 @@ class JobView:
     def waiting(self, now: float) -> list[str]:
         """What the job waits for at the time `now`, in words."""
         return [self.words(wait) for wait in self.current_waits(now)]
+
+    def notices(self, now: float) -> list[str]:
+        """What needs attention at the time `now`, in words: waits, and that one machine alone would be faster."""
+        alone, notices = self.alone, self.waiting(now)
+        if 0 < max(alone.over_alone, alone.forecast) < 1 and not self.over:
+            remedy = f"; sync='auto' would be {alone.auto_times:.1f}x as fast" if alone.auto_times > 1 else ""
+            notices.append(f"slower than one machine alone: {alone.over_alone:.2f}x{remedy}")
+        return notices
 
     def status(self, worker: WorkerView, now: float) -> str:
         """The state of a worker in one word."""

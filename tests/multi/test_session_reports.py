@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -37,9 +38,11 @@ from torch.nn.parallel import DistributedDataParallel
 import commlayer
 from commlayer.autotune import quality
 from commlayer.engine import trace
+from commlayer.engine.connection import JobContext
 from commlayer.engine.observers import Observer, ObserverOrder, Observers
 from commlayer.engine.optimizers import job_of
 from commlayer.errors import code_of
+from commlayer.observe.events import LogEvent, decode
 from commlayer.observe.step_trace import read_comparison
 from commlayer.planner.inputs import cluster_from_line
 from commlayer.planner.model import Basis, PlanInputs
@@ -246,10 +249,9 @@ def test_recorded_steps_leave_out_what_observers_take(sync: str) -> None:
         assert sum(clock_s - recorded_s for clock_s, recorded_s in steps) >= 0.5 * SLEPT_S * len(steps)
 
 
-def compared(rank: int, fails: bool) -> tuple[list[float], str]:
-    """Gradients after a step whose sum an observer has seen, and the error that it ended with."""
+def compared(rank: int, fails: bool) -> tuple[list[float], list[str]]:
+    """Gradients after two steps whose sums an observer has seen, and the codes and tracebacks of errors in the event stream."""
     model = torch.nn.Linear(2, 1, bias=False)
-    error = ""
 
     def broken() -> None:
         if fails:
@@ -257,22 +259,26 @@ def compared(rank: int, fails: bool) -> tuple[list[float], str]:
 
     with commlayer.attach(model, config=quick(ranks_per_node=WORLD)) as session:
         session.inspect.observers.add(Observer(ObserverOrder.OTHER, broken, before_commit=broken))
-        try:
+        for _ in range(2):
+            model.zero_grad()
             model(torch.full((1, 2), 1.0 + 2 * rank)).sum().backward()
-        except ValueError as raised:
-            error = str(raised)
+        events = [decode(line) for line in session.inspect.connection.stream.log.since(0).lines]
     assert model.weight.grad is not None
-    return model.weight.grad.view(-1).tolist(), error
+    errors = [f"{event.code} {event.traceback.partition(' < ')[0]}" for event in events
+              if isinstance(event, LogEvent) and event.traceback]
+    return model.weight.grad.view(-1).tolist(), errors
 
 
-def test_nothing_is_written_before_observers_have_seen_the_sums() -> None:
+def test_an_observer_that_fails_is_reported_once_and_ends_nothing() -> None:
     ranks = pool(WORLD)
-    assert ranks.call(compared, False) == [([2.0, 2.0], "")] * WORLD
-    assert ranks.call(compared, True) == [([own, own], "it does not compare") for own in (1.0, 3.0)]
+    assert ranks.call(compared, False) == [([2.0, 2.0], [])] * WORLD
+    for averages, (error,) in ranks.call(compared, True):
+        assert averages == [2.0, 2.0]
+        assert re.fullmatch(r"E-OBSERVER test_session_reports\.py:\d+ broken", error)
 
 
 def test_who_is_added_or_removed_in_a_round_counts_from_the_next_on() -> None:
-    observers, called = Observers(), []
+    observers, called = Observers(JobContext()), []
 
     def first() -> None:
         called.append("first")
@@ -452,7 +458,7 @@ def test_a_job_that_ends_too_soon_says_so(tmp_path: Path, caplog: pytest.LogCapt
     with commlayer.attach(mlp(), config={"trace": file}):
         assert caplog.messages == [f"no trace in {file}: this process trains alone"]
     connection = FakeJob(SimpleNamespace(plan=None, counters=SimpleNamespace(exchanges=0)))
-    trace.Tracer(connection, Observers(), Path(file), 3, planning=False, warm=2)
+    trace.Tracer(connection, Observers(connection), Path(file), 3, planning=False, warm=2)
     for end in connection.on_close:
         end()
     assert caplog.messages[1:] == [f"no trace in {file}: the job ended after 0 steps, before 3 steps were recorded"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import threading
@@ -33,7 +34,7 @@ from commlayer.errors import InvalidInput, InvalidState
 from commlayer.planner import default_plan, simulate
 from commlayer.planner.convergence import LearningRow
 from commlayer.planner.inputs import cluster_from_line
-from commlayer.planner.model import Cluster, Line, Link, PlanInputs, Policy, Profile
+from commlayer.planner.model import Cluster, Line, Link, Node, PlanInputs, Policy, Profile
 from commlayer.planner.models import builtin, published
 from commlayer.planner.tables import node, profile_from_tables
 from commlayer.records import Plan, ServerInfo, View
@@ -78,6 +79,9 @@ def test_local_steps_that_are_sooner_but_not_by_enough_are_handed_on_beside_the_
     enough = sooner / (kept.plan.step_s * kept.plan.steps_high)
     assert enough < LEAVES
     monkeypatch.setattr(search, "LEAVES", 0.9 * enough)
+    made_from = inputs("2/2Mb", exact=False)
+    assert search.best_plan(made_from, plan_of(0.0, "int4()")) == taken, "one machine alone is faster than averaged gradients"
+    monkeypatch.setattr(search, "_alone_s", lambda _: math.inf)
     result = search.best_plan(inputs("2/2Mb", exact=False), plan_of(0.0, "int4()"))
     assert result == search.Best(kept.plan, local=taken.plan, for_local=taken.leaves)
     assert kept.local is None, "averaged gradients"
@@ -90,12 +94,13 @@ def test_on_averaged_gradients_it_says_what_local_steps_would_bring(suggests: bo
     current = plan_of(0.0, "int4()")
     kept = search.best_plan(inputs(links, exact=True), current)
     result = search.best_plan(inputs(links, exact=True), current, suggests=suggests)
-    assert result == kept._replace(hint=result.hint)
+    assert result == kept._replace(hint=result.hint, auto_times=result.auto_times)
     assert search.exact(result.plan)
     assert bool(result.hint) is hinted
     if hinted:
         away = search.best_plan(inputs(links, exact=False), current).plan
         times = kept.plan.step_s * kept.plan.steps_high / (away.step_s * away.steps_high)
+        assert result.auto_times == pytest.approx(times)
         assert f" {times:.1f} times as fast: {away.local_steps} local steps" in result.hint
         assert "sync='auto'" in result.hint
 
@@ -226,6 +231,13 @@ def costs() -> Profile:
     profile = profile_from_tables(cluster_of(LINKS, ROWS_REPLAN, INSIDE, [0]))
     kept = tuple(cost for cost in profile.codecs if cost.device == "cpu")
     return Profile(kept, profile.server, profile.bucket_s, Line(0.0, 1e-10), source="measured")
+
+
+def test_a_server_elsewhere_is_no_home() -> None:
+    """Homes at 20/100 Mb/s receive at 100 Mb/s from it, and send to it at 20 Mb/s each; one shares its machine."""
+    links = [Link(20e6, 100e6, 0.01), Link(20e6, 90e6, 0.01), Link(1e10, 1e10, 0.0)]
+    assert cluster_of(links, ROWS_REPLAN, INSIDE, [3]).nodes[3].link == Link(100e6, 1e10 + 40e6, 0.0)
+    assert cluster_of(links, ROWS_REPLAN, INSIDE, [3], elsewhere_bps=3e8).nodes[3].link.up_bps == 3e8
 
 
 @pytest.mark.parametrize("bps", [1e8, 1e9, 1e10])
@@ -363,6 +375,21 @@ def test_links_are_at_least_as_fast_as_the_measured_step_needs() -> None:
     assert [node.link.down_bps for node in result.nodes] == [node.link.down_bps for node in slow.nodes]
     assert sped_up(CLUSTER, seconds, 2 * true_s) == CLUSTER, "what is slower than the links is not explained by them"
     assert sped_up(slow, seconds, 1e-6) == slow, "no rate does"
+
+
+def test_the_link_of_a_server_elsewhere_explains_a_step_before_the_homes_links_do() -> None:
+    home, elsewhere = Link(20e6, 100e6, 0.01), Link(1e9, 1e9, 0.01)
+    fast = Cluster((*(Node(f"n{n}", 1, "cpu", home, 0.0, 0.0) for n in range(3)), Node("n3", 0, "cpu", elsewhere, server=True)))
+    slow = structs.replace(fast, nodes=(*fast.nodes[:3], structs.replace(fast.nodes[3], link=Link(20e6, 1e9, 0.01))))
+    alone, copy = profile_from_tables(fast), structs.replace(CURRENT, hosts=(3,))
+
+    def seconds(cluster: Cluster) -> float:
+        return step_s(copy, PlanInputs(JOB, cluster, alone, Policy()))
+
+    assert seconds(slow) > 1.2 * seconds(fast)
+    result = sped_up(slow, seconds, seconds(fast))
+    assert result.nodes[:3] == slow.nodes[:3]
+    assert seconds(result) == pytest.approx(seconds(fast), rel=0.1)
 
 
 # ---- How much dearer work on processors is, from what a step took

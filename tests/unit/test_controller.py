@@ -77,6 +77,8 @@ class Job:
         self.stream, self.groups = RunEvents(), SimpleNamespace(local=0, node=rank)
         self.paced: list[tuple[Link, ...]] = []
         self.recording = False
+        self.measured: list[list[float]] = []
+        """The step times from which it was measured."""
         self.bps, self.share = FAST_BPS, 0.1
         self.thread = threading.current_thread()
         self._row: list[float] | None = None
@@ -87,6 +89,9 @@ class Job:
 
     def say(self, text: str, level: int = 20) -> None:
         self.lines.append(text)
+
+    def called(self, rank: int) -> str:
+        return f"rank {rank}"
 
     def note_plan(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -124,8 +129,9 @@ class Job:
         times = self.world.meet(self.rank, "times", (step_s, waited_s))
         return sorted(each for each, _ in times)[len(times) // 2], min(waited for _, waited in times)
 
-    def measure(self) -> Measured:
+    def measure(self, steps_s: Sequence[float]) -> Measured:
         self.world.meet(self.rank, "measure", None)
+        self.measured.append(list(steps_s))
         names = tuple(f"rank {n}" for n in range(len(self.world.computing_s)))
         return Measured(self.world.links, 0.4, self.world.computing_s, names)
 
@@ -136,8 +142,17 @@ class Job:
     def node_names(self) -> list[str]:
         return ["ann", "ben"]
 
-    def any_on_rank_0(self, flag: bool) -> bool:
-        return bool(self.world.meet(self.rank, "await", flag)[0])
+    def agree(self, act: Callable[[], bool]) -> bool:
+        try:
+            result: Any = act()
+        except Exception as error:
+            result = error
+        results = self.world.meet(self.rank, "await", result)
+        if isinstance(result, Exception):
+            raise result
+        if any(isinstance(each, Exception) for each in results):
+            raise InvalidInput("E-OTHER-RANK", "another rank failed")
+        return bool(results[0])
 
     def switch(self, plan: Plan | None, *, by_itself: bool) -> None:
         offered = self.world.meet(self.rank, "switch", plan)[0]

@@ -361,5 +361,19 @@ def test_after_a_link_has_slowed_down_the_pace_is_that_of_the_steps_since(slow_s
     assert plan_policy.pace_since(rank.lead, 0.5) == pace_s
 
 
+@pytest.mark.parametrize(("auto_times", "words"), [(2.5, "sync='auto' would be 2.5x as fast"), (0.0, "no plan")])
+def test_it_is_known_how_fast_one_machine_alone_would_be_once_a_plan_is_judged(auto_times: float, words: str) -> None:
+    rank = proposing(candidate(plan_of(0.5), steps=1.25, alone_s=0.4)._replace(auto_times=auto_times))
+    rank.switch()
+    rank.step(0.8, times=JUDGED - 1)
+    assert plan_policy.over_alone(rank.lead, rank.active) == (0.0, 0.0, 0.0), "the plan is on trial"
+    rank.step(0.8)
+    alone = plan_policy.over_alone(rank.lead, rank.active)
+    assert alone == pytest.approx((0.4 / (0.8 * 1.25), 0.4 / (0.5 * 1.25), auto_times))
+    assert words in plan_policy.slower_line(*alone)
+    rank.search()
+    assert plan_policy.over_alone(rank.lead, rank.active) == (0.0, 0.0, 0.0), "another plan may follow"
+
+
 def test_a_basis_is_of_the_plan() -> None:
     assert candidate(plan_of(0.5)).back.basis == basis_of(plan_of(0.5))._replace(plan=START)

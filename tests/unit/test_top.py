@@ -21,6 +21,7 @@ from commlayer.integrations.tracking import log_to, scalars
 from commlayer.observe import events
 from commlayer.observe.job_view import JobView
 from commlayer.observe.metrics import exposition
+from commlayer.observe.page import state_of
 
 
 def view_at(seconds: float, world: int = 3) -> JobView:
@@ -52,6 +53,19 @@ def test_a_screen_fits_and_says_what_matters(width: int) -> None:
     assert "sent 44 MB, received 44 MB" in text
     assert "50%" not in text  # of the batch: a third each
     assert "33%" in text
+
+
+@pytest.mark.parametrize(("over_alone", "forecast", "auto_times", "line"), [
+    (0.58, 0.6, 2.4, "slower than one machine alone: 0.58x; sync='auto' would be 2.4x as fast"),
+    (0.7, 0.0, 0.0, "slower than one machine alone: 0.70x"), (1.2, 0.9, 0.0, ""), (0.97, 1.2, 0.0, ""), (0.0, 0.0, 0.0, "")])
+def test_a_job_that_is_slower_than_one_machine_alone_is_shown_as_such(
+    over_alone: float, forecast: float, auto_times: float, line: str,
+) -> None:
+    view = view_at(10)
+    view.apply(events.AloneEvent(time=START + 10, rank=0, over_alone=over_alone, forecast=forecast, auto_times=auto_times))
+    lines = [each for each in shown(view, 10) if "alone" in each]
+    assert lines == ([line] if line else [])
+    assert [each for each in state_of(view, START + 10).waits if "alone" in each] == lines
 
 
 @pytest.mark.parametrize("height", [12, 24, 50])
