@@ -121,8 +121,8 @@ def state_of(view: JobView, now: float) -> PageState:
         now, view.begun, view.job.run, view.job.name, view.job.version, view.job.world, len(view.present), view.over, view.step,
         _short(view.step_s), _short(plan.step_s), f"{plan.digest[:8]} ({plan.reason}): {plan.summary}" if plan.digest else "",
         _short(view.loss), _short(view.samples_per_s), view.total_steps, _short(view.left_s), view.sent_bytes,
-        view.received_bytes, _short(view.alone.over_alone), saved.step, saved.time, _short(view.noise_scale.batches), view.failures,
-        view.notices(now), [view.words(other) for other in view.others.values()],
+        view.received_bytes, _short(view.alone.over_alone), saved.step, saved.time, _short(view.noise_scale.batches),
+        view.failures, view.notices(now), [view.words(other) for other in view.others.values()],
         [_worker(view, worker, now) for worker in view.rows])
 
 
