@@ -58,6 +58,21 @@ class TensorInfo(Record, frozen=True):
         return math.prod(self.shape)
 
 
+class Work(Record, frozen=True):
+    """What limits the forward and backward pass of a counted step. The passes take the longest of these times."""
+
+    product_s: float
+    """Seconds of matrix products and convolutions on a V100, in the step's precision."""
+    stream_s: float
+    """Seconds in which a V100's memory reads and writes the bytes of all other kernels."""
+    launch_s: float
+    """Seconds in which the host starts all kernels, whatever the GPU."""
+
+    def seconds(self, speed: float = 1.0, memory_speed: float = 1.0) -> float:
+        """Seconds on a device with these speeds relative to a V100."""
+        return max(self.product_s / speed, self.stream_s / memory_speed, self.launch_s)
+
+
 class Timing(Record, frozen=True):
     """Times of one rank's step without communication: when backward produces each gradient, and when forward reads each
     parameter. The order is that of the job's tensors."""
@@ -82,13 +97,19 @@ class Timing(Record, frozen=True):
     noise_scale: float = 0.0
     """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than the noise
     scale profit from more workers, larger ones do not. 0: unknown."""
+    frozen_nbytes: float = 0.0
+    """Bytes of parameters that are not trained."""
+    work: Work | None = None
+    """What limits the step, if it was counted: node speeds then follow from it. None: the times were measured, or are a table's.
+    """
 
     def scaled(self, factor: float) -> Timing:
         """Returns a copy with all times multiplied by `factor` and the device unknown."""
         return Timing(
             tuple(at * factor for at in self.ready_s), tuple(at * factor for at in self.needed_s), self.backward_s * factor,
             self.forward_s * factor, self.update_s * factor, filled=self.filled, half=self.half,
-            activation_nbytes=self.activation_nbytes, noise_scale=self.noise_scale,
+            activation_nbytes=self.activation_nbytes, noise_scale=self.noise_scale, frozen_nbytes=self.frozen_nbytes,
+            work=self.work,
         )
 
 

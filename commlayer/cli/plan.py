@@ -184,10 +184,10 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
     from commlayer.balance import loss_model
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.search import PlanSearch
-    from commlayer.planner.tables import at_precision, rows_in
+    from commlayer.planner.tables import at_job_speed, rows_in
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
-    machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
+    machines = structs.replace(machines, nodes=at_job_speed(machines.nodes, job.timing))
     # Jobs of homes usually run with --min-workers, which requires exchanges of the whole model.
     homes = not machines.reachable and any(node.ranks and not node.server for node in machines.nodes)
     policy = structs.replace(policy, fragments=policy.fragments or not homes)
@@ -270,7 +270,7 @@ def whatif(
     from commlayer.cli import arguments, plan_output
     from commlayer.planner.baselines import what_if
     from commlayer.planner.inputs import nodes_of, rate_of
-    from commlayer.planner.tables import at_precision
+    from commlayer.planner.tables import at_job_speed
 
     arguments.check_json(json)
     values = {"--add": add, "--bandwidth": bandwidth, "--count": count, "--gpu": gpu}
@@ -281,9 +281,8 @@ def whatif(
     inputs = plan_file.inputs_of(plan)
     last = [node for node in inputs.cluster.nodes if node.ranks][-1]
     # New nodes are like the last one: behind NAT if the last one is.
-    grown = at_precision([structs.replace(node, server=last.server) for node in
-                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())],
-                         half=inputs.job.timing is not None and inputs.job.timing.half)
+    grown = at_job_speed([structs.replace(node, server=last.server) for node in
+                          (nodes_of(add, first=len(inputs.cluster.nodes)) if add else ())], inputs.job.timing)
     others = tuple(structs.replace(last, device=name) for name in _listed(gpu))
     curve = what_if(
         inputs.job, inputs.cluster, *inputs.costs((*grown, *others)), add_nodes=grown,

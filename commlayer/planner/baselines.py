@@ -17,8 +17,8 @@ from commlayer.planner.model import DENSE, NO_LIMIT, Cluster, Line, Link, Node, 
 from commlayer.planner.plan_rules import main_codec, sync_mode
 from commlayer.planner.search import PAYS, plan
 from commlayer.planner.simulation import exact_s
-from commlayer.planner.tables import GPUS, speed
-from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record
+from commlayer.planner.tables import GPUS, job_speed
+from commlayer.records import MAX_BUCKET_NBYTES, Job, Plan, Record, Timing
 
 ALONE = "one machine alone"
 DDP_NBYTES = 25 << 20
@@ -245,12 +245,11 @@ def what_if(
     """Plans for several clusters that differ in one of: link rates (of every training node, both directions, in bit/s), nodes
     added one by one, the number of nodes (copies of the last node), the GPU of all nodes. A profile must cover all clusters."""
     checked_inputs(job, cluster, profile, policy)
-    half = job.timing is not None and job.timing.half
     sweeps: dict[str, tuple[bool, Callable[[], Iterator[tuple[str, float, Cluster]]]]] = {
         "bandwidth": (bool(bandwidths), lambda: ((rate(bps), bps, at_rate(cluster, bps)) for bps in bandwidths)),
         "add_node": (bool(add_nodes), lambda: _grown(cluster, add_nodes)),
         "nodes": (bool(counts), lambda: _counted(cluster, counts)),
-        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, half=half)),
+        "gpu": (bool(gpus), lambda: _with_gpus(cluster, gpus, job.timing)),
     }
     swept = [name for name, (given, _) in sweeps.items() if given]
     if len(swept) != 1:
@@ -305,9 +304,9 @@ def _counted(cluster: Cluster, counts: Sequence[int]) -> Iterator[tuple[str, flo
         yield f"{n} nodes", float(n), structs.replace(cluster, nodes=kept + copies)
 
 
-def _with_gpus(cluster: Cluster, gpus: Sequence[str], *, half: bool) -> Iterator[tuple[str, float, Cluster]]:
+def _with_gpus(cluster: Cluster, gpus: Sequence[str], timing: Timing | None) -> Iterator[tuple[str, float, Cluster]]:
     for i, name in enumerate(gpus):
-        nodes = tuple(structs.replace(node, device=name, speed=speed(name, half=half)) if node.ranks else node
+        nodes = tuple(structs.replace(node, device=name, speed=job_speed(name, timing)) if node.ranks else node
                       for node in cluster.nodes)
         yield name, float(i), structs.replace(cluster, nodes=nodes)
 

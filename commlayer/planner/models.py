@@ -16,7 +16,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from commlayer.errors import InvalidInput
-from commlayer.planner.tables import GPU_SHARE, GPUS, speed
+from commlayer.planner.tables import GPUS, speed, stream_bytes_s
 from commlayer.records import Job, TensorInfo, Timing
 
 
@@ -319,6 +319,11 @@ PUBLISHED: Mapping[str, Published] = {
 }
 
 
+PRODUCTS, CONVOLUTIONS = 0.4, 0.2
+"""Fraction of a GPU's half-precision peak that training reaches in models of matrix products, and of convolutions: ResNet-50
+reaches 0.23 on a V100 and 0.19 on an A100 in NVIDIA's published images/s with mixed precision."""
+
+
 class Preset(NamedTuple):
     """Batch and efficiency of a present-day job in bf16."""
 
@@ -327,16 +332,14 @@ class Preset(NamedTuple):
     """Bytes of activations kept for the backward pass, per sample, or per token if the model reads tokens."""
     tokens: int = 0
     """Tokens per sample; 0: samples are images."""
-    utilisation: float = 0.4
-    """Fraction of the GPU's peak that training reaches. For convolutions: ResNet-50 reaches 0.23 on a V100 and 0.19 on an A100
-    in NVIDIA's published images/s with mixed precision."""
+    utilisation: float = PRODUCTS
+    """Fraction of the GPU's peak that training reaches."""
     noise_scale: float = 0.0
     """Gradient noise scale, in tokens or in samples; 0: no value is published."""
     frozen: int = 0
     """Number of parameters that are not trained; they are kept in bf16."""
 
 
-CONVOLUTIONS = 0.2
 KEPT = 34
 """Bytes that a transformer block keeps per token and element of its width, in bf16 with fused attention. A language model
 keeps 6 more bytes per word of its vocabulary."""
@@ -393,7 +396,8 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES, speed(device, half=True))
     kept_nbytes = preset.kept_nbytes * reads * batch
     return structs.replace(job, timing=structs.replace(
-        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale / reads))
+        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale / reads,
+        frozen_nbytes=2.0 * preset.frozen))
 
 
 def published(name: str, batch: int | None = None, device: str = "v100") -> Job:
@@ -421,9 +425,20 @@ def build(
     device_speed: float,
 ) -> Job:
     tensors = tuple(t for layer in parts for t in layer.tensors)
-    memory_bytes_s = GPUS["v100"].memory_gbytes_s * 1e9 * GPU_SHARE * device_speed
-    update_s = sum(t.numel for t in tensors) * update_nbytes / memory_bytes_s
-    return Job(tensors, batch, timing(parts, backward_s, forward_s, update_s), name)
+    update = update_s(sum(t.numel for t in tensors), update_nbytes) / device_speed
+    return Job(tensors, batch, timing(parts, backward_s, forward_s, update), name)
+
+
+def update_s(numel: int, nbytes: int = ADAM_NBYTES) -> float:
+    """Seconds of the optimizer's step on a V100."""
+    return numel * nbytes / stream_bytes_s("v100")
+
+
+def product_s(flops: float, *, convolution: bool, half: bool) -> float:
+    """Seconds that a V100 takes for operations in matrix products or convolutions of a user's model, as for a built-in one."""
+    if not half:
+        return flops / FLOP_S
+    return flops / ((CONVOLUTIONS if convolution else PRODUCTS) * GPUS["v100"].peak_tflops * 1e12)
 
 
 def on_reference(job: Job) -> Job:

@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.records import Record, decode, encode
+from commlayer.records import Record, Timing, decode, encode
 
 
 class Gpu(NamedTuple):
@@ -112,8 +112,10 @@ CPU_STREAM_BYTES_S = 9e9
 """Bytes per second of an in-place r += g on one core."""
 GPU_SHARE = 0.7
 """Fraction of a GPU's memory bandwidth that elementwise kernels reach."""
-CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 30e-6
-"""Seconds per codec call on a CPU and on a GPU; a GPU codec is about three kernel launches of 10 us."""
+LAUNCH_S = 10e-6
+"""Seconds in which the host starts a GPU's kernel."""
+CPU_FLOOR_S, GPU_FLOOR_S = 10e-6, 3 * LAUNCH_S
+"""Seconds per codec call on a CPU and on a GPU; a GPU codec is about three kernels."""
 
 BUCKET_S = 100e-6
 SERVER_BYTE_S = 0.2e-9
@@ -153,16 +155,27 @@ def speed(device: str, *, half: bool = False) -> float:
     return CPU_SPEED if device == "cpu" else gpu(device).speed
 
 
+def job_speed(device: str, timing: Timing | None) -> float:
+    """The speed relative to a V100 at which a device computes this step: by its precision and, if the step was counted, by what
+    limits it on both devices."""
+    half, work = timing is not None and timing.half, timing.work if timing is not None else None
+    products = speed(device, half=half)
+    return products if work is None else work.seconds() / work.seconds(products, stream_bytes_s(device) / stream_bytes_s("v100"))
+
+
+def stream_bytes_s(device: str) -> float:
+    """Bytes per second that elementwise operations read and write."""
+    return CPU_STREAM_BYTES_S if device == "cpu" else gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
+
+
 def peak_tflops(device: str) -> float:
     return CPU_TFLOPS if device == "cpu" else gpu(device).peak_tflops
 
 
-def at_precision(nodes: Sequence[Node], *, half: bool) -> tuple[Node, ...]:
-    """Switches node speeds to the given precision, unless a node's speed differs from the table's FP32 speed."""
-    if not half:
-        return tuple(nodes)
+def at_job_speed(nodes: Sequence[Node], timing: Timing | None) -> tuple[Node, ...]:
+    """Switches node speeds to those for this step, unless a node's speed differs from the table's FP32 speed."""
     known = ("cpu", *GPUS)
-    return tuple(structs.replace(node, speed=speed(node.device, half=True))
+    return tuple(structs.replace(node, speed=job_speed(node.device, timing))
                  if node.device in known and node.speed == speed(node.device) else node for node in nodes)
 
 
@@ -205,8 +218,7 @@ def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS
     gpus = sorted({n.device for n in cluster.nodes if n.device != "cpu"})
     costs = [_cost(name, "cpu", CPU_STREAM_BYTES_S, CPU_FLOOR_S) for name in codecs]
     for device in gpus:
-        bytes_s = gpu(device).memory_gbytes_s * 1e9 * GPU_SHARE
-        costs += [_cost(name, device, bytes_s, GPU_FLOOR_S) for name in codecs]
+        costs += [_cost(name, device, stream_bytes_s(device), GPU_FLOOR_S) for name in codecs]
     copy = PCIE_COPY if gpus else Line(0.0)
     return Profile(tuple(costs), Line(0.0, SERVER_BYTE_S), BUCKET_S, copy, learning=learning_rows())
 
