@@ -81,9 +81,9 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
     assert two is not None
     assert one.half
     assert two.backward_s == pytest.approx(2 * one.backward_s)
-    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].frozen else 2))
+    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].model.frozen else 2))
     assert two.activation_nbytes == pytest.approx(2 * one.activation_nbytes)
-    if (tokens := PRESETS[name].tokens) and not PRESETS[name].frozen:
+    if (tokens := PRESETS[name].model.tokens) and not PRESETS[name].model.frozen:
         flops = 3 * one.forward_s * PRESETS[name].utilisation * 125e12
         # Attention and a head that shares the embeddings' weight come on top of 6 operations a parameter and token.
         assert 6 * tokens * builtin(name).numel * 0.8 < flops < 6 * tokens * builtin(name).numel * 1.4

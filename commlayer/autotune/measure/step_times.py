@@ -19,16 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
-from commlayer.observe.noise_scale import NoiseScale
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5
-DRAWS = 8
-"""Number of batches whose gradients are compared."""
 
 
 def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: int | None = None, name: str = "") -> Job:
@@ -43,48 +41,19 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
             activations[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    layers = ModelWatch(model)
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             watch.step(loss_of)
+        info = layers.info()
         for _ in range(WARM_STEPS - 1 + STEPS):
             model.zero_grad()
             watch.step(loss_of)
     finally:
+        layers.remove()
         watch.remove()
-    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())),
-                             noise_scale=(batch or 1) * noise_scale(model, loss_of))
+    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())), model=info)
     return Job(job.tensors, batch, timing, name)
-
-
-def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch,
-    or if batches or memory do not suffice for the measurement.
-
-    Compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
-    """
-    try:
-        return _noise_scale(model, loss_of)
-    except Exception as error:
-        if isinstance(error, StopIteration) or out_of_memory(error):
-            return 0.0
-        raise
-    finally:
-        model.zero_grad()
-
-
-def _noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    squares = [0.0] * DRAWS
-    for draw in range(DRAWS):
-        model.zero_grad()
-        loss_of().backward()
-        for total, p in zip(sums, parameters, strict=True):
-            if p.grad is not None:
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                total += gradient
-                squares[draw] += float(gradient.float().square().sum())
-    return NoiseScale().plus(squares, sum(float((total / DRAWS).square().sum()) for total in sums)).batches
 
 
 class _Watch:
