@@ -73,7 +73,6 @@ class ModelInfo(Record, frozen=True):
     """Outputs of the last layer, if it is linear; else 0."""
     frozen: int = 0
     """Number of parameters that are not trained."""
-    frozen_nbytes: float = 0.0
 
 
 class Timing(Record, frozen=True):
@@ -100,6 +99,8 @@ class Timing(Record, frozen=True):
     noise_scale: float = 0.0
     """The gradient noise scale in samples, or in batches if the job's batch is unknown. Batches much smaller than the noise
     scale profit from more workers, larger ones do not. 0: unknown, but `model` may tell it."""
+    frozen_nbytes: float = 0.0
+    """Bytes of parameters that are not trained."""
     model: ModelInfo | None = None
     """None: unknown."""
     micro_batches: int = 1

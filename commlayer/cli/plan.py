@@ -237,6 +237,9 @@ def _planned(model: str, machines: Cluster, batch: int | None, optimizer: str, p
 
     job = arguments.with_noise(arguments.job_named(model, batch), noise_scale)
     if job.timing is not None:
+        info = job.timing.model
+        if info is not None and (info.tokens or info.image_side):
+            job = structs.replace(job, batch=job.batch or info.samples)
         job = accumulated(job, [node.device for node in machines.nodes if node.ranks and node.device in GPUS], policy.optimizer)
     machines = structs.replace(machines, nodes=at_precision(machines.nodes, half=job.timing is not None and job.timing.half))
     shared, by_speed = _by_speed(job, machines) if shares else (machines, ())

@@ -428,8 +428,7 @@ def indented(lines: Sequence[str], width: int) -> Iterator[str]:
 def _batch(model: str, job: Job) -> str:
     timing = job.timed
     tokens = f" of {timing.model.tokens:,} tokens" if timing.model and timing.model.tokens else ""
-    number = job.batch or (timing.model.samples if timing.model else 0)
-    count = f"{number:,} {'sample' if number == 1 else 'samples'}{tokens}" if number else \
+    count = f"{job.batch:,} {'sample' if job.batch == 1 else 'samples'}{tokens}" if job.batch else \
         "the number of samples that the model's function draws"
     pieces = timing.micro_batches
     parts = f", as {pieces} micro-batches of {-(-(job.batch or 1) // pieces)} (session.no_sync())" if pieces > 1 else ""

@@ -37,7 +37,7 @@ class Memory(NamedTuple):
 def memory_of(job: Job, device: str, optimizer: str) -> Memory:
     """Memory of a job on this GPU. Frozen parameters have no gradients and no optimizer states."""
     timing, numel = job.timed, job.numel
-    sizes = {"frozen weights": timing.model.frozen_nbytes if timing.model else 0.0, "weights": ELEMENT_NBYTES * numel,
+    sizes = {"frozen weights": timing.frozen_nbytes, "weights": ELEMENT_NBYTES * numel,
              "gradients": ELEMENT_NBYTES * numel, "optimizer": STATES_NBYTES[optimizer] * numel}
     return Memory(gpu(device).memory_gbytes, {name: size / 1e9 for name, size in sizes.items()},
                   timing.activation_nbytes / 1e9)

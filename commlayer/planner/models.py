@@ -300,8 +300,8 @@ IMAGES = ModelInfo(image_side=224, classes=1000)
 
 
 def language(tokens: int, vocabulary: int, frozen: int = 0) -> ModelInfo:
-    """A model that predicts words. `tokens`: per sample; `frozen`: parameters that are not trained, which are kept in bf16."""
-    return ModelInfo(tokens=tokens, vocabulary=vocabulary, frozen=frozen, frozen_nbytes=2.0 * frozen)
+    """A model that predicts words. `tokens`: per sample; `frozen`: parameters that are not trained."""
+    return ModelInfo(tokens=tokens, vocabulary=vocabulary, frozen=frozen)
 
 
 class Published(NamedTuple):
@@ -357,12 +357,12 @@ PRESETS: Mapping[str, Preset] = {
     **{name: Preset(batch, DECODERS[name].kept_nbytes, language(2048, DECODERS[name].words))
        for name, batch in (("qwen2.5-0.5b", 2), ("llama3.2-1b", 2), ("llama3.2-3b", 1), ("llama3.1-8b", 1))},
     "whisper-small": Preset(8, KEPT * 12 * 768 * (1500 + 2 * 448) + 6 * 51865 * 448, ModelInfo()),
-    "sdxl-lora16": Preset(1, 0.0, ModelInfo(frozen=SDXL_NUMEL, frozen_nbytes=2.0 * SDXL_NUMEL)),
+    "sdxl-lora16": Preset(1, 0.0, ModelInfo(frozen=SDXL_NUMEL)),
     **{f"{name}-lora{rank}": Preset(2, decoder.kept_nbytes, language(1024, decoder.words, decoder.numel))
        for name, decoder in DECODERS.items() for rank in LORA_RANKS},
 }
 """BERT reads at most 512 tokens, so its batch has twice as many sequences. ResNet keeps two bf16 values for each output of a
-convolution."""
+convolution. Frozen parameters are kept in bf16."""
 
 
 def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
@@ -381,7 +381,7 @@ def builtin(name: str, batch: int | None = None, device: str = "v100") -> Job:
     job = build(name, parts, batch, forward_s, backward_s, ADAM_NBYTES, speed(device, half=True))
     kept_nbytes = preset.kept_nbytes * reads * batch
     return structs.replace(job, timing=structs.replace(
-        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale,
+        job.timed, half=True, activation_nbytes=kept_nbytes, noise_scale=preset.noise_scale, frozen_nbytes=2.0 * model.frozen,
         model=structs.replace(model, samples=batch)))
 
 

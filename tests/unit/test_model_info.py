@@ -152,7 +152,7 @@ def test_adapters_are_known_by_their_frozen_weights() -> None:
     job = timed_job(model, lambda: model(torch.zeros(2, 16, dtype=torch.long)).sum(), batch=2)
     assert job.timed.model is not None
     frozen = sum(p.numel() for p in model.parameters()) - 24 * 24
-    assert (job.timed.model.frozen, job.timed.model.frozen_nbytes) == (frozen, 4.0 * frozen)
+    assert (job.timed.model.frozen, job.timed.frozen_nbytes) == (frozen, 4.0 * frozen)
     assert job.timed.model.vocabulary == 50
     assert noise_of(job) == 0, "published values are for training from scratch"
     assert memory_of(job, "rtx3060", "adam").kept["frozen weights"] == pytest.approx(4e-9 * frozen)

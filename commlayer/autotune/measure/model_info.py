@@ -31,18 +31,17 @@ class ModelWatch:
     def info(self) -> ModelInfo:
         """What the forward passes have shown; ends recording."""
         self.remove()
-        frozen = [p for p in self._model.parameters() if not p.requires_grad]
-        sizes: dict[str, Any] = {"frozen": sum(p.numel() for p in frozen),
-                                 "frozen_nbytes": float(sum(p.numel() * p.element_size() for p in frozen))}
+        frozen = sum(p.numel() for p in self._model.parameters() if not p.requires_grad)
         if not self._called:
-            return ModelInfo(**sizes)
+            return ModelInfo(frozen=frozen)
         first, shape = next(iter(self._called.items()))
         last = next(reversed(self._called))
         outputs = last.out_features if isinstance(last, nn.Linear) else 0
         if isinstance(first, nn.Embedding) and shape:
             samples = shape[0] if len(shape) > 1 else 1
             # A head shares the embedding's weight or has one of the same shape; any other head does not predict words.
-            return ModelInfo(samples, shape.numel() // max(1, samples), outputs * (outputs == first.num_embeddings), **sizes)
+            return ModelInfo(samples, shape.numel() // max(1, samples), outputs * (outputs == first.num_embeddings),
+                             frozen=frozen)
         if isinstance(first, nn.Conv2d) and first.in_channels == 3 and len(shape) == 4:
-            return ModelInfo(shape[0], image_side=min(shape[2:]), classes=outputs, **sizes)
-        return ModelInfo(shape[0] if shape else 0, **sizes)
+            return ModelInfo(shape[0], image_side=min(shape[2:]), classes=outputs, frozen=frozen)
+        return ModelInfo(shape[0] if shape else 0, frozen=frozen)

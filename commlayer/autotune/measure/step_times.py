@@ -52,7 +52,9 @@ def timed_job(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, batch: i
     finally:
         layers.remove()
         watch.remove()
-    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())), model=info)
+    frozen_nbytes = float(sum(p.nbytes for p in model.parameters() if not p.requires_grad))
+    timing = structs.replace(watch.timing(), activation_nbytes=float(sum(activations.values())), frozen_nbytes=frozen_nbytes,
+                             model=info)
     return Job(job.tensors, batch, timing, name)
 
 
