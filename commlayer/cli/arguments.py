@@ -301,11 +301,11 @@ def timed_job(make: Callable[..., Any], text: str, batch: int | None) -> Job:
 
 def counted_job(text: str, batch: int | None) -> Job:
     """Counts one step of the model that the function returns which `text` names. Its times are for a V100."""
-    from commlayer.autotune.measure import step_counts
+    from commlayer.autotune.measure import shape_tensors, step_counts
 
-    with step_counts.on_a_gpu():
+    with shape_tensors.on_a_gpu():
         make = made_by(text)
-    model, loss_of = step_counts.without_values(lambda: _model_of(make, text))
+    model, loss_of = shape_tensors.without_values(lambda: _model_of(make, text))
     job, reason = of_user(f"{text}: a step", lambda: step_counts.counted_job(
         model, loss_of, lambda: _model_of(make, text), batch=batch, name=text))
     if reason:

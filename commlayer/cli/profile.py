@@ -61,9 +61,6 @@ def profile(
         times = timed.timed
         print(f"{len(timed.tensors)} tensors, {timed.numel / 1e6:.1f} M elements; forward "
               f"{1e3 * times.forward_s:.1f} ms, backward {1e3 * times.backward_s:.1f} ms; in {job}")
-        if times.noise_scale:
-            noise = times.noise_scale / (timed.batch or 1)
-            print(f"gradient noise scale: {noise:.2g} of these batches, at the model's present weights")
 
 
 def _among_ranks() -> tuple[Line, Line] | None:

@@ -27,7 +27,7 @@ from commlayer.errors import InvalidInput, RecordError
 from commlayer.planner.codec_sizes import touch
 from commlayer.planner.convergence import LearningRow, row_problem
 from commlayer.planner.model import Cluster, CodecCost, Line, Link, Node, Profile
-from commlayer.records import Record, Timing, decode, encode
+from commlayer.records import Record, Timing, Work, decode, encode
 
 
 class Gpu(NamedTuple):
@@ -156,11 +156,22 @@ def speed(device: str, *, half: bool = False) -> float:
 
 
 def job_speed(device: str, timing: Timing | None) -> float:
-    """The speed relative to a V100 at which a device computes this step: by its precision and, if the step was counted, by what
-    limits it on both devices."""
-    half, work = timing is not None and timing.half, timing.work if timing is not None else None
-    products = speed(device, half=half)
-    return products if work is None else work.seconds() / work.seconds(products, stream_bytes_s(device) / stream_bytes_s("v100"))
+    """The speed relative to a V100 at which a device computes this step: by its precision, and by what limits it on both."""
+    if timing is None or timing.work is None:
+        return speed(device, half=timing is not None and timing.half)
+    return float(max(structs.astuple(timing.work))) / max(_limits_s(device, timing.work, half=timing.half).values())
+
+
+def job_limit(device: str, timing: Timing) -> str:
+    """The field of `Work` that limits this step on a device; empty if it is unknown."""
+    limits_s = {"": 0.0} if timing.work is None else _limits_s(device, timing.work, half=timing.half)
+    return max(limits_s, key=lambda each: limits_s[each])
+
+
+def _limits_s(device: str, work: Work, *, half: bool) -> dict[str, float]:
+    memory = stream_bytes_s(device) / stream_bytes_s("v100")
+    return {"product_s": work.product_s / speed(device, half=half), "stream_s": work.stream_s / memory,
+            "launch_s": work.launch_s}
 
 
 def stream_bytes_s(device: str) -> float:

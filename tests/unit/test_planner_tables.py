@@ -13,8 +13,8 @@ from commlayer.planner import tables as machines
 from commlayer.planner.inputs import cluster_from_line, cluster_of, nodes_of, profile_of, rate_of
 from commlayer.planner.model import Cluster, Link
 from commlayer.planner.models import PRESETS, PUBLISHED, builtin, layers, published
-from commlayer.planner.tables import INTRA, at_precision, gpu, link, node, profile_from_tables
-from commlayer.records import Job
+from commlayer.planner.tables import INTRA, at_job_speed, gpu, link, node, profile_from_tables
+from commlayer.records import Job, Work
 
 SIZES = {
     "resnet50": (161, 25_557_032, 4.09e9),
@@ -81,9 +81,9 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
     assert two is not None
     assert one.half
     assert two.backward_s == pytest.approx(2 * one.backward_s)
-    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].frozen else 2))
+    assert one.backward_s == pytest.approx(one.forward_s * (1 if PRESETS[name].model.frozen else 2))
     assert two.activation_nbytes == pytest.approx(2 * one.activation_nbytes)
-    if (tokens := PRESETS[name].tokens) and not PRESETS[name].frozen:
+    if (tokens := PRESETS[name].model.tokens) and not PRESETS[name].model.frozen:
         flops = 3 * one.forward_s * PRESETS[name].utilisation * 125e12
         # Attention and a head that shares the embeddings' weight come on top of 6 operations a parameter and token.
         assert 6 * tokens * builtin(name).numel * 0.8 < flops < 6 * tokens * builtin(name).numel * 1.4
@@ -92,12 +92,24 @@ def test_presets_are_computed_in_bf16_from_operations_and_keep_activations_by_th
 def test_speeds_of_a_preset_are_those_of_its_precision() -> None:
     nodes = nodes_of("rtx3060@1Gb,h100@1Gb,gtx1070@1Gb")
     own = structs.replace(nodes[0], speed=0.5)
-    slow, fast, plain, kept = at_precision([*nodes, own], half=True)
+    slow, fast, plain, kept = at_job_speed([*nodes, own], structs.replace(builtin("gpt2").timed, work=None))
     assert slow.speed == pytest.approx(25.4 / 125)
     assert fast.speed / slow.speed == pytest.approx(989 / 25.4)
     assert plain.speed == pytest.approx(6.5 / 125), "without units for halves it computes in FP32"
     assert kept.speed == 0.5, "what a cluster file says stands"
-    assert at_precision(nodes, half=False) == nodes
+    assert at_job_speed(nodes, builtin("lstm").timing) == nodes
+
+
+def test_a_step_is_as_fast_as_what_limits_it_on_a_device() -> None:
+    def speeds(*work: float) -> list[float]:
+        nodes = nodes_of("rtx3060@1Gb,l40s@1Gb")
+        return [node.speed for node in at_job_speed(nodes, structs.replace(builtin("gpt2").timed, work=Work(*work)))]
+
+    products, memory = [25.4 / 125, 362 / 125], [360 / 900, 864 / 900]
+    assert speeds(1.0, 0.01, 0.0) == pytest.approx(products)
+    assert speeds(0.01, 1.0, 0.0) == pytest.approx(memory)
+    assert speeds(0.01, 0.01, 1.0) == pytest.approx([1.0, 1.0]), "the host starts kernels"
+    assert speeds(1.0, 0.5, 0.0) == pytest.approx([products[0], 2 * memory[1]]), "each device has its own limit"
 
 
 # ---- Named machines and links: what the tables say, what profiles are made of them, what is refused

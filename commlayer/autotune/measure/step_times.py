@@ -19,18 +19,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
+from commlayer.autotune.measure.model_info import ModelWatch
 from commlayer.engine.optimizers import job_of, parameters_of
 from commlayer.errors import InvalidInput
-from commlayer.observe.noise_scale import NoiseScale
 from commlayer.observe.step_trace import RecordedStep
 from commlayer.planner.tables import device_named
 from commlayer.records import Job, Timing
 
 WARM_STEPS, STEPS = 2, 5
-DRAWS = 8
-"""Number of batches whose gradients are compared."""
-
-
 DrawnLoss = Callable[[], torch.Tensor]
 """Function that draws a batch and returns its loss."""
 
@@ -46,47 +42,13 @@ def timed_job(model: nn.Module, loss_of: DrawnLoss, *, batch: int | None = None,
         return time.perf_counter()
 
     with StepHooks(model, now_s) as hooks:
-        with kept_nbytes(model) as activation_nbytes:
-            hooks.step(loss_of)
+        _, shown = described_step(hooks, model, loss_of)
         for _ in range(WARM_STEPS - 1):
             hooks.step(loss_of)
         steps = [hooks.step(loss_of) for _ in range(STEPS)]
-    ready_s, needed_s, backward_s, forward_s = (np.median([step[i] for step in steps], 0) for i in range(len(PassClock._fields)))
-    timing = timing_at(PassClock(ready_s, needed_s, backward_s, forward_s))
-    return Job(job.tensors, batch, structs.replace(
-        timing, device=device_named(torch.cuda.get_device_name()) if cuda else "cpu", activation_nbytes=activation_nbytes(),
-        noise_scale=(batch or 1) * noise_scale(model, loss_of)), name)
-
-
-def noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    """Returns the gradient noise scale of the model's present weights, in batches; 0 if loss_of() always draws the same batch,
-    or if batches or memory do not suffice for the measurement.
-
-    Compares the gradients of single batches with their mean (McCandlish et al., 1812.06162, appendix A).
-    """
-    try:
-        return _noise_scale(model, loss_of)
-    except Exception as error:
-        if isinstance(error, StopIteration) or out_of_memory(error):
-            return 0.0
-        raise
-    finally:
-        model.zero_grad()
-
-
-def _noise_scale(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> float:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    squares = [0.0] * DRAWS
-    for draw in range(DRAWS):
-        model.zero_grad()
-        loss_of().backward()
-        for total, p in zip(sums, parameters, strict=True):
-            if p.grad is not None:
-                gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-                total += gradient
-                squares[draw] += float(gradient.float().square().sum())
-    return NoiseScale().plus(squares, sum(float((total / DRAWS).square().sum()) for total in sums)).batches
+    timing = timing_at(PassClock(*(np.median(values, 0) for values in zip(*steps, strict=True))))
+    device = device_named(torch.cuda.get_device_name()) if cuda else "cpu"
+    return Job(job.tensors, batch, structs.replace(timing, device=device, **shown), name)
 
 
 class PassClock(NamedTuple):
@@ -142,9 +104,9 @@ class StepHooks:
         middle = self._now()
         loss.backward()
         end = self._now()
-        tensors = range(self._tensors)
-        return PassClock(np.array([self._ready.get(tensor, end) - middle for tensor in tensors]),
-                         np.array([self._needed.get(tensor, begin) - begin for tensor in tensors]), end - middle, middle - begin)
+        ready = [self._ready.get(tensor, end) - middle for tensor in range(self._tensors)]
+        needed = [self._needed.get(tensor, begin) - begin for tensor in range(self._tensors)]
+        return PassClock(np.array(ready), np.array(needed), end - middle, middle - begin)
 
     def __enter__(self) -> StepHooks:
         return self
@@ -152,6 +114,18 @@ class StepHooks:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def described_step(hooks: StepHooks, model: nn.Module, loss_of: DrawnLoss) -> tuple[PassClock, dict[str, Any]]:
+    """Runs a step. Returns what the clock shows, and fields of Timing that do not depend on it."""
+    layers = ModelWatch(model)
+    try:
+        with kept_nbytes(model) as activation_nbytes:
+            clock = hooks.step(loss_of)
+    finally:
+        layers.remove()
+    frozen_nbytes = float(sum(p.nbytes for p in model.parameters() if not p.requires_grad))
+    return clock, {"activation_nbytes": activation_nbytes(), "frozen_nbytes": frozen_nbytes, "model": layers.info()}
 
 
 def timing_at(clock: PassClock) -> Timing:
