@@ -423,6 +423,6 @@ def _listed(text: str) -> list[str]:
 
 
 def _whole(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal() or len(text) > 9:
         raise InvalidInput("E-CLI-OPTION", f"--count: got {text!r}, allowed: whole numbers such as 2,4,8")
     return int(text)

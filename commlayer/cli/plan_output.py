@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -402,6 +403,7 @@ def assumptions(
     """Lines that state the estimate's assumptions. `model`: the user's name for the model. `named`: True if the user named the
     optimizer. `shares`: each worker's samples; empty if all have the same number."""
     optimizer = policy.optimizer
+    yield f"machines: {_machines(cluster)}"
     yield f"batch: {_batch(model, job)}"
     devices = {node.device: node for node in cluster.nodes if node.ranks}
     for node in devices.values():
@@ -423,6 +425,13 @@ def assumptions(
 def indented(lines: Sequence[str], width: int) -> Iterator[str]:
     yield from (textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
                 for line in lines)
+
+
+def _machines(cluster: Cluster) -> str:
+    alike = Counter((node.device, node.ranks, node.link.down_bps, node.link.up_bps) for node in cluster.nodes if node.ranks)
+    return "; ".join(
+        f"{count} with {f'{ranks} {device} each' if ranks > 1 else device}, {rate(down)} down and {rate(up)} up"
+        for (device, ranks, down, up), count in alike.items())
 
 
 def _batch(model: str, job: Job) -> str:

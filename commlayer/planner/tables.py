@@ -141,7 +141,8 @@ DEFAULT_CODECS = (
 def gpu(name: str) -> Gpu:
     sheet = GPUS.get(name.lower())
     if sheet is None:
-        near = difflib.get_close_matches(name.lower(), GPUS, 3, 0.5)
+        near = sorted(difflib.get_close_matches(name.lower(), GPUS, 6, 0.5),
+                      key=lambda each: sorted(each) != sorted(name.lower()))[:3]  # swapped digits are the likeliest mistake
         raise InvalidInput("E-GPU-NAME",
                            f"GPU {name!r} is unknown; {'similar names' if near else 'known GPUs'}: {', '.join(near or GPUS)}; "
                            "or measure it with `commlayer profile`")
@@ -201,6 +202,19 @@ def device_named(text: str) -> str:
     return next((run for run in runs if run in GPUS), "")
 
 
+VENDORS = re.compile(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]")
+
+
+def gpu_named(text: str) -> str:
+    """The tables' name for a GPU or "cpu", as a user writes it; an unknown name as it is, in lower case.
+
+    >>> gpu_named("RTX 3060 Ti"), gpu_named("NVIDIA GeForce rtx-4090"), gpu_named("3060"), gpu_named("CPU")
+    ('rtx3060ti', 'rtx4090', 'rtx3060', 'cpu')
+    """
+    name = VENDORS.sub("", text.lower())
+    return next((known for known in (name, f"rtx{name}", f"gtx{name}") if known in ("cpu", *GPUS)), text.lower())
+
+
 def link(name: str) -> Link:
     """A link by name: "home-100/20" (down/up, Mb/s), "fiber-1000" (Mb/s in each direction), "25g", "100m" (in one room)."""
     if match := re.fullmatch(r"home-(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)", name):
@@ -217,11 +231,12 @@ def link(name: str) -> Link:
     return result
 
 
-def node(name: str, device: str, net: str, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
+def node(name: str, device: str, net: str | Link, *, ranks: int = 1, intra: str = "pcie3", server: bool = True) -> Node:
     if intra not in INTRA:
         raise InvalidInput("E-LINK-NAME", f"intra {intra!r}: allowed are {', '.join(INTRA)}")
     intra_bps, intra_alpha_s = INTRA[intra] if ranks > 1 else (0.0, 0.0)
-    return Node(name, ranks, device, link(net), intra_bps, intra_alpha_s, speed(device), server)
+    net = link(net) if isinstance(net, str) else net
+    return Node(name, ranks, device, net, intra_bps, intra_alpha_s, speed(device), server)
 
 
 def profile_from_tables(cluster: Cluster, codecs: Sequence[str] = DEFAULT_CODECS) -> Profile:

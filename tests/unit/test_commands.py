@@ -18,7 +18,7 @@ from support.commands import commlayer_called  # noqa: F401  (a fixture)
 
 from commlayer import plan_file, records
 from commlayer.cli import plan_output
-from commlayer.cli.arguments import function_of, job_made_by, job_named, made_by
+from commlayer.cli.arguments import counted_job, function_of, job_named, made_by, timed_job
 from commlayer.cli.main import run
 from commlayer.demo import report
 from commlayer.demo.fleet import Progress
@@ -335,7 +335,7 @@ def test_a_first_cluster_file_can_be_planned_with(commlayer) -> None:
         (("create", "lstm", "--homes", NODES, "--server", "fast"), "E-LINK-NAME", "link 'fast'"),
         (("create", "lstm", "--nodes", NODES, "--server", "1Gb"), "E-CLI-OPTION", "--server 1Gb"),
         (("create", "lstm", "--nodes", NODES, "--batch", "0"), "E-CLI-OPTION", "commlayer: --batch: got 0"),
-        (("create", "lstm", "--nodes", "rtx3060@0Mb"), "E-LINK-NAME", "link 'fiber-0'"),
+        (("create", "lstm", "--nodes", "rtx3060@0Mb"), "E-LINK-NAME", "link '0Mb'"),
         (("create", "lstm", "--nodes", NODES, "--codec", "gzip()"), "E-CODEC-NAME", "--codec: codec 'gzip()'"),
         (("create", "lstm", "--nodes", NODES, "--codec", "topk(ratio=0)"), "E-CODEC-ARGUMENT", "--codec: topk: ratio is 0"),
         (("create", "lstm", "--nodes", NODES, "--max-loss", "2.4"), "E-CLI-OPTION", "--max-loss 2.4"),
@@ -642,10 +642,9 @@ def test_a_module_is_imported_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_job_says_what_its_step_keeps_for_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("kept.py").write_text(KEPT)
-    timing = job_made_by(made_by("kept.py"), "kept.py", 8).timing
-    assert timing is not None
-    # The input of each layer, and the result of the last for its square; no weights.
-    assert timing.activation_nbytes == 4 * 8 * (100 + 200 + 300)
+    for job in (timed_job(made_by("kept.py"), "kept.py", 8), counted_job("kept.py", 8)):
+        # The input of each layer, and the result of the last for its square; no weights.
+        assert job.timed.activation_nbytes == 4 * 8 * (100 + 200 + 300)
 
 
 KEPT = '''
@@ -680,8 +679,8 @@ def fine():
 
 @pytest.mark.parametrize(("name", "batch", "text"), [
     ("raising", None, "broken.py:raising: KeyError: 'weights'"),
-    ("frozen", None, "broken.py:frozen: a step: InvalidInput: the loss is a Tensor of 1 without a gradient"),
-    ("fine", 0, "batch of broken.py:fine: got 0"),
+    ("frozen", None, "broken.py:frozen: a step: the loss is a Tensor of 1 without a gradient"),
+    ("fine", 0, "--batch: got 0"),
 ])
 def test_what_fails_in_a_users_model_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, batch: int | None, text: str,
@@ -689,7 +688,7 @@ def test_what_fails_in_a_users_model_is_one_line(
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text(BROKEN)
     with pytest.raises(ValueError) as caught:
-        job_made_by(made_by(f"broken.py:{name}"), f"broken.py:{name}", batch)
+        job_named(f"broken.py:{name}", batch)
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith("[E-CLI-OPTION]" if batch == 0 else "[E-USER-CODE]")
     assert "\n" not in str(caught.value)

@@ -63,7 +63,8 @@ class ShapeTensor(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
-FINITE = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
+FINITE = {torch.isfinite: True, torch.isnan: False, torch.isinf: False,
+          torch.Tensor.isfinite: True, torch.Tensor.isnan: False, torch.Tensor.isinf: False}
 """Absent values pass as finite ones."""
 
 
@@ -170,7 +171,6 @@ def on_a_gpu() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in CUDA.items():
             stack.enter_context(replaced(torch.cuda, name, lambda *_, answer=answer, **__: answer))
-        stack.enter_context(replaced(torch, "compile", _uncompiled))
         stack.enter_context(_without_compiler())
         stack.enter_context(on_cpu())
         yield
@@ -209,13 +209,13 @@ def _without_compiler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Context manager in which devices "cuda" and their autocast mean the CPU."""
+    """Context manager in which devices "cuda" and their autocast mean the CPU, and nothing is compiled."""
     begin = torch.autocast.__init__
 
     def begin_on_cpu(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         begin(self, _cpu_of(device_type), *args, **kwargs)
 
-    with replaced(torch.autocast, "__init__", begin_on_cpu), _CudaIsCpu():
+    with replaced(torch.autocast, "__init__", begin_on_cpu), replaced(torch, "compile", _uncompiled), _CudaIsCpu():
         yield
 
 

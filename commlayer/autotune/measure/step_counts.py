@@ -138,6 +138,8 @@ class _Layers(TorchFunctionMode):
         steps = len(others[0]) if packed else x.shape[1 if rest[-1] else 0]
         states = hidden if isinstance(hidden, tuple | list) else (hidden,)
         wide = tuple(state[:, :1].expand(-1, samples, -1) for state in states)
+        if x.requires_grad or any(weight.requires_grad for weight in weights):  # steps pass gradients to the ones before
+            wide = tuple(state if state.requires_grad else state.detach().requires_grad_() for state in wide)
         settings = (wide if isinstance(hidden, tuple | list) else wide[0], weights, biases, layers, *rest)
         if packed:
             result, *last = func(x, torch.tensor([samples]), *settings)
