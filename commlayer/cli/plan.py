@@ -209,7 +209,7 @@ class _Planned(NamedTuple):
         (costs, limits), known = self.inputs.costs(), self.plan.steps > 0
         timeline = simulate(self.plan, self.job, self.shared, costs, limits)
         yield from plan_output.to_a_loss(rows, known, names, steps)
-        if known and verbose:
+        if known and buckets:
             yield plan_output.spread(table, self.policy.optimizer, self.job)
         yield plan_output.title(self.plan, self.job, self.machines)
         yield plan_output.summary(self.plan, self.job, self.machines, timeline)

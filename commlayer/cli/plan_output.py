@@ -207,9 +207,9 @@ def spread(table: LearningTable | None, optimizer: str, job: Job) -> str:
         off = known.get(optimizer, max(known.values()))
         if job.numel >= SHORT_NUMEL and table.provenance.numel:
             trainings = "published trainings" if job.numel > LONG_NUMEL else "our trainings"
-            return (f"x steps: the median error was {LAW_ERROR:.0%} on {trainings} not used for the fit, and "
-                    f"{off:.0%} for codecs, on small models; -v says more")
-        return f"x steps: the median error on held-out tasks was {off:.0%}"
+            return (f"x steps is predicted: half of the predictions for {trainings} that the fit omits were off by less than "
+                    f"{LAW_ERROR:.0%}; those for codecs, on small models, by less than {off:.0%}")
+        return f"x steps is predicted: half of the predictions for tasks that the fit omits were off by less than {off:.0%}"
     seeds = max(row.runs for row in table.rows)
     source = "one seed" if seeds == 1 else f"{seeds} seeds"
     return f"x steps: from {source} of your own task; their error on other tasks is unknown"
@@ -482,11 +482,10 @@ def _noise(model: str, job: Job, optimizer: str) -> str:
         return (f"{what}: {_short(small)} batches of one worker, as in small models, or many more; to measure it, train with "
                 'two workers, read session.metrics()["noise_scale"] (in batches), and set --noise-scale SAMPLES')
     batches = f"{_short(noise)} batches of one worker"
-    if job.timed.noise_scale:
-        samples = f"{_short(noise * job.batch)} samples" if job.batch else ""
-        return ", ".join([*([samples] if samples else []), *(["as published"] if model in models.PRESETS and
-                         models.PRESETS[model].noise_scale == job.timed.noise_scale else []), batches])
-    assert law is not None
+    if law is None or job.timed.noise_scale:
+        published = model in models.PRESETS and models.PRESETS[model].noise_scale == job.timed.noise_scale
+        samples = f"{noise * job.batch:,.0f} samples{', as published' if published else ''}: " if job.batch else ""
+        return f"{samples}{batches}"
     scratch = "" if model in models.MODELS else "; less if you fine-tune: then set --noise-scale"
     return f"{law.scale:,.0f} {law.unit}, {law.source}: {batches}{scratch}"
 

@@ -30,7 +30,7 @@ def law_of(model: ModelInfo | None, numel: int) -> NoiseLaw | None:
     of a model that knows its task already.
 
     >>> law_of(ModelInfo(8, 1024, 50257), 124_439_808), law_of(ModelInfo(32, image_side=32, classes=10), 10**6).scale
-    (NoiseLaw(scale=713026.0, unit='tokens', source='published for language models of this size'), 900)
+    (NoiseLaw(scale=713026, unit='tokens', source='published for language models of this size'), 900)
     """
     if model is None or model.frozen > numel:
         return None
