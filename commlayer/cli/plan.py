@@ -43,6 +43,8 @@ Steps = Annotated[int | None, typer.Option(
 PricedServer = Annotated[str, typer.Option(
     help='The link of the server for --homes; default 1Gb. With --steps also its price per hour: "1Gb,0.04".',
     metavar="RATE[,PRICE]")]
+Costs = Annotated[str, typer.Option(
+    "--profile", help="Costs measured by `commlayer profile`; default: the built-in tables.", metavar="FILE")]
 ALLOWED = ("forward", "fragments", "staleness")
 UNEVEN = 1.2
 """From this ratio of speeds on, `estimate` gives the workers unequal shares of the batch."""
@@ -50,8 +52,8 @@ UNEVEN = 1.2
 
 def estimate(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: PricedServer = "", cluster: ClusterFile = "",
-    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", noise_scale: NoiseScale = None, steps: Steps = None,
-    json: Json = None,
+    batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", profile: Costs = "", noise_scale: NoiseScale = None,
+    steps: Steps = None, json: Json = None,
     verbose: Annotated[bool, typer.Option("-v", help="Also print the sources of the factors, and the buckets.")] = False,
 ) -> None:
     """Estimate how much faster training is on these machines than on the fastest one alone."""
@@ -67,7 +69,8 @@ def estimate(
     policy = _policy(sync, optimizer)
     if not policy.exact:  # as in a running job
         policy = structs.replace(policy, max_local_steps=measured_local_steps(learning_rows()))
-    planned = _planned(model, machines, batch, optimizer, policy, noise_scale=noise_scale, shares=True)
+    measured = arguments.profile_named(profile)
+    planned = _planned(model, machines, batch, optimizer, policy, measured, noise_scale=noise_scale, shares=True)
     rows, gain = planned.judged()
     assumptions = planned.assumptions(model, named=bool(optimizer))
     costs = training_costs(rows, planned.machines, steps, price) if steps else ()
@@ -85,7 +88,7 @@ def estimate(
     if steps:
         console.print(plan_output.training(steps, costs))
     for part in planned.parts(rows, assumptions, plan_output.labels(exact=planned.policy.exact), steps or 0,
-                              table=arguments.learning_table("", None), verbose=verbose, buckets=verbose):
+                              table=arguments.learning_table("", measured), verbose=verbose, buckets=verbose):
         console.print(part)
     # Each line is copied as a whole, so none is wrapped.
     console.print("\n".join(plan_output.next_lines(gain, rows, planned.plan, planned.shares)), soft_wrap=True)
@@ -95,7 +98,7 @@ def estimate(
 def create(
     model: Model, nodes: Nodes = "", homes: Homes = "", server: Server = "", cluster: ClusterFile = "",
     batch: Batch = None, optimizer: Optimizer = "", sync: Sync = "auto", codec: Codecs = None,
-    profile: Annotated[str, typer.Option(help="Measured costs; default: the built-in tables.", metavar="FILE")] = "",
+    profile: Costs = "",
     max_loss: Annotated[str, typer.Option(
         help="Allowed increase of the loss after the same number of steps: 0.01, or 1%.", metavar="PART")] = "",
     loss: Annotated[str, typer.Option(help="A loss model from `commlayer tune`.", metavar="FILE")] = "",
